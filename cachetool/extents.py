@@ -1,0 +1,175 @@
+"""Where each sample's field lies in a shard's files, and what its bytes must hash to.
+
+One ``extents.bin`` per uncompressed shard, little-endian, made to be memory-mapped and shared between processes::
+
+    "CTEXT001" | u64 length of the header | header, JSON | padding to 64 | array | padding to 64 | array | ...
+
+The header names the files, the number of samples, and for every array its dtype, shape and position, so that a reader
+touches only the columns it needs. Field by field there is one of:
+
+- a scalar: its raw column, (samples,), since a TFRecord keeps integers as varints;
+- a constant stride: ``start`` and ``stride``, two numbers for any count of samples;
+- anything else: ``offsets`` (samples,), and ``sizes`` (samples,) in bytes when they differ.
+
+Ragged fields also have ``shapes`` (samples, rank). ``checksums`` is (fields, samples) uint64: xxh3-64 of a field's value
+in its canonical encoding (see :func:`cachetool.formats.digest.checksums`).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.errors import CorruptError
+from cachetool.schema import Schema
+
+__all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
+
+EXTENTS_FILE = "extents.bin"
+_MAGIC = b"CTEXT001"
+_ALIGN = 64
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldExtents:
+    """Where one field lies. Offsets and sizes are bytes."""
+
+    file: int = 0
+    """Which of :attr:`Extents.files` holds the bytes."""
+    start: int = 0
+    """Position of the first sample, when the stride is constant."""
+    stride: int = 0
+    """Distance between neighbours, when it is constant."""
+    nbytes: int = 0
+    """Bytes of each sample, when :attr:`sizes` is None."""
+    offsets: Int64s | None = None
+    """Position of each sample, (samples,), when no stride is constant."""
+    sizes: Int64s | None = None
+    """Bytes of each sample, (samples,), when they differ."""
+    shapes: Int64s | None = None
+    """Shape of each sample's array, (samples, rank), of a ragged field."""
+    column: npt.NDArray[Any] | None = None
+    """The values themselves, (samples,), of a scalar field; the numbers above are then not used."""
+
+    def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        """Positions and sizes in bytes of the samples at ``indices``, two int64 arrays of that shape."""
+        offsets = self.start + self.stride * indices if self.offsets is None else self.offsets[indices]
+        sizes = np.full(indices.shape, self.nbytes, dtype=np.int64) if self.sizes is None else self.sizes[indices]
+        return offsets, sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The extents of one shard or part."""
+
+    samples: int
+    """Number of samples."""
+    files: tuple[str, ...]
+    """The files that hold the bytes, relative to the folder of the shard, ``/`` between parts."""
+    fields: Mapping[str, FieldExtents]
+    """Extents of each field, in the order of the schema."""
+    checksums: npt.NDArray[np.uint64]
+    """xxh3-64 of each value, (fields, samples), fields in the order of the schema."""
+
+    def to_bytes(self) -> bytes:
+        """The content of ``extents.bin``."""
+        arrays: list[npt.NDArray[Any]] = []
+        table: list[dict[str, Any]] = []
+        position = 0
+
+        def add(array: npt.NDArray[Any] | None) -> int | None:
+            nonlocal position
+            if array is None:
+                return None
+            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            arrays.append(little)
+            table.append({"dtype": little.dtype.str, "shape": list(array.shape), "at": position})
+            position += -(-little.nbytes // _ALIGN) * _ALIGN
+            return len(arrays) - 1
+
+        fields = [
+            {
+                "name": name,
+                "file": f.file,
+                "start": f.start,
+                "stride": f.stride,
+                "nbytes": f.nbytes,
+                "offsets": add(f.offsets),
+                "sizes": add(f.sizes),
+                "shapes": add(f.shapes),
+                "column": add(f.column),
+            }
+            for name, f in self.fields.items()
+        ]
+        header = {
+            "samples": self.samples,
+            "files": list(self.files),
+            "fields": fields,
+            "checksums": add(self.checksums),
+            "arrays": table,
+        }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        head = _MAGIC + struct.pack("<Q", len(text)) + text
+        parts = [head, bytes(-len(head) % _ALIGN)]
+        for array in arrays:
+            parts += [array.tobytes(), bytes(-array.nbytes % _ALIGN)]
+        return b"".join(parts)
+
+    @classmethod
+    def from_buffer(cls, buffer: Any, *, schema: Schema, name: str = EXTENTS_FILE) -> Extents:
+        """The extents in ``buffer`` (bytes, a memory map), their arrays views of it.
+
+        Raises :class:`CorruptError`, naming ``name``, when the buffer is cut short or does not fit ``schema``.
+        """
+        try:
+            return cls._parse(memoryview(buffer).cast("B"), schema)
+        except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+            raise CorruptError(f"{name} is not a whole extents file: {error}") from error
+
+    @classmethod
+    def _parse(cls, view: memoryview, schema: Schema) -> Extents:
+        if view[:8] != _MAGIC:
+            raise ValueError("wrong magic")
+        (length,) = struct.unpack("<Q", view[8:16])
+        if length > len(view) - 16:
+            raise ValueError("header cut short")
+        header = json.loads(bytes(view[16 : 16 + length]))
+        base = -(-(16 + length) // _ALIGN) * _ALIGN
+        samples = int(header["samples"])
+
+        def array(index: int | None, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+            if index is None:
+                return None
+            entry = header["arrays"][index]
+            if tuple(entry["shape"]) != shape:
+                raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
+            dtype = np.dtype(entry["dtype"])
+            if dtype.kind not in "biufcmM":
+                raise ValueError(f"array {index} has dtype {dtype}")
+            return np.frombuffer(view, dtype=dtype, count=int(np.prod(shape)), offset=base + entry["at"]).reshape(shape)
+
+        fields: dict[str, FieldExtents] = {}
+        for entry, field in zip(header["fields"], schema, strict=True):
+            if entry["name"] != field.name:
+                raise ValueError(f"field {entry['name']!r} where {field.name!r} should be")
+            fields[field.name] = FieldExtents(
+                file=int(entry["file"]),
+                start=int(entry["start"]),
+                stride=int(entry["stride"]),
+                nbytes=int(entry["nbytes"]),
+                offsets=array(entry["offsets"], (samples,)),
+                sizes=array(entry["sizes"], (samples,)),
+                shapes=array(entry["shapes"], (samples, field.rank)),
+                column=array(entry["column"], (samples,)),
+            )
+        checksums = array(header["checksums"], (len(schema), samples))
+        if checksums is None:
+            raise ValueError("no checksums")
+        return cls(samples, tuple(str(f) for f in header["files"]), fields, checksums)

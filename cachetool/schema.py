@@ -1,0 +1,207 @@
+"""What a sample is made of: named, typed, shaped fields in a fixed order.
+
+A field is one of four kinds, decided by ``dtype`` and ``shape`` alone:
+
+========  =================================  =======================================
+kind      declared as                        a sample holds
+========  =================================  =======================================
+fixed     ``Field("x", "<f4", (3, 64))``     an array of that shape; ``()`` is a scalar
+ragged    ``Field("x", "<f4", (None, None))`` an array of that rank, sizes differ by sample
+bytes     ``Field("x", "bytes")``            a byte string
+str       ``Field("x", "str")``              text, stored as UTF-8
+========  =================================  =======================================
+
+Bytes on disk are always little-endian. ``object`` arrays are refused: they could only be pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cachetool.errors import UsageError
+
+__all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
+
+Kind = Literal["fixed", "ragged", "bytes", "str"]
+
+KEY = "__key__"
+"""The field that names a sample by where it came from."""
+
+_NAME = re.compile(r"[A-Za-z0-9_+\- .]+(/[A-Za-z0-9_+\- .]+)*")
+_RESERVED_SUFFIXES = (".offsets", ".shapes", "/shape")
+MAX_RANK = 32
+
+
+def storage_dtype(dtype: Any) -> np.dtype[Any]:
+    """The little-endian dtype that values of ``dtype`` are stored as.
+
+    Raises :class:`UsageError` for dtypes that have no plain bytes (``object``, structured, fixed-width text) or
+    none that are the same on every machine (``longdouble``).
+    """
+    try:
+        found = np.dtype(dtype)
+    except TypeError as error:
+        raise UsageError(f"dtype {dtype!r} is not a NumPy dtype") from error
+    if found.kind == "O":
+        raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")
+    if found.kind not in "biufcmM" or found.hasobject or found.itemsize > 16 or found.char in "gG":
+        raise UsageError(f"dtype {found} cannot be stored; use bool, int, uint, float, complex or datetime64")
+    if found.kind in "mM" and np.datetime_data(found)[0] == "generic":
+        raise UsageError(f"dtype {found} has no unit; use one such as datetime64[ns]")
+    return found.newbyteorder("<")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One named part of a sample."""
+
+    name: str
+    """Letters, digits, ``_ + - .`` and blanks; ``/`` nests. It becomes a dataset or folder name inside a shard."""
+    dtype: str
+    """A little-endian NumPy dtype string such as ``<f4``, or ``bytes`` or ``str``."""
+    shape: tuple[int | None, ...] = ()
+    """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
+
+    def __post_init__(self) -> None:
+        parts = self.name.split("/")
+        if not _NAME.fullmatch(self.name) or any(p.strip(". ") == "" for p in parts) or len(self.name) > 200:
+            raise UsageError(
+                f"field name {self.name!r} cannot be used: letters, digits, _ + - . and blanks, parts joined by '/'"
+            )
+        if self.name.endswith(_RESERVED_SUFFIXES) or parts[-1] == "zarr.json" or self.name in ("__len__", "__schema__"):
+            raise UsageError(f"field name {self.name!r} is reserved; rename the field with --rename {self.name}=NEW")
+        if self.dtype in ("bytes", "str"):
+            if self.shape != ():
+                raise UsageError(f"field {self.name!r}: {self.dtype} has no shape, got {self.shape}")
+            return
+        object.__setattr__(self, "dtype", storage_dtype(self.dtype).str)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.shape) > MAX_RANK:
+            raise UsageError(f"field {self.name!r}: {len(self.shape)} dimensions, at most {MAX_RANK}")
+        free = sum(size is None for size in self.shape)
+        if free not in (0, len(self.shape)) or any(size is not None and size < 0 for size in self.shape):
+            raise UsageError(f"field {self.name!r}: shape {self.shape} must be sizes of at least 0, or all None")
+
+    @property
+    def kind(self) -> Kind:
+        """``fixed``, ``ragged``, ``bytes`` or ``str``."""
+        if self.dtype == "bytes":
+            return "bytes"
+        if self.dtype == "str":
+            return "str"
+        return "ragged" if self.shape and self.shape[0] is None else "fixed"
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether a sample holds one number of this field."""
+        return self.kind == "fixed" and self.shape == ()
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions of one sample's value."""
+        return len(self.shape)
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The dtype of the stored values; ``uint8`` for bytes and str."""
+        return np.dtype(np.uint8) if self.kind in ("bytes", "str") else np.dtype(self.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of a fixed field, as plain sizes. Raises :class:`UsageError` for the other kinds."""
+        if self.kind != "fixed":
+            raise UsageError(f"field {self.name!r} is {self.kind}: its size differs from sample to sample")
+        return tuple(size for size in self.shape if size is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
+        return math.prod(self.sizes) * self.numpy.itemsize if self.kind == "fixed" else 0
+
+    def describe(self) -> str:
+        """Type and shape for people: ``float32 (3, 64)``, ``uint8 ragged rank 3``, ``str``."""
+        if self.kind in ("bytes", "str"):
+            return self.kind
+        name = np.dtype(self.dtype).name
+        if self.kind == "ragged":
+            return f"{name} ragged rank {self.rank}"
+        return f"{name} {self.sizes}" if self.shape else name
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The ordered fields of a dataset. Equal schemas have equal fingerprints."""
+
+    fields: tuple[Field, ...]
+    """At least one field, names unique."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", tuple(self.fields))
+        if not self.fields:
+            raise UsageError("a schema needs at least one field")
+        names = [field.name for field in self.fields]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"field {name!r} appears twice in one schema; rename one with --rename")
+            if any(other.startswith(name + "/") for other in names):
+                raise UsageError(f"field {name!r} is also the folder of another field; rename one with --rename")
+
+    def __iter__(self) -> Iterator[Field]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __contains__(self, name: object) -> bool:
+        return any(field.name == name for field in self.fields)
+
+    def __getitem__(self, name: str) -> Field:
+        for field in self.fields:
+            if field.name == name:
+                return field
+        raise UsageError(f"no field {name!r}; this dataset has {', '.join(self.names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The field names, in order."""
+        return tuple(field.name for field in self.fields)
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that the fixed fields of one sample take."""
+        return sum(field.nbytes for field in self.fields)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every sample has the same size."""
+        return all(field.kind == "fixed" for field in self.fields)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits, equal for equal schemas: SHA-256 over the compact JSON form."""
+        text = json.dumps(self.to_json(), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def select(self, names: Iterable[str]) -> Schema:
+        """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
+        return Schema(tuple(self[name] for name in names))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Plain values for ``shard.json`` and the catalog."""
+        return [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Schema:
+        """The schema that :meth:`to_json` wrote. Raises :class:`UsageError` when ``value`` is none."""
+        try:
+            return cls(tuple(Field(str(f["name"]), str(f["dtype"]), tuple(f["shape"])) for f in value))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"not a schema: {str(value)[:80]}") from error

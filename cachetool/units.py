@@ -1,0 +1,95 @@
+"""Sizes, rates and durations as people write them: ``50GB`` is 10^9 bytes each, ``50GiB`` is 2^30, a bare number is bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from cachetool.errors import UsageError
+
+__all__ = ["format_duration", "format_size", "parse_duration", "parse_fraction", "parse_rate", "parse_size"]
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**k for k, p in enumerate("kmgtp", start=1)},
+    **{p: 1000**k for k, p in enumerate("kmgtp", start=1)},
+    **{f"{p}ib": 1024**k for k, p in enumerate("kmgtp", start=1)},
+}
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_MAX_BYTES = 2**62
+
+
+def parse_size(text: str | int, *, what: str = "size") -> int:
+    """Bytes that ``text`` stands for, at least 0.
+
+    Raises :class:`UsageError`, quoting the text, when it is no size; ``what`` names it in the message.
+    """
+    if isinstance(text, int):
+        text = str(text)
+    match = _NUMBER.fullmatch(text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{what} {text!r} is not a size; write it like 50GB, 512MiB or 1000000")
+    value = math.ceil(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+    if value > _MAX_BYTES:
+        raise UsageError(f"{what} {text!r} is larger than 4 EiB")
+    return value
+
+
+def parse_rate(text: str | int, *, what: str = "rate") -> int:
+    """Bytes a second: a size, with or without ``/s``. Raises :class:`UsageError`."""
+    if isinstance(text, str):
+        text = re.sub(r"(?i)(/s|ps)\s*$", "", text)
+    rate = parse_size(text, what=what)
+    if rate == 0:
+        raise UsageError(f"{what} must be above 0")
+    return rate
+
+
+def parse_duration(text: str | float, *, what: str = "duration") -> float:
+    """Seconds that ``text`` stands for: ``60s``, ``10min``, ``500ms``, a bare number is seconds.
+
+    Raises :class:`UsageError`, quoting the text, when it is none.
+    """
+    match = _NUMBER.fullmatch(str(text))
+    factor = _SECONDS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{what} {text!r} is not a duration; write it like 60s, 10min or 2h")
+    return float(match.group(1)) * factor
+
+
+def parse_fraction(text: str | float, *, what: str = "fraction") -> float:
+    """A share between 0 and 1, from ``10%`` or ``0.1``. Raises :class:`UsageError`."""
+    raw = str(text).strip()
+    percent = raw.endswith("%")
+    try:
+        value = float(raw.removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise UsageError(f"{what} {text!r} is not a share; write it like 10% or 0.1")
+    return value
+
+
+def format_size(nbytes: int) -> str:
+    """``nbytes`` for people, in powers of ten: ``512 B``, ``1.5 GB``."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.95:
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} PB"
+
+
+def format_duration(seconds: float) -> str:
+    """``seconds`` for people: ``0.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
