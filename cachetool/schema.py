@@ -56,7 +56,8 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
         raise UsageError(f"dtype {found} cannot be stored; use bool, int, uint, float, complex or datetime64")
     if found.kind in "mM" and np.datetime_data(found)[0] == "generic":
         raise UsageError(f"dtype {found} has no unit; use one such as datetime64[ns]")
-    return found.newbyteorder("<")
+    little: np.dtype[Any] = found.newbyteorder("<")
+    return little
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from cachetool.errors import UsageError
 
 __all__ = ["format_duration", "format_size", "parse_duration", "parse_fraction", "parse_rate", "parse_size"]
 
-_FACTORS = {
+_FACTORS: dict[str, int] = {
     "": 1,
     "b": 1,
     **{f"{p}b": 1000**k for k, p in enumerate("kmgtp", start=1)},

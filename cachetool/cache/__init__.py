@@ -1,1 +1,28 @@
-"""."""
+"""The bounded root directory: catalog, cap, commit, snapshots, eviction."""
+
+from cachetool.cache.admission import Room
+from cachetool.cache.commit import Facts, Origin, Staging
+from cachetool.cache.draws import Claim, SourceRow
+from cachetool.cache.opening import open_cache
+from cachetool.cache.policies import Victim, policy_names
+from cachetool.cache.removal import Removal
+from cachetool.cache.root import CacheDir
+from cachetool.cache.snapshots import Shard, Snapshot
+from cachetool.cache.stats import Stats
+
+__all__ = [
+    "CacheDir",
+    "Claim",
+    "Facts",
+    "Origin",
+    "Removal",
+    "Room",
+    "Shard",
+    "Snapshot",
+    "SourceRow",
+    "Staging",
+    "Stats",
+    "Victim",
+    "open_cache",
+    "policy_names",
+]

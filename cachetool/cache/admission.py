@@ -1,0 +1,134 @@
+"""Who may write: room for the whole of it is reserved before the first byte.
+
+The loop of :func:`admit`, each turn one transaction::
+
+    fits under the cap and over the free-disk floor?  -> the caller's row is inserted: admitted
+    could never fit?                                  -> CapTooSmall
+    victims allowed?                                  -> they retire; what nobody reads is deleted; again
+    nothing to gain now                               -> wait for leases and writers to end, at most `wait`; CapBlocked
+
+Reserving step by step instead would deadlock two writers that each hold half of what they need.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cachetool.cache.catalog import Catalog, allowance
+from cachetool.cache.holders import Holder
+from cachetool.cache.layout import Layout
+from cachetool.cache.policies import choose
+from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.usage import measure
+from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
+from cachetool.units import format_duration, format_size
+
+__all__ = ["FOLDER_SLACK", "Room", "admit", "minimum"]
+
+FOLDER_SLACK = 8192
+"""Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
+_POLL = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How room may be made for a writer."""
+
+    evict: bool = False
+    """Whether older shards may go."""
+    policy: str = "oldest"
+    min_epochs: int = 0
+    keep_job: str | None = None
+    """Shards of this pull are never evicted."""
+    wait: float = 60.0
+    """Seconds to wait for others."""
+
+
+def minimum(connection: sqlite3.Connection, layout: Layout, need: int) -> int:
+    """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
+    usage = measure(connection, layout)
+    return usage.overhead + usage.listings + need + FOLDER_SLACK
+
+
+def admit(
+    catalog: Catalog,
+    layout: Layout,
+    holder: Holder,
+    need: int,
+    insert: Callable[[sqlite3.Connection], None],
+    *,
+    room: Room,
+) -> None:
+    """Reserve ``need`` bytes: ``insert`` runs inside the transaction that found them free.
+
+    Raises :class:`CapTooSmall`, :class:`CapBlocked`, or :class:`CapacityError` when the disk itself is full.
+    """
+    deadline = time.monotonic() + room.wait
+    while True:
+        recover(catalog, layout, lambda: holder)
+        with catalog.write() as connection:
+            _raise_page_limit(connection, layout)
+            cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
+            least = minimum(connection, layout, need)
+            if least > cap:
+                raise CapTooSmall(
+                    f"a cap of {format_size(cap)} ({cap} bytes) cannot hold one shard of up to {format_size(need)};"
+                    f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+                )
+            usage = measure(connection, layout)
+            excess = usage.total + need + FOLDER_SLACK - cap
+            # What is reserved but not yet written will still take its share of the free disk.
+            lack = need + usage.reserved + floor - layout.free_disk()
+            if excess <= 0 and lack <= 0:
+                holder.register(connection)
+                insert(connection)
+                return
+            retiring = connection.execute(
+                "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
+            ).fetchone()[0]
+            if room.evict:
+                victims = choose(
+                    candidates(connection),
+                    excess=max(excess, lack) - int(retiring),
+                    policy=room.policy,
+                    min_epochs=room.min_epochs,
+                    keep_job=room.keep_job,
+                )
+                retire(connection, [victim.id for victim in victims], why=f"room for a writer, {room.policy}")
+            trash = sweep(connection, holder)
+            held = leaseholders(connection)
+            writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
+        delete_trash(catalog, layout, trash)
+        if trash:
+            continue
+        gains = bool(retiring) or bool(held and room.evict) or bool(writers)
+        if time.monotonic() < deadline and gains:
+            time.sleep(min(_POLL, max(0.0, deadline - time.monotonic())))
+            continue
+        if lack > 0 >= excess:
+            raise CapacityError(
+                f"the disk of {layout.root} has {format_size(layout.free_disk())} free, {format_size(need)} more are"
+                f" needed above the floor of {format_size(floor)}; free some space or lower --min-free"
+            )
+        waited = f" after {format_duration(room.wait)}" if gains else ""
+        who = "; ".join(held[:3]) if held else "nothing in it may be evicted"
+        raise CapBlocked(f"cache is full ({format_size(usage.total)} of {format_size(cap)}){waited}: {who}")
+
+
+def _meta(connection: sqlite3.Connection, key: str) -> int:
+    return int(connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+
+
+def _raise_page_limit(connection: sqlite3.Connection, layout: Layout) -> None:
+    """Double the catalog's page limit when three quarters are in use and the cap has room for what that is charged."""
+    limit = _meta(connection, "pages")
+    # Another process may have raised it: the pragma is this connection's alone.
+    connection.execute(f"PRAGMA max_page_count = {limit}")
+    count = int(connection.execute("PRAGMA page_count").fetchone()[0])
+    more = allowance(2 * limit) - allowance(limit)
+    if 4 * count > 3 * limit and measure(connection, layout).total + more <= _meta(connection, "max_size"):
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (2 * limit,))
+        connection.execute(f"PRAGMA max_page_count = {2 * limit}")

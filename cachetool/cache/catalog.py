@@ -1,0 +1,212 @@
+"""The catalog: one SQLite file whose transactions are the cache's only lock and whose version is its only clock.
+
+This module owns the connection, the schema and the version; what the rows mean is decided by its neighbours (draws,
+admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=FULL``: not WAL, because SQLite 3.7.0 to
+3.51.2 has the WAL-reset race, not ``DELETE``, which lost the last commit at every power cut tried.
+
+::
+
+    shards   staging -> ready -> retiring -> trash -> (row gone)
+    claims   held by a live worker, or open (holder NULL) after it died; below a source's frontier all else is done
+    leases   one row a snapshot: who may still read the shards visible at which version
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cachetool.errors import CapacityError, CatalogError
+
+__all__ = ["Catalog", "Row", "allowance"]
+
+Row = sqlite3.Row
+
+SCHEMA_VERSION = 1
+PAGE_BYTES = 4096
+FIRST_PAGES = 128
+"""A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
+MAX_EVENTS = 1000
+
+_MIGRATIONS = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+    CREATE TABLE holders (id TEXT PRIMARY KEY, pid INTEGER, host TEXT, what TEXT, started REAL) WITHOUT ROWID;
+    CREATE TABLE datasets (name TEXT PRIMARY KEY, schema TEXT NOT NULL, created REAL) WITHOUT ROWID;
+    CREATE TABLE sources (
+        id TEXT PRIMARY KEY, url TEXT, options TEXT, identity TEXT, dataset TEXT, units INTEGER, samples INTEGER,
+        seed INTEGER, turn INTEGER, frontier INTEGER, skipped INTEGER, bytes INTEGER, created REAL
+    ) WITHOUT ROWID;
+    CREATE TABLE jobs (
+        id TEXT PRIMARY KEY, holder TEXT, source TEXT, wanted INTEGER, committed INTEGER, skipped INTEGER, created REAL
+    ) WITHOUT ROWID;
+    CREATE TABLE claims (
+        id INTEGER PRIMARY KEY, source TEXT, turn INTEGER, start INTEGER, stop INTEGER, holder TEXT, job TEXT
+    );
+    CREATE TABLE shards (
+        id TEXT PRIMARY KEY, seq INTEGER, dataset TEXT, format TEXT, state TEXT, samples INTEGER, payload INTEGER,
+        bytes INTEGER, since INTEGER, until INTEGER, holder TEXT, job TEXT, created REAL, epochs INTEGER, used REAL,
+        source TEXT, turn INTEGER, draws TEXT, content TEXT, digest TEXT, sole INTEGER
+    ) WITHOUT ROWID;
+    CREATE INDEX shards_by_state ON shards (state, seq);
+    CREATE TABLE leases (
+        id INTEGER PRIMARY KEY, holder TEXT, run TEXT, epoch INTEGER, version INTEGER, dataset TEXT, taken REAL
+    );
+    CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, subject TEXT, text TEXT);
+    """,
+)
+
+
+def allowance(pages: int) -> int:
+    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers."""
+    return int(2.01 * pages * PAGE_BYTES) + 65536
+
+
+class Catalog:
+    """One process's connection to a catalog file, opened again by itself in a forked child.
+
+    Methods may be called from any thread; transactions of one process take turns.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pid = 0
+        self._connection: sqlite3.Connection | None = None
+        self._inherited: list[sqlite3.Connection] = []
+        self._lock = threading.RLock()
+
+    def create(self, *, max_size: int, min_free: int) -> None:
+        """Make the tables of a new cache; harmless when another process was first."""
+        connection = self._open(new=True)
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+                for number, script in enumerate(_MIGRATIONS, start=1):
+                    for statement in script.split(";"):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {number}")
+                meta = {"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": FIRST_PAGES}
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def close(self) -> None:
+        """Close the connection of this process."""
+        with self._lock:
+            if self._connection is not None and self._pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
+        """All rows of one reading statement, a consistent picture by itself."""
+        with self._lock:
+            try:
+                return self._open().execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._error(error) from error
+
+    def one(self, query: str, values: tuple[Any, ...] = ()) -> Row | None:
+        """The first row of one reading statement."""
+        rows = self.rows(query, values)
+        return rows[0] if rows else None
+
+    def meta(self, key: str) -> int:
+        """A number of the table ``meta``: ``version``, ``max_size``, ``min_free``, ``pages``."""
+        row = self.one("SELECT value FROM meta WHERE key = ?", (key,))
+        if row is None:
+            raise CatalogError(f"catalog {self.path} has no {key}; run: cachetool verify --repair")
+        return int(row["value"])
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that only reads, for several statements that must agree with each other."""
+        yield from self._transaction("BEGIN")
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that holds the cache's lock from its first moment; rolled back when the body raises.
+
+        ``BEGIN IMMEDIATE``: a reader that upgrades itself to a writer could fail at once instead of waiting.
+        """
+        yield from self._transaction("BEGIN IMMEDIATE")
+
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                connection = self._open()
+                connection.execute(begin)
+            except sqlite3.Error as error:
+                raise self._error(error) from error
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._rollback(connection)
+                raise self._error(error) from error
+            except BaseException:
+                self._rollback(connection)
+                raise
+
+    @staticmethod
+    def _rollback(connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:  # a full disk makes SQLite roll back by itself
+            connection.execute("ROLLBACK")
+
+    def _open(self, *, new: bool = False) -> sqlite3.Connection:
+        if self._connection is not None and self._pid == os.getpid():
+            return self._connection
+        if self._connection is not None:
+            # Inherited through fork: it must be neither used nor closed here, so it is kept for ever.
+            self._inherited.append(self._connection)
+            self._lock = threading.RLock()
+        connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection.row_factory = Row
+        connection.execute("PRAGMA journal_mode = PERSIST")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > SCHEMA_VERSION:
+            connection.close()
+            raise CatalogError(
+                f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
+                f" {SCHEMA_VERSION}); upgrade cachetool"
+            )
+        if not found and not new:
+            connection.close()
+            raise CatalogError(f"catalog {self.path} is missing or empty, though the folder says that it is a cache")
+        if found:
+            pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
+            connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+        self._connection, self._pid = connection, os.getpid()
+        return connection
+
+    def _error(self, error: sqlite3.Error) -> CatalogError | CapacityError:
+        if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+            return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
+        return CatalogError(f"catalog {self.path}: {error}")
+
+
+def bump(connection: sqlite3.Connection) -> int:
+    """Raise the catalog's version inside a transaction and give the new one."""
+    row = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'version' RETURNING value").fetchone()
+    return int(row[0])
+
+
+def next_seq(connection: sqlite3.Connection) -> int:
+    """The next number in the order of commits."""
+    row = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq' RETURNING value").fetchone()
+    return int(row[0])
+
+
+def event(connection: sqlite3.Connection, at: float, kind: str, subject: str, text: str) -> None:
+    """Append to the event log, which keeps the newest 1,000."""
+    cursor = connection.execute(
+        "INSERT INTO events (at, kind, subject, text) VALUES (?, ?, ?, ?)", (at, kind, subject, text[:500])
+    )
+    connection.execute("DELETE FROM events WHERE id <= ?", ((cursor.lastrowid or 0) - MAX_EVENTS,))

@@ -1,0 +1,187 @@
+"""Which draws of a source are done, claimed or open, kept as ranges of positions.
+
+A source's draws are the positions ``0 .. units - 1`` of one seeded order per turn (pass)::
+
+    0 ................ frontier ................ units
+      done, but for rows in `claims`              never claimed yet
+
+A claim has a holder while a worker is on it, none after that worker died or gave it back; claims without a holder are
+handed out before the frontier moves. So no draw is repeated or lost before the turn is complete. The order itself is
+computed by the sampler (:mod:`cachetool.permutation`); this module only counts.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cachetool.cache.catalog import Row, event
+from cachetool.errors import UsageError
+
+__all__ = ["Claim", "Job", "SourceRow", "claim", "finish", "give_back", "job_row", "open_job", "source_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """A source as the catalog knows it."""
+
+    id: str
+    url: str
+    options: Mapping[str, Any]
+    identity: str
+    """Digest of the listing."""
+    dataset: str
+    units: int
+    samples: int
+    seed: int
+    turn: int
+    """Which pass over the units is under way, from 0."""
+    frontier: int
+    """Positions below it are done, or have a row in ``claims``."""
+    skipped: int
+    """Draws of this turn that could not be used."""
+
+    @classmethod
+    def of(cls, row: Row) -> SourceRow:
+        """From a row of the table."""
+        return cls(
+            **{
+                name: json.loads(row["options"]) if name == "options" else row[name]
+                for name in cls.__dataclass_fields__
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of ``pull``."""
+
+    id: str
+    source: str
+    wanted: int | None
+    """Samples to commit; None for the rest of the turn."""
+    committed: int
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Positions ``start`` to ``stop`` of a turn that one worker may draw."""
+
+    id: int
+    turn: int
+    start: int
+    stop: int
+
+
+def source_row(connection: sqlite3.Connection, source: str) -> SourceRow | None:
+    """The source with this id."""
+    row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
+    return None if row is None else SourceRow.of(row)
+
+
+def drawn(connection: sqlite3.Connection, source: SourceRow) -> int:
+    """Positions of the present turn that are done, skipped ones included."""
+    pending = connection.execute(
+        "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND turn = ?", (source.id, source.turn)
+    ).fetchone()[0]
+    return source.frontier - int(pending)
+
+
+def open_job(
+    connection: sqlite3.Connection, source: str, *, holder: str, wanted: int | None, seed: int | None
+) -> tuple[str, SourceRow]:
+    """Begin a pull: its id, and the source. A complete turn is followed by a new one when samples are asked for by
+    number. Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with."""
+    row = source_row(connection, source)
+    if row is None:
+        raise UsageError(f"source {source} is not in the catalog")
+    if seed is not None and seed != row.seed:
+        raise UsageError(
+            f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
+        )
+    if wanted is not None and drawn(connection, row) >= row.units:
+        connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
+        connection.execute("UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0 WHERE id = ?", (source,))
+        event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins")
+        row = source_row(connection, source) or row
+    job = secrets.token_hex(6)
+    connection.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, 0, 0, ?)", (job, holder, source, wanted, time.time()))
+    return job, row
+
+
+def job_row(connection: sqlite3.Connection, job: str) -> Job:
+    """The state of a pull. Raises :class:`UsageError` when it ended."""
+    row = connection.execute("SELECT id, source, wanted, committed, skipped FROM jobs WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UsageError(f"pull {job} has ended")
+    return Job(*row)
+
+
+def claim(connection: sqlite3.Connection, job: str, *, holder: str, most: int) -> Claim | None:
+    """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
+
+    A job's budget counts what is committed and what its workers are on, so that together they never draw too many.
+    """
+    state = job_row(connection, job)
+    source = source_row(connection, state.source)
+    assert source is not None
+    if state.wanted is not None:
+        pending = connection.execute(
+            "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE job = ? AND holder IS NOT NULL", (job,)
+        ).fetchone()[0]
+        most = min(most, state.wanted - state.committed - int(pending))
+    if most <= 0:
+        return None
+    row = connection.execute(
+        "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL ORDER BY start LIMIT 1",
+        (source.id, source.turn),
+    ).fetchone()
+    if row is not None:
+        start, stop = row["start"], min(row["stop"], row["start"] + most)
+        connection.execute(
+            "UPDATE claims SET stop = ?, holder = ?, job = ? WHERE id = ?", (stop, holder, job, row["id"])
+        )
+        if stop < row["stop"]:
+            _insert(connection, source, stop, row["stop"], None, None)
+        return Claim(row["id"], source.turn, start, stop)
+    start, stop = source.frontier, min(source.units, source.frontier + most)
+    if start >= stop:
+        return None
+    connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
+    return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop)
+
+
+def finish(connection: sqlite3.Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int) -> None:
+    """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
+    transaction that commits their samples."""
+    if upto >= held.stop:
+        connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
+    else:
+        connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
+    connection.execute(
+        "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
+    )
+    connection.execute(
+        "UPDATE sources SET skipped = skipped + ? WHERE id = (SELECT source FROM jobs WHERE id = ?)", (skipped, job)
+    )
+
+
+def give_back(connection: sqlite3.Connection, holder: str, job: str) -> None:
+    """Open the claims that this process still has of a pull that it leaves."""
+    connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ? AND job = ?", (holder, job))
+
+
+def _insert(
+    connection: sqlite3.Connection, source: SourceRow, start: int, stop: int, holder: str | None, job: str | None
+) -> int:
+    cursor = connection.execute(
+        "INSERT INTO claims (source, turn, start, stop, holder, job) VALUES (?, ?, ?, ?, ?, ?)",
+        (source.id, source.turn, start, stop, holder, job),
+    )
+    return int(cursor.lastrowid or 0)

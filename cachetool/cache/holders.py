@@ -1,0 +1,92 @@
+"""Which processes are alive: one lock file each, judged by the kernel and never by a pid.
+
+A POSIX record lock (``fcntl.lockf``) is gone the moment its process is, however it ended, and a forked child does not
+inherit it, while it would keep a ``flock`` alive. Its one trap: closing *any* descriptor of the file in the owning
+process drops the lock. So the file is opened once per process, here, and a process never tests its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import sqlite3
+import sys
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["Holder", "dead_holders", "holder_of"]
+
+
+class Holder:
+    """This process, as one cache knows it."""
+
+    __slots__ = ("_fd", "id", "path", "pid")
+
+    def __init__(self, folder: Path) -> None:
+        self.pid = os.getpid()
+        self.id = secrets.token_hex(8)
+        self.path = folder / f"{self.id}.lock"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def register(self, connection: sqlite3.Connection) -> None:
+        """Write this process into the catalog unless it is there; inside a transaction."""
+        what = " ".join(os.path.basename(part) for part in sys.argv[:2])[:80] or "python"
+        connection.execute(
+            "INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?, ?)",
+            (self.id, self.pid, socket.gethostname(), what, time.time()),
+        )
+
+    def retire(self) -> None:
+        """Let the lock go and remove its file; the row is the caller's."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+_holders: dict[tuple[int, str], Holder] = {}
+_lock = threading.Lock()
+
+
+def holder_of(folder: Path) -> Holder:
+    """This process's holder for the cache whose lock files lie in ``folder``: made at first use, one per process."""
+    key = (os.getpid(), str(folder.resolve()))
+    with _lock:
+        if key not in _holders:
+            _holders[key] = Holder(folder)
+        return _holders[key]
+
+
+def existing_holder(folder: Path) -> Holder | None:
+    """The holder that this process already has for a cache, or None."""
+    return _holders.get((os.getpid(), str(folder.resolve())))
+
+
+def forget(folder: Path) -> None:
+    """Drop this process's holder of a cache from the table, after it retired."""
+    with _lock:
+        _holders.pop((os.getpid(), str(folder.resolve())), None)
+
+
+def dead_holders(connection: sqlite3.Connection, folder: Path) -> list[str]:
+    """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then."""
+    own = existing_holder(folder)
+    ids = [row["id"] for row in connection.execute("SELECT id FROM holders")]
+    return [each for each in ids if not (own is not None and each == own.id) and not _alive(folder / f"{each}.lock")]
+
+
+def _alive(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,176 @@
+"""Where things lie under a cache's root, and whether a folder is a cache at all.
+
+::
+
+    ROOT/                0700
+      CACHEDIR.TAG       backup tools leave the folder out
+      cachetool.json     layout version: a newer one is refused
+      catalog.sqlite3    the truth, and its journal beside it
+      holders/<id>.lock  one per live process
+      shards/<id>/       one immutable shard each
+      listings/<id>/     what a source holds
+
+This module knows paths and bytes on disk; it knows nothing of what the catalog says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from cachetool.errors import CatalogError, UsageError
+
+__all__ = [
+    "LAYOUT_VERSION",
+    "Layout",
+    "default_root",
+    "disk_bytes",
+    "fsync_folder",
+    "remove_tree",
+    "tree_bytes",
+    "write_durable",
+]
+
+LAYOUT_VERSION = 1
+_TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
+
+
+def default_root() -> Path:
+    """``$CACHETOOL_CACHE``, else the platform's cache folder of this user."""
+    named = os.environ.get("CACHETOOL_CACHE")
+    if named:
+        return Path(named)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("cachetool"))
+
+
+class Layout:
+    """The paths of one cache."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tag = root / "CACHEDIR.TAG"
+        self.marker = root / "cachetool.json"
+        self.catalog = root / "catalog.sqlite3"
+        self.holders = root / "holders"
+        self.shards = root / "shards"
+        self.listings = root / "listings"
+
+    def check(self) -> bool:
+        """Whether a usable cache is here; False when nothing is. Changes nothing.
+
+        Raises :class:`UsageError` for a file or a folder of other things, :class:`CatalogError` for a newer layout.
+        """
+        try:
+            entries = os.listdir(self.root)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            raise UsageError(f"cache {self.root} is a file; name a folder with --cache") from None
+        except PermissionError as error:
+            raise UsageError(f"cache {self.root} cannot be read: {error.strerror}") from error
+        if not entries:
+            return False
+        if self.marker.name not in entries:
+            made = (self.tag.name, self.catalog.name, f"{self.marker.name}.", *(p.name for p in self._folders))
+            if self.tag.name in entries and all(entry.startswith(made) for entry in entries):
+                return False  # killed while it was made: made again
+            raise UsageError(f"folder {self.root} holds other things and is no cache; name an empty or a new folder")
+        try:
+            found = json.loads(self.marker.read_bytes())["layout"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CatalogError(f"{self.marker} cannot be read; is {self.root} a cache?") from error
+        if found > LAYOUT_VERSION:
+            raise CatalogError(
+                f"cache {self.root} was written by a newer cachetool (layout {found}, this one knows {LAYOUT_VERSION});"
+                " upgrade cachetool"
+            )
+        return True
+
+    def make(self) -> None:
+        """Make the folders; harmless where they are already. The catalog comes next, then :meth:`mark`."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.tag.exists():
+            self.tag.write_bytes(_TAG)
+        for folder in self._folders:
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    def mark(self) -> None:
+        """Say that a whole cache is here."""
+        if not self.marker.exists():
+            aside = self.root / f"cachetool.json.{os.getpid()}"
+            write_durable(aside, json.dumps({"layout": LAYOUT_VERSION}).encode())
+            os.replace(aside, self.marker)
+        fsync_folder(self.root)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (self.holders, self.shards, self.listings)
+
+    def fixed_bytes(self) -> int:
+        """Bytes of the root, its folders and small files, as the disk has them now; the catalog is charged apart."""
+        total = 0
+        for path in (self.root, *self._folders, self.tag, self.marker):
+            try:
+                total += disk_bytes(path.lstat())
+            except FileNotFoundError:
+                total += 4096  # not made yet
+        return total
+
+    def free_disk(self) -> int:
+        """Bytes an unprivileged user may still write on the cache's disk; also where the root does not exist yet."""
+        path = self.root
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+def disk_bytes(found: os.stat_result) -> int:
+    """What a file takes: allocated or apparent bytes, whichever is more, so that ``du`` in both modes stays below."""
+    return max(found.st_blocks * 512, found.st_size)
+
+
+def tree_bytes(folder: Path) -> int:
+    """:func:`disk_bytes` of a folder and everything in it."""
+    total = disk_bytes(folder.lstat())
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_bytes(Path(entry.path))
+            else:
+                total += disk_bytes(entry.stat(follow_symlinks=False))
+    return total
+
+
+def remove_tree(folder: Path, *, first: str | None = None) -> None:
+    """Delete a folder, the file ``first`` before the rest; a folder that is gone already is fine."""
+    if first is not None:
+        (folder / first).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file and fsync it. Raises ``FileExistsError`` where one is: names are never shared."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names added to or removed from ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,86 @@
+"""From a folder's name to an open cache: which root, which cap, and whether it may be used at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cachetool.cache.catalog import FIRST_PAGES, allowance
+from cachetool.cache.holders import dead_holders, existing_holder
+from cachetool.cache.layout import Layout, default_root
+from cachetool.cache.root import CacheDir
+from cachetool.errors import CapTooSmall, UsageError
+from cachetool.units import format_size, parse_size
+
+__all__ = ["open_cache", "open_root"]
+
+C = TypeVar("C", bound=CacheDir)
+
+
+def open_cache(
+    root: str | Path | None = None,
+    *,
+    max_size: int | str | None = None,
+    min_free: int | str | None = None,
+    create: bool = True,
+    notify: Callable[[str], None] | None = None,
+) -> CacheDir:
+    """Open a cache folder, or prepare a new one.
+
+    ``root`` None is ``$CACHETOOL_CACHE`` or the platform's cache folder of this user. ``max_size`` is the cap in bytes
+    or as ``"50GB"``; a new cache without one takes half of the free disk and says so through ``notify``. A different
+    cap for an existing cache takes effect with the first write, and is refused while another process uses the cache.
+    ``min_free`` keeps that much of the disk free. Left unfinished work of dead processes is finished first.
+
+    Raises :class:`UsageError` for a folder that is no cache, or is missing with ``create=False``; :class:`CatalogError`
+    for a cache of a newer version; :class:`CapTooSmall` for a cap below the cache's own files.
+    """
+    return open_root(CacheDir, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
+
+
+def open_root(
+    kind: type[C],
+    root: str | Path | None,
+    *,
+    max_size: int | str | None,
+    min_free: int | str | None,
+    create: bool,
+    notify: Callable[[str], None] | None,
+) -> C:
+    """:func:`open_cache` for a class made of :class:`CacheDir`."""
+    size = None if max_size is None else parse_size(max_size, what="--max-size")
+    floor = None if min_free is None else parse_size(min_free, what="--min-free")
+    path = default_root() if root is None else Path(root)
+    layout = Layout(path)
+    exists = layout.check()
+    if not exists:
+        if not create:
+            raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE --cache {path}")
+        if size is None:
+            size = layout.free_disk() // 2
+            if notify is not None:
+                notify(f"no --max-size given: the cap is half of the free disk, {format_size(size)}")
+    if size is not None:
+        least = layout.fixed_bytes() + allowance(FIRST_PAGES)
+        if size < least:
+            raise CapTooSmall(f"--max-size {max_size}: the cache's own files need {least} bytes before any shard")
+    cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
+    if exists:
+        cache.recover()
+        if size is not None and size != cache.catalog.meta("max_size"):
+            _refuse_while_used(cache, size)
+    return cache
+
+
+def _refuse_while_used(cache: CacheDir, size: int) -> None:
+    with cache.catalog.write() as connection:
+        dead = dead_holders(connection, cache.layout.holders)
+        rows = connection.execute("SELECT id, pid, what FROM holders").fetchall()
+    own = existing_holder(cache.layout.holders)
+    others = [row for row in rows if row["id"] not in dead and (own is None or row["id"] != own.id)]
+    if others:
+        raise UsageError(
+            f"the cap of {cache.root} is {format_size(cache.catalog.meta('max_size'))} and cannot become"
+            f" {format_size(size)} while pid {others[0]['pid']} ({others[0]['what']}) uses it; leave --max-size out"
+        )

@@ -1,0 +1,107 @@
+"""In which order shards are given up: pure functions over rows, and the plan made from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cachetool.errors import UsageError
+
+__all__ = ["POLICIES", "Candidate", "Victim", "choose", "policy_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A ready shard, as far as eviction cares."""
+
+    id: str
+    dataset: str
+    samples: int
+    bytes: int
+    seq: int
+    """Place in the order of commits."""
+    epochs: int
+    """How many epochs it served."""
+    used: float
+    """When it last served one (seconds since 1970), or was committed."""
+    job: str | None = None
+    """The pull that wrote it."""
+    sole: bool = False
+    """Its data exists nowhere else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A shard chosen to go."""
+
+    id: str
+    dataset: str
+    samples: int
+    bytes: int
+    reason: str
+    """Why this one: the policy and the value it went by."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "id": self.id,
+            "dataset": self.dataset,
+            "samples": self.samples,
+            "bytes": self.bytes,
+            "reason": self.reason,
+        }
+
+
+def _random(row: Candidate) -> tuple[str, int]:
+    return hashlib.sha256(row.id.encode()).hexdigest(), row.seq
+
+
+POLICIES: dict[str, Callable[[Candidate], tuple[Any, ...]]] = {
+    "oldest": lambda row: (row.seq,),
+    "most-used": lambda row: (-row.epochs, row.seq),
+    "lru": lambda row: (row.used, row.seq),
+    "random": _random,
+}
+"""Name to sort key; the smallest key goes first."""
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names that ``--policy`` takes."""
+    return tuple(POLICIES)
+
+
+def choose(
+    rows: Iterable[Candidate],
+    *,
+    excess: int,
+    policy: str = "oldest",
+    min_epochs: int = 0,
+    dataset: str | None = None,
+    keep_job: str | None = None,
+) -> Sequence[Victim]:
+    """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
+
+    Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
+    named, of the pull ``keep_job``, and those whose data exists nowhere else. Raises :class:`UsageError` for an unknown
+    policy.
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"unknown eviction policy {policy!r}; there are {', '.join(POLICIES)}")
+    free = [
+        row
+        for row in rows
+        if row.epochs >= min_epochs
+        and (dataset is None or row.dataset == dataset)
+        and (keep_job is None or row.job != keep_job)
+        and not row.sole
+    ]
+    victims: list[Victim] = []
+    for row in sorted(free, key=POLICIES[policy]):
+        if excess <= 0:
+            break
+        excess -= row.bytes
+        why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq}")
+        victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {why}"))
+    return victims

@@ -1,0 +1,149 @@
+"""How shards leave: ready -> retiring -> trash -> gone, and their bytes come back only when their files are gone.
+
+A retiring shard is in no new snapshot; it becomes trash when no live lease has a version below its ``until``. Leases
+and these steps are transactions of one database, so they cannot interleave.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cachetool.cache.catalog import Catalog, bump, event
+from cachetool.cache.holders import Holder, dead_holders
+from cachetool.cache.layout import Layout, fsync_folder, remove_tree
+from cachetool.cache.policies import Candidate, Victim
+
+__all__ = ["Removal", "candidates", "delete_trash", "leaseholders", "recover", "retire", "sweep"]
+
+SHARD_FILE = "shard.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What an eviction did, or with ``dry_run`` would do."""
+
+    plan: tuple[Victim, ...]
+    """The shards chosen."""
+    removed_shards: int
+    removed_samples: int
+    freed: int
+    """Bytes that are on the disk no more."""
+    used: int
+    """Bytes charged afterwards."""
+    max_size: int
+    """The target."""
+    blocked: tuple[str, ...] = ()
+    """Who still reads shards that were chosen; these go when their leases end."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "plan": [victim.as_dict() for victim in self.plan],
+            "removed_shards": self.removed_shards,
+            "removed_samples": self.removed_samples,
+            "freed": self.freed,
+            "used": self.used,
+            "max_size": self.max_size,
+            "blocked": list(self.blocked),
+        }
+
+
+def candidates(connection: sqlite3.Connection) -> list[Candidate]:
+    """All ready shards."""
+    rows = connection.execute(
+        "SELECT id, dataset, samples, bytes, seq, epochs, used, job, sole FROM shards WHERE state = 'ready'"
+    )
+    return [Candidate(**{**dict(row), "sole": bool(row["sole"])}) for row in rows]
+
+
+def retire(connection: sqlite3.Connection, ids: Sequence[str], *, why: str) -> None:
+    """Take ready shards out of every snapshot to come; inside a transaction. Raises the version once."""
+    if not ids:
+        return
+    version = bump(connection)
+    for each in ids:
+        connection.execute(
+            "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'", (version, each)
+        )
+        event(connection, time.time(), "evict", each, why)
+
+
+def sweep(connection: sqlite3.Connection, holder: Holder) -> list[str]:
+    """Turn retiring shards that nobody reads any more into this process's trash; gives their ids."""
+    holder.register(connection)
+    rows = connection.execute(
+        "UPDATE shards SET state = 'trash', holder = ? WHERE state = 'retiring'"
+        " AND NOT EXISTS (SELECT 1 FROM leases WHERE leases.version < shards.until) RETURNING id",
+        (holder.id,),
+    )
+    return [row["id"] for row in rows]
+
+
+def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[int, int, int]:
+    """Unlink the files of trash, ``shard.json`` first, then give the bytes back: shards, samples and bytes removed.
+
+    Killed in the middle, the rows stay ``trash`` and the next recovery goes on.
+    """
+    if not ids:
+        return 0, 0, 0
+    for each in ids:
+        remove_tree(layout.shards / each, first=SHARD_FILE)
+    fsync_folder(layout.shards)
+    samples = freed = 0
+    with catalog.write() as connection:
+        for each in ids:
+            row = connection.execute(
+                "DELETE FROM shards WHERE id = ? AND state = 'trash' RETURNING samples, bytes", (each,)
+            ).fetchone()
+            if row is not None:
+                samples += int(row["samples"] or 0)
+                freed += int(row["bytes"])
+    return len(ids), samples, freed
+
+
+def leaseholders(connection: sqlite3.Connection) -> list[str]:
+    """Who reads what, one line a lease: pid, host, program, version, since when."""
+    rows = connection.execute(
+        "SELECT h.pid, h.host, h.what, l.version, l.taken, l.dataset FROM leases l JOIN holders h ON h.id = l.holder"
+        " ORDER BY l.taken"
+    )
+    return [
+        f"pid {row['pid']} on {row['host']} ({row['what']}) reads {row['dataset']} at version {row['version']}"
+        f" since {time.strftime('%H:%M:%S', time.localtime(row['taken']))}"
+        for row in rows
+    ]
+
+
+def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> int:
+    """Finish what dead processes left: leases freed, claims opened, staging and trash deleted. Gives how many died.
+
+    Touches only ids of holders whose lock is free, under the cache's lock. What must be deleted becomes this process's
+    own trash in the same transaction, so that two recoveries never share work and a crash here is recovered like any.
+    Writes nothing when nobody died.
+    """
+    with catalog.write() as connection:
+        dead = dead_holders(connection, layout.holders)
+        if not dead:
+            return 0
+        own = holder()
+        own.register(connection)
+        marks = ",".join("?" * len(dead))
+        connection.execute(f"DELETE FROM leases WHERE holder IN ({marks})", dead)
+        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE holder IN ({marks})", dead)
+        connection.execute(f"DELETE FROM jobs WHERE holder IN ({marks})", dead)
+        connection.execute(
+            f"UPDATE shards SET state = 'trash', holder = ?"
+            f" WHERE holder IN ({marks}) AND state IN ('staging', 'trash')",
+            (own.id, *dead),
+        )
+        for each in dead:
+            connection.execute("DELETE FROM holders WHERE id = ?", (each,))
+            (layout.holders / f"{each}.lock").unlink(missing_ok=True)
+        sweep(connection, own)
+        rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (own.id,)).fetchall()
+    delete_trash(catalog, layout, [row["id"] for row in rows])
+    return len(dead)

@@ -1,0 +1,360 @@
+"""The cache as one object: opens the root, and hands each request to the module that owns it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cachetool.cache import holders, snapshots
+from cachetool.cache.admission import FOLDER_SLACK, Room, admit, minimum
+from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
+from cachetool.cache.commit import Staging, folder_bound
+from cachetool.cache.draws import SourceRow, source_row
+from cachetool.cache.holders import Holder
+from cachetool.cache.layout import Layout, fsync_folder, tree_bytes
+from cachetool.cache.policies import choose
+from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.snapshots import Shard, Snapshot
+from cachetool.cache.stats import Stats, collect
+from cachetool.cache.usage import Usage, measure
+from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.schema import Schema
+from cachetool.units import format_size, parse_size
+
+__all__ = ["CacheDir"]
+
+_users: dict[tuple[int, Path], int] = {}
+"""How many open CacheDir objects of this process share one holder."""
+
+
+class CacheDir:
+    """A cache folder. Made by :func:`cachetool.open_cache`; a context manager; for any thread, also in a forked child.
+
+    A new cache is put on disk at the first use of its catalog, so that a command that fails before it leaves nothing.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        exists: bool = True,
+        max_size: int | None = None,
+        min_free: int | None = None,
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        self.root = root
+        self.layout = Layout(root)
+        self._wanted = {"max_size": max_size, "min_free": min_free}
+        self._exists = exists
+        self._notify = notify
+        self._catalog = Catalog(self.layout.catalog)
+        self._closed = False
+        key = (os.getpid(), root.resolve())
+        _users[key] = _users.get(key, 0) + 1
+
+    # -- the parts its verbs are built from ---------------------------------------------------------------------------
+
+    @property
+    def exists(self) -> bool:
+        """Whether the cache is on disk already."""
+        return self._exists
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog; puts a new cache on disk."""
+        if not self._exists:
+            size, min_free = self._wanted["max_size"] or 0, self._wanted["min_free"] or 0
+            self.layout.make()
+            self._catalog.create(max_size=size, min_free=min_free)
+            self.layout.mark()
+            self._exists = True
+            if self._notify is not None:
+                self._notify(f"new cache {self.root}, cap {format_size(size)}")
+        return self._catalog
+
+    @property
+    def holder(self) -> Holder:
+        """This process as the cache knows it; made at first use, which is also when a new cap takes effect."""
+        catalog = self.catalog
+        wanted = {key: value for key, value in self._wanted.items() if value is not None}
+        if any(catalog.meta(key) != value for key, value in wanted.items()):
+            with catalog.write() as connection:
+                for key, value in wanted.items():
+                    connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+        self._wanted = dict.fromkeys(self._wanted)
+        return holders.holder_of(self.layout.holders)
+
+    def recover(self) -> int:
+        """Finish what dead processes left behind; gives how many died."""
+        return recover(self.catalog, self.layout, lambda: self.holder)
+
+    # -- what is in it -------------------------------------------------------------------------------------------------
+
+    @property
+    def max_size(self) -> int:
+        """The cap in bytes."""
+        wanted = self._wanted["max_size"]
+        return self.catalog.meta("max_size") if wanted is None else wanted
+
+    @property
+    def version(self) -> int:
+        """The catalog's version: raised by every commit and every eviction."""
+        return self.catalog.meta("version")
+
+    def datasets(self) -> list[str]:
+        """Names of the datasets, oldest first."""
+        if not self._exists:
+            return []
+        return [row["name"] for row in self.catalog.rows("SELECT name FROM datasets ORDER BY created")]
+
+    def dataset(self, name: str | None = None) -> str:
+        """``name`` if there is such a dataset; None means the only one. Raises :class:`UsageError`."""
+        names = self.datasets()
+        if name is not None and name in names:
+            return name
+        have = f"it holds {', '.join(names)}" if names else "it is empty; fill it with: cachetool pull SOURCE"
+        if name is not None:
+            raise UsageError(f"cache {self.root} has no dataset {name!r}; {have}")
+        if len(names) != 1:
+            hint = "; name one of them: --dataset, dataset=" if names else ""
+            raise UsageError(f"cache {self.root}: {have}{hint}")
+        return names[0]
+
+    def schema(self, dataset: str | None = None) -> Schema:
+        """Schema of a dataset; None means the only one. Raises :class:`UsageError` naming what there is."""
+        row = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (self.dataset(dataset),))
+        assert row is not None
+        return Schema.from_json(json.loads(row["schema"]))
+
+    def shards(self, dataset: str | None = None, *, version: int | None = None) -> list[Shard]:
+        """Shards visible now, or at a leased ``version``, oldest first. Takes no lease."""
+        if not self._exists:
+            return []
+        with self.catalog.read() as connection:
+            return snapshots.visible(connection, self.layout, dataset, version)
+
+    def usage(self) -> Usage:
+        """What is charged against the cap now."""
+        with self.catalog.read() as connection:
+            return measure(connection, self.layout)
+
+    def stats(self, dataset: str | None = None) -> Stats:
+        """Counts, bytes, coverage, holders, events. Raises :class:`UsageError` for an unknown dataset."""
+        if dataset is not None:
+            self.dataset(dataset)
+        return collect(self.catalog, self.layout, dataset)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None) -> Snapshot:
+        """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``."""
+        name = self.dataset(dataset)
+        self.recover()
+        return snapshots.take(
+            self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch
+        )
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def declare(self, name: str, schema: Schema) -> None:
+        """Fix the schema of a dataset. Raises :class:`UsageError` when it has another one already."""
+        with self.catalog.write() as connection:
+            row = connection.execute("SELECT schema FROM datasets WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                connection.execute(
+                    "INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
+                )
+                return
+        have = Schema.from_json(json.loads(row["schema"]))
+        if have != schema:
+            raise UsageError(
+                f"dataset {name!r} holds {_describe(have)}; this source has {_describe(schema)}: name another --dataset"
+            )
+
+    def stage(
+        self, *, dataset: str, schema: Schema, format: str, bound: int, job: str | None = None, room: Room | None = None
+    ) -> Staging:
+        """Reserve ``bound`` bytes and open a folder for a shard. Raises what :func:`admission.admit` raises."""
+        shard = secrets.token_hex(8)
+        bound += folder_bound(schema)
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
+                " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
+                (shard, dataset, format, bound, self.holder.id, job),
+            )
+
+        admit(self.catalog, self.layout, self.holder, bound, insert, room=room or Room())
+        return Staging(
+            self.catalog, self.layout, self.holder, id=shard, schema=schema, format=format, bound=bound
+        )  # fmt: skip
+
+    def least_cap(self, bound: int, schema: Schema) -> int:
+        """The smallest cap that can ever hold one shard of ``bound`` bytes beside the cache's own files."""
+        need = bound + folder_bound(schema)
+        if not self._exists:
+            return self.layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
+        with self.catalog.read() as connection:
+            return minimum(connection, self.layout, need)
+
+    def source(self, id: str) -> SourceRow | None:
+        """The source with this id, if this cache has drawn from it."""
+        if not self._exists:
+            return None
+        with self.catalog.read() as connection:
+            return source_row(connection, id)
+
+    def listing(self, source: str) -> Path:
+        """Where the listing of a source lies."""
+        return self.layout.listings / source
+
+    def add_source(self, row: SourceRow, listing: Path) -> None:
+        """Take in a source: its listing is charged, copied beside the others and made durable."""
+        size = tree_bytes(listing)
+        target = self.listing(row.id)
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    row.id,
+                    row.url,
+                    json.dumps(dict(row.options)),
+                    row.identity,
+                    row.dataset,
+                    row.units,
+                    row.samples,
+                    row.seed,
+                    row.turn,
+                    row.frontier,
+                    row.skipped,
+                    size,
+                    time.time(),
+                ),
+            )
+
+        admit(self.catalog, self.layout, self.holder, size, insert, room=Room(wait=0))
+        aside = self.layout.listings / f"{row.id}.{self.holder.id}"
+        shutil.copytree(listing, aside)
+        for path in aside.iterdir():
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(aside, target)
+        fsync_folder(self.layout.listings)
+
+    def evict(
+        self,
+        max_size: int | str,
+        *,
+        policy: str = "oldest",
+        dataset: str | None = None,
+        min_epochs: int = 0,
+        dry_run: bool = False,
+        wait: float = 0.0,
+    ) -> Removal:
+        """Delete shards until at most ``max_size`` bytes are charged; the cap itself stays as it is.
+
+        ``dry_run`` only makes the plan. Victims that a live snapshot reads are retired and go when it ends: with
+        ``wait`` seconds the call waits for that. Raises :class:`CapBlocked` naming the readers when the target is not
+        reached because of them, :class:`CapTooSmall` when even an empty cache is larger.
+        """
+        target = parse_size(max_size, what="--max-size")
+        if dataset is not None:
+            self.dataset(dataset)
+        if not dry_run:
+            self.recover()
+        with self.catalog.write() as connection:
+            usage = measure(connection, self.layout)
+            leaving = connection.execute(
+                "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
+            ).fetchone()[0]
+            plan = choose(
+                candidates(connection),
+                excess=usage.total - int(leaving) - target,
+                policy=policy,
+                min_epochs=min_epochs,
+                dataset=dataset,
+            )
+            if dry_run:
+                return Removal(tuple(plan), 0, 0, 0, usage.total, target, tuple(leaseholders(connection)))
+            retire(connection, [victim.id for victim in plan], why=f"evict to {format_size(target)}, {policy}")
+        shards, samples, freed = self._sweep_until(target, wait)
+        used = self.usage().total
+        result = Removal(tuple(plan), shards, samples, freed, used, target)
+        if used > target:
+            raise self._not_reached(result)
+        return result
+
+    def close(self) -> None:
+        """Close the catalog; the last one of a process takes its holder and its leases out. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        key = (os.getpid(), self.root.resolve())
+        _users[key] = _users.get(key, 1) - 1
+        own = holders.existing_holder(self.layout.holders)
+        if own is not None and _users[key] <= 0:
+            with self._catalog.write() as connection:
+                connection.execute("DELETE FROM leases WHERE holder = ?", (own.id,))
+                connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (own.id,))
+                connection.execute("DELETE FROM jobs WHERE holder = ?", (own.id,))
+                trash = sweep(connection, own)
+            delete_trash(self._catalog, self.layout, trash)
+            with self._catalog.write() as connection:
+                connection.execute("DELETE FROM holders WHERE id = ?", (own.id,))
+            holders.forget(self.layout.holders)
+            own.retire()
+        self._catalog.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+        _ = self.catalog  # another process must find it on disk
+        return type(self), (self.root,)
+
+    def _sweep_until(self, target: int, wait: float) -> tuple[int, int, int]:
+        deadline = time.monotonic() + wait
+        total = (0, 0, 0)
+        while True:
+            with self.catalog.write() as connection:
+                trash = sweep(connection, self.holder)
+            total = tuple(a + b for a, b in zip(total, delete_trash(self.catalog, self.layout, trash), strict=True))  # type: ignore[assignment]
+            if self.usage().total <= target or time.monotonic() >= deadline:
+                return total
+            time.sleep(0.2)
+
+    def _not_reached(self, result: Removal) -> CapBlocked | CapTooSmall:
+        with self.catalog.read() as connection:
+            held = leaseholders(connection)
+            left = connection.execute("SELECT count(*) FROM shards WHERE state = 'retiring'").fetchone()[0]
+            writing = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
+        sizes = f"{result.used} bytes are charged, {result.max_size} were asked for"
+        if left and held:
+            return CapBlocked(f"{left} shards go when their readers end ({sizes}): {'; '.join(held[:3])}")
+        if writing:
+            return CapBlocked(f"{writing} shards are being written ({sizes}); stop the pull, or try again")
+        kept = "nothing more may be evicted" if self.shards() else "an empty cache takes that much"
+        return CapTooSmall(f"cannot shrink the cache to {format_size(result.max_size)}: {kept} ({sizes})")
+
+
+def _describe(schema: Schema) -> str:
+    return ", ".join(f"{field.name} {field.describe()}" for field in schema)

@@ -1,0 +1,173 @@
+"""What one epoch trains on: the shards visible at one version, leased until they are let go.
+
+A shard is visible at version v when it was committed at or before v and not yet retiring at v. A lease is one row
+(holder, version): nothing that is visible at a leased version is deleted. It ends with :meth:`Snapshot.release`, or
+with its process, whichever is first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from cachetool.cache.catalog import Catalog
+from cachetool.cache.holders import Holder
+from cachetool.cache.layout import Layout
+from cachetool.cache.removal import delete_trash, sweep
+from cachetool.schema import Schema
+
+__all__ = ["Shard", "Snapshot", "take", "visible"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One committed shard."""
+
+    id: str
+    dataset: str
+    format: str
+    path: Path
+    """Its folder."""
+    samples: int
+    bytes: int
+    """On disk, as charged against the cap."""
+    payload: int
+    """Bytes of the values."""
+    since: int
+    """The version that made it visible."""
+    state: str
+    """``ready`` or ``retiring``."""
+    created: float
+    """Seconds since 1970."""
+    epochs: int
+    """How many epochs it served."""
+    content: str
+    """Content digest."""
+    schema: Schema
+
+    @property
+    def data(self) -> Path:
+        """Its data file, or for Zarr its data folder."""
+        for entry in os.scandir(self.path):
+            if entry.name.startswith("data."):
+                return self.path / entry.name
+        return self.path / "data"
+
+
+def visible(connection: sqlite3.Connection, layout: Layout, dataset: str | None, version: int | None) -> list[Shard]:
+    """Shards visible at ``version`` (None: now) of one dataset or all, oldest first."""
+    query = "SELECT * FROM shards WHERE state IN ('ready', 'retiring')"
+    values: list[object] = []
+    if version is None:
+        query += " AND state = 'ready'"
+    else:
+        query += " AND since <= ? AND (until IS NULL OR until > ?)"
+        values += [version, version]
+    if dataset is not None:
+        query += " AND dataset = ?"
+        values.append(dataset)
+    schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
+    parsed = {name: Schema.from_json(json.loads(text)) for name, text in schemas.items()}
+    return [
+        Shard(
+            id=row["id"],
+            dataset=row["dataset"],
+            format=row["format"],
+            path=layout.shards / row["id"],
+            samples=row["samples"],
+            bytes=row["bytes"],
+            payload=row["payload"],
+            since=row["since"],
+            state=row["state"],
+            created=row["created"],
+            epochs=row["epochs"],
+            content=row["content"],
+            schema=parsed[row["dataset"]],
+        )
+        for row in connection.execute(query + " ORDER BY seq", values)
+    ]
+
+
+class Snapshot:
+    """A leased version of one dataset; a context manager. In a forked child it can be read but not released."""
+
+    def __init__(
+        self, catalog: Catalog, layout: Layout, holder: Holder, *, lease: int, version: int, dataset: str,
+        schema: Schema, shards: tuple[Shard, ...],
+    ) -> None:  # fmt: skip
+        self.version = version
+        self.dataset = dataset
+        self.schema = schema
+        self.shards = shards
+        self._lease: int | None = lease
+        self._catalog, self._layout, self._holder = catalog, layout, holder
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all its shards."""
+        return sum(shard.samples for shard in self.shards)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def served(self) -> None:
+        """Count one epoch for every shard of this snapshot: its last batch was delivered."""
+        with self._catalog.write() as connection:
+            connection.execute(
+                "UPDATE shards SET epochs = epochs + 1, used = ? WHERE dataset = ? AND state IN ('ready', 'retiring')"
+                " AND since <= ? AND (until IS NULL OR until > ?)",
+                (time.time(), self.dataset, self.version, self.version),
+            )
+
+    def release(self) -> None:
+        """Give the lease back; shards that only it kept are deleted now. May be called twice."""
+        lease, self._lease = self._lease, None
+        if lease is None or self._holder.pid != os.getpid():
+            return
+        with self._catalog.write() as connection:
+            connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+            trash = sweep(connection, self._holder)
+        delete_trash(self._catalog, self._layout, trash)
+
+
+def take(
+    catalog: Catalog,
+    layout: Layout,
+    holder: Holder,
+    *,
+    dataset: str,
+    schema: Schema,
+    run: str | None = None,
+    epoch: int | None = None,
+) -> Snapshot:
+    """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``."""
+    with catalog.write() as connection:
+        holder.register(connection)
+        shared = None
+        if run is not None:
+            shared = connection.execute(
+                "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
+            ).fetchone()
+        if shared is None:
+            shared = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        version = int(shared[0])
+        cursor = connection.execute(
+            "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
+            (holder.id, run, epoch, version, dataset, time.time()),
+        )
+        shards = tuple(visible(connection, layout, dataset, version))
+    return Snapshot(
+        catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
+        shards=shards,
+    )  # fmt: skip

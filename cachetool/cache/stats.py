@@ -1,0 +1,129 @@
+"""What is in a cache, counted from its catalog in one reading transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cachetool.cache.catalog import Catalog
+from cachetool.cache.draws import SourceRow, drawn
+from cachetool.cache.layout import Layout
+from cachetool.cache.usage import measure
+from cachetool.schema import Schema
+
+__all__ = ["Stats", "collect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A picture of the cache; bytes are those charged against the cap."""
+
+    root: str
+    version: int
+    max_size: int
+    used: int
+    """All that is charged: shards, reservations, listings, folders, the catalog's allowance."""
+    reserved: int
+    """Of it, upper bounds of shards being written."""
+    listings: int
+    overhead: int
+    free_disk: int
+    """Free bytes of the disk the cache is on."""
+    shards: int
+    samples: int
+    shard_bytes: int
+    """Ready and retiring shards."""
+    datasets: list[dict[str, Any]]
+    """name, schema, formats (shards each), shards, samples, bytes, payload."""
+    sources: list[dict[str, Any]]
+    """url, dataset, units, drawn, skipped, coverage (share of the pass), pass (from 1), seed."""
+    holders: list[dict[str, Any]]
+    leases: list[dict[str, Any]]
+    evicted: int
+    """Shards evicted, as far as the event log goes back."""
+    events: list[dict[str, Any]]
+    """The newest 20."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
+    """Count everything, or the shards and sources of one dataset."""
+    with catalog.read() as connection:
+        usage = measure(connection, layout)
+        datasets = [
+            _dataset(connection, row)
+            for row in connection.execute("SELECT name, schema FROM datasets ORDER BY created")
+            if dataset is None or row["name"] == dataset
+        ]
+        sources = [
+            _source(connection, SourceRow.of(row))
+            for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
+            if dataset is None or row["dataset"] == dataset
+        ]
+        events = connection.execute("SELECT at, kind, subject, text FROM events ORDER BY id DESC LIMIT 20").fetchall()
+        meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+        return Stats(
+            root=str(layout.root),
+            version=meta["version"],
+            max_size=meta["max_size"],
+            used=usage.total,
+            reserved=usage.reserved,
+            listings=usage.listings,
+            overhead=usage.overhead,
+            free_disk=layout.free_disk(),
+            shards=sum(each["shards"] for each in datasets),
+            samples=sum(each["samples"] for each in datasets),
+            shard_bytes=sum(each["bytes"] for each in datasets),
+            datasets=datasets,
+            sources=sources,
+            holders=[dict(row) for row in connection.execute("SELECT pid, host, what, started FROM holders")],
+            leases=[
+                dict(row)
+                for row in connection.execute(
+                    "SELECT h.pid, h.what, l.run, l.epoch, l.version, l.dataset, l.taken"
+                    " FROM leases l JOIN holders h ON h.id = l.holder ORDER BY l.taken"
+                )
+            ],
+            evicted=connection.execute("SELECT count(*) FROM events WHERE kind = 'evict'").fetchone()[0],
+            events=[dict(row) for row in events],
+        )
+
+
+def _dataset(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    groups = connection.execute(
+        "SELECT format, count(*) AS shards, sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload,"
+        " min(epochs) AS least, max(epochs) AS most FROM shards"
+        " WHERE dataset = ? AND state IN ('ready', 'retiring') GROUP BY format",
+        (row["name"],),
+    ).fetchall()
+    schema = Schema.from_json(json.loads(row["schema"]))
+    return {
+        "name": row["name"],
+        "schema": {field.name: field.describe() for field in schema},
+        "formats": {group["format"]: group["shards"] for group in groups},
+        "shards": sum(group["shards"] for group in groups),
+        "samples": sum(group["samples"] for group in groups),
+        "bytes": sum(group["bytes"] for group in groups),
+        "payload": sum(group["payload"] for group in groups),
+        "epochs": [min((g["least"] for g in groups), default=0), max((g["most"] for g in groups), default=0)],
+    }
+
+
+def _source(connection: sqlite3.Connection, source: SourceRow) -> dict[str, Any]:
+    done = drawn(connection, source)
+    return {
+        "url": source.url,
+        "dataset": source.dataset,
+        "units": source.units,
+        "samples": source.samples,
+        "drawn": done,
+        "skipped": source.skipped,
+        "coverage": done / source.units if source.units else 1.0,
+        "pass": source.turn + 1,
+        "seed": source.seed,
+    }
