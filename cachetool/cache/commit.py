@@ -137,28 +137,27 @@ class Staging:
                     raise CatalogError(f"shard {replaces} was evicted while it was converted")
                 seq, epochs, used, job = old
                 connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, replaces))
+            row = {
+                "seq": seq,
+                "samples": facts.samples,
+                "payload": facts.payload,
+                "bytes": real,
+                "since": version,
+                "created": now,
+                "epochs": epochs,
+                "used": used,
+                "source": origin.source,
+                "turn": origin.turn,
+                "draws": json.dumps(origin.draws),
+                "content": facts.content,
+                "digest": facts.digest,
+                "sole": int(origin.sole),
+            }
+            columns = ", ".join(f"{name} = :{name}" for name in row)
             connection.execute(
-                "UPDATE shards SET state = 'ready', seq = ?, samples = ?, payload = ?, bytes = ?, since = ?,"
-                " holder = NULL, job = coalesce(job, ?), created = ?, epochs = ?, used = ?, source = ?, turn = ?,"
-                " draws = ?, content = ?, digest = ?, sole = ? WHERE id = ?",
-                (
-                    seq,
-                    facts.samples,
-                    facts.payload,
-                    real,
-                    version,
-                    job,
-                    now,
-                    epochs,
-                    used,
-                    origin.source,
-                    origin.turn,
-                    json.dumps(origin.draws),
-                    facts.content,
-                    facts.digest,
-                    int(origin.sole),
-                    self.id,
-                ),
+                f"UPDATE shards SET state = 'ready', holder = NULL, job = coalesce(job, :job), {columns}"
+                " WHERE id = :id",
+                {**row, "job": job, "id": self.id},
             )
             if close is not None:
                 close(connection)

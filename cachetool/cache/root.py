@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -223,24 +224,10 @@ class CacheDir:
         target = self.listing(row.id)
 
         def insert(connection: sqlite3.Connection) -> None:
-            connection.execute(
-                "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    row.id,
-                    row.url,
-                    json.dumps(dict(row.options)),
-                    row.identity,
-                    row.dataset,
-                    row.units,
-                    row.samples,
-                    row.seed,
-                    row.turn,
-                    row.frontier,
-                    row.skipped,
-                    size,
-                    time.time(),
-                ),
-            )
+            columns = {**asdict(row), "options": json.dumps(dict(row.options)), "bytes": size, "created": time.time()}
+            names = ", ".join(columns)
+            marks = ", ".join(f":{name}" for name in columns)
+            connection.execute(f"INSERT OR REPLACE INTO sources ({names}) VALUES ({marks})", columns)
 
         admit(self.catalog, self.layout, self.holder, size, insert, room=Room(wait=0))
         aside = self.layout.listings / f"{row.id}.{self.holder.id}"
