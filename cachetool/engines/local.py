@@ -1,0 +1,114 @@
+"""Tasks in plain child processes on this machine.
+
+Not ``multiprocessing``: a child here never imports the user's script, needs no main guard, is started the same way from
+scripts, notebooks and ``python -``, and inherits nothing, so that a store's client, which hangs in a forked child, is
+only ever used in a process of its own. Children end when their stdin does: also when this process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cachetool.engines.task import Message, Task
+from cachetool.errors import CacheToolError, from_json
+
+__all__ = ["LocalEngine"]
+
+GRACE = 5.0
+"""Seconds that a stopped child has to give back what it holds."""
+
+
+class LocalEngine:
+    """Runs tasks side by side, one process each."""
+
+    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None) -> list[Message]:
+        """The results of all tasks, in their order.
+
+        ``on_message(number, message)`` is called here for every message of task ``number``. The first error of a task
+        stops the others and is raised; Ctrl-C stops all. No child is left behind in any case.
+        """
+        children: list[_Child] = []
+        try:
+            children = [_Child(task) for task in tasks]
+            with selectors.DefaultSelector() as ready:
+                for number, child in enumerate(children):
+                    ready.register(child.stdout, selectors.EVENT_READ, number)
+                while ready.get_map():
+                    for key, _ in ready.select():
+                        child = children[key.data]
+                        more, messages = child.receive()
+                        for message in messages:
+                            if on_message is not None:
+                                on_message(key.data, message)
+                        if not more:
+                            ready.unregister(child.stdout)
+                        child.check(ended=not more)
+            return [child.result or {} for child in children]
+        finally:
+            _stop(children)
+
+
+class _Child:
+    def __init__(self, task: Task) -> None:
+        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.result: Message | None = None
+        self.error: CacheToolError | None = None
+        self._rest = b""
+        self.stdin.write(json.dumps({"target": task.target, "arguments": dict(task.arguments)}).encode() + b"\n")
+        self.stdin.flush()
+
+    def receive(self) -> tuple[bool, list[Message]]:
+        """Whether the child may still say something, and the messages that came now."""
+        data = self.stdout.read1(65536)  # type: ignore[attr-defined]
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        messages: list[Message] = []
+        for line in lines:
+            value: dict[str, Any] = json.loads(line)
+            if "message" in value and "error" not in value:
+                messages.append(value["message"])
+            elif "result" in value:
+                self.result = value["result"]
+            else:
+                self.error = from_json(value)
+        return bool(data), messages
+
+    def check(self, *, ended: bool) -> None:
+        """Raise what the child reported, or that it died without a word."""
+        if self.error is not None:
+            raise self.error
+        if ended and self.result is None:
+            code = self.process.wait()
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; what it had committed is kept")
+
+
+def _stop(children: Sequence[_Child]) -> None:
+    for child in children:
+        try:
+            child.stdin.close()
+        except OSError:  # the child is gone: there is nothing left to tell it
+            pass
+    deadline = time.monotonic() + GRACE
+    for child in children:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+        child.stdout.close()

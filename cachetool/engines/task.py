@@ -1,0 +1,33 @@
+"""What an engine runs: a named function with plain arguments that talks in plain messages.
+
+A task never carries code, pickles or sample bytes: its target is a function of this package by name, its arguments, its
+messages and its result are JSON values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Channel", "Message", "Task"]
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One call of ``target(channel, **arguments)`` in a process of its own."""
+
+    target: str
+    """``module:function`` inside cachetool."""
+    arguments: Mapping[str, Any]
+    """JSON values. They travel through a pipe, never on a command line."""
+
+
+class Channel(Protocol):
+    """A running task's line to whoever started it."""
+
+    def send(self, message: Message) -> None:
+        """Report progress; any JSON values."""
+        ...
