@@ -1,0 +1,193 @@
+"""Files that are allocated before they are written, and what makes them durable.
+
+A shard's file takes its whole bound at once (:meth:`BulkFile.create`) and is cut to its size before the fsync: the disk
+cannot run full in the middle, a memory-mapped writer cannot die of SIGBUS, and the cap of the cache holds at every
+instant. Every error of a full disk, quota or size limit becomes a :class:`CapacityError` naming the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.errors import CapacityError, UsageError
+from cachetool.formats.runs import Bytes, as_bytes
+from cachetool.units import format_size
+
+__all__ = [
+    "BulkFile",
+    "allocate",
+    "allocated_bound",
+    "capacity_errors",
+    "create_exclusive",
+    "fsync_folder",
+    "map_file",
+    "write_durably",
+]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_BLOCK = max(4096, mmap.PAGESIZE)
+_VECTORS = 1024  # IOV_MAX of Linux and macOS
+
+
+def allocated_bound(nbytes: int) -> int:
+    """Most bytes that a preallocated file of ``nbytes`` takes on disk: whole blocks, plus the file system's own list
+    of where they are (ext4 counts it in ``st_blocks``; 1/4096 stands for pieces of 64 KiB on average)."""
+    return -(-nbytes // _BLOCK) * _BLOCK + (nbytes >> 12) + 4 * _BLOCK
+
+
+@contextlib.contextmanager
+def capacity_errors(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn an OSError that means "no room" into :class:`CapacityError` naming ``nbytes`` and ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise CapacityError(
+            f"no room for {format_size(nbytes)} ({nbytes} bytes) at {path}: {os.strerror(error.errno)}; "
+            f"free some disk, or lower --max-size or --shard-size"
+        ) from error
+
+
+def _view(buffer: bytes | memoryview | Bytes) -> memoryview:
+    if isinstance(buffer, np.ndarray):
+        return as_bytes(buffer).data
+    return memoryview(buffer).cast("B")
+
+
+def create_exclusive(path: Path) -> int:
+    """The descriptor of a new, empty file, for reading and writing. Raises :class:`UsageError` when ``path`` exists."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with capacity_errors(path, 0):
+            return os.open(path, flags, 0o666)
+    except FileExistsError as error:
+        raise UsageError(f"{path} exists already; it is never overwritten") from error
+
+
+def allocate(fd: int, path: Path, nbytes: int) -> bool:
+    """Give the file ``nbytes`` on disk, now. False where the file system or platform cannot."""
+    if not hasattr(os, "posix_fallocate"):
+        return False
+    if nbytes <= 0:
+        return True
+    with capacity_errors(path, nbytes):
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+            return False
+    return True
+
+
+class BulkFile:
+    """A new file of a known upper size, written in large pieces, then cut to its size and made durable.
+
+    ``append`` and ``write_at`` take bytes, contiguous memoryviews and arrays, and write all of them.
+    """
+
+    def __init__(self, path: Path, fd: int, bound: int, *, allocated: bool) -> None:
+        self.path = path
+        self.fd = fd
+        self.bound = bound
+        """Bytes allocated."""
+        self.allocated = allocated
+        """Whether the bound is really on disk."""
+        self.size = 0
+        """Where the next ``append`` writes, and the size that :meth:`finish` cuts to."""
+
+    @classmethod
+    def create(cls, path: Path, bound: int) -> BulkFile:
+        """Make the file, which must not exist, and allocate ``bound`` bytes.
+
+        Raises :class:`UsageError` when ``path`` exists and :class:`CapacityError` when there is no room.
+        """
+        fd = create_exclusive(path)
+        try:
+            return cls(path, fd, bound, allocated=allocate(fd, path, bound))
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    def append(self, *buffers: bytes | memoryview | Bytes) -> int:
+        """Write ``buffers`` one after another at the end; returns where the first begins."""
+        at = self.size
+        self.size += self.write_at(at, buffers)
+        return at
+
+    def write_at(self, offset: int, buffers: Sequence[bytes | memoryview | Bytes]) -> int:
+        """Write ``buffers`` one after another from ``offset``, all of them; returns the number of bytes."""
+        views = [view for view in (_view(b) for b in buffers) if view.nbytes]
+        done = 0
+        with capacity_errors(self.path, sum(view.nbytes for view in views)):
+            while views:
+                count = os.pwritev(self.fd, views[:_VECTORS], offset + done)
+                done += count
+                # A short write is no error: drop what went out and carry on behind it.
+                whole = 0
+                while whole < len(views) and count >= views[whole].nbytes:
+                    count -= views[whole].nbytes
+                    whole += 1
+                views = views[whole:]
+                if count:
+                    views[0] = views[0][count:]
+        return done
+
+    def finish(self, size: int | None = None) -> int:
+        """Cut to ``size`` (default: what was appended), fsync, close; returns the size."""
+        size = self.size if size is None else size
+        try:
+            os.ftruncate(self.fd, size)
+            with capacity_errors(self.path, size):
+                os.fsync(self.fd)
+        finally:
+            self.close()
+        return size
+
+    def close(self) -> None:
+        """Let go of the descriptor, leaving the file as it is. May be called twice."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new small file and fsync it and its folder. Raises :class:`UsageError` when ``path`` exists."""
+    file = BulkFile.create(path, len(data))
+    try:
+        file.append(data)
+        file.finish()
+    finally:
+        file.close()
+    fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names inside the folder ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def map_file(path: Path) -> Bytes:
+    """The bytes of a file as a read-only, shared memory map that lives as long as anything points into it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped
+        return np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), dtype=np.uint8)
+    finally:
+        os.close(fd)

@@ -1,0 +1,175 @@
+"""Extents on disk, and the reader that needs nothing but them: every uncompressed shard of every format, one code.
+
+This is the plain form, a :class:`~cachetool.formats.base.Reader` for conversion, verification and tests. The loaders'
+gather engine builds on the same :class:`~cachetool.extents.Extents`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Block, Column, Ragged
+from cachetool.errors import CorruptError, UsageError
+from cachetool.extents import EXTENTS_FILE, Extents, FieldExtents
+from cachetool.formats.digest import checksums
+from cachetool.formats.files import map_file, write_durably
+from cachetool.formats.runs import Bytes, Int64s, copy_runs, ends, windows
+from cachetool.schema import Field, Schema
+
+__all__ = [
+    "ExtentsReader",
+    "check_range",
+    "check_values",
+    "extents_bound",
+    "field_extents",
+    "load_extents",
+    "write_extents",
+]
+
+
+def extents_bound(schema: Schema, samples: int) -> int:
+    """Upper bound of the size of ``extents.bin`` of a shard of at most ``samples`` samples."""
+    each = sum(8 + (f.numpy.itemsize if f.is_scalar else 16 + 8 * f.rank) for f in schema)
+    # The header's JSON has about 150 characters of text and numbers a field and 60 an array; names are escaped.
+    header = 4096 + sum(1024 + 6 * len(f.name) for f in schema)
+    return samples * each + header
+
+
+def write_extents(folder: Path, extents: Extents) -> Path:
+    """Write ``extents.bin`` into ``folder``, durably; returns its path. Raises :class:`UsageError` when it is there."""
+    path = folder / EXTENTS_FILE
+    write_durably(path, extents.to_bytes())
+    return path
+
+
+def load_extents(path: Path, schema: Schema) -> Extents:
+    """The extents in the file ``path``, memory-mapped. Raises :class:`CorruptError` naming it when it is not whole."""
+    return Extents.from_buffer(map_file(path), schema=schema, name=str(path))
+
+
+def field_extents(
+    field: Field, *, file: int = 0, offsets: Int64s, sizes: Int64s | None = None, shapes: Int64s | None = None
+) -> FieldExtents:
+    """Extents of a field whose samples lie at ``offsets``: two numbers where the stride is constant.
+
+    ``sizes`` (bytes) is given for fields whose samples differ in size, ``shapes`` for ragged ones.
+    """
+    nbytes = field.nbytes
+    if sizes is not None and len(sizes) and (sizes == sizes[0]).all():
+        nbytes, sizes = int(sizes[0]), None
+    steps = np.diff(offsets)
+    if not len(offsets) or (steps == steps[:1]).all():
+        start = int(offsets[0]) if len(offsets) else 0
+        stride = int(steps[0]) if len(steps) else nbytes
+        return FieldExtents(file=file, start=start, stride=stride, nbytes=nbytes, sizes=sizes, shapes=shapes)
+    return FieldExtents(file=file, nbytes=nbytes, offsets=offsets, sizes=sizes, shapes=shapes)
+
+
+def check_range(start: int, stop: int, samples: int) -> Int64s:
+    """``arange(start, stop)``. Raises :class:`UsageError` when it reaches outside the samples of a shard."""
+    if not 0 <= start <= stop <= samples:
+        raise UsageError(f"samples {start} to {stop} asked of a shard of {samples}")
+    return np.arange(start, stop, dtype=np.int64)
+
+
+def check_indices(indices: npt.NDArray[np.int64], samples: int) -> Int64s:
+    """``indices`` as int64. Raises :class:`UsageError` when one lies outside the samples of a shard."""
+    at = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if len(at) and not 0 <= int(at.min()) <= int(at.max()) < samples:
+        bad = int(at.min()) if int(at.min()) < 0 else int(at.max())
+        raise UsageError(f"sample {bad} asked of a shard of {samples}")
+    return at
+
+
+def check_values(block: Block, expected: npt.NDArray[np.uint64], *, name: str, indices: Int64s) -> None:
+    """Raise :class:`CorruptError`, naming file, sample and field, unless ``block`` has the ``expected`` checksums.
+
+    ``expected`` is (fields, samples); ``indices`` are the numbers of the block's samples in their shard.
+    """
+    wrong = checksums(block) != expected
+    if wrong.any():
+        sample, row = divmod(int(np.argmax(wrong.T)), len(block.schema))
+        field = block.schema.names[row]
+        raise CorruptError(f"{name}: sample {int(indices[sample])}, field {field!r} does not match its checksum")
+
+
+class ExtentsReader:
+    """Reads samples of one shard out of memory maps of its files, without the format's library.
+
+    ``folder`` is what the names in ``extents.files`` are relative to. ``fields`` leaves the others unread. ``read``
+    gives views of the maps where it can; they keep the maps alive, also after :meth:`close`.
+    """
+
+    def __init__(self, folder: Path, extents: Extents, schema: Schema) -> None:
+        self.schema = schema
+        self.samples = extents.samples
+        self.extents = extents
+        self._paths = tuple(folder / name for name in extents.files)
+        self._maps: dict[int, Bytes] = {}
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``; fixed fields of constant stride as views."""
+        return self.take(check_range(start, stop, self.samples), _contiguous=True)
+
+    def take(self, indices: npt.NDArray[np.int64], *, _contiguous: bool = False) -> Block:
+        """The samples at ``indices``, in that order. Raises :class:`CorruptError` when a file is too short."""
+        at = check_indices(indices, self.samples)
+        return Block(self.schema, {f.name: self._column(f, at, contiguous=_contiguous) for f in self.schema})
+
+    def _map(self, file: int) -> Bytes:
+        found = self._maps.get(file)
+        if found is None:
+            found = self._maps[file] = map_file(self._paths[file])
+        return found
+
+    def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:
+        extents = self.extents.fields[field.name]
+        if extents.column is not None:
+            return extents.column[at]
+        buffer = self._map(extents.file)
+        offsets, sizes = extents.locate(at)
+        low, high = (int(offsets.min()), int((offsets + sizes).max())) if len(at) else (0, 0)
+        if low < 0 or high > len(buffer):
+            raise CorruptError(
+                f"{self._paths[extents.file]} is cut short: it has {len(buffer)} bytes, "
+                f"field {field.name!r} reaches to {high}"
+            )
+        if field.kind != "fixed":
+            return self._ragged(field, at, offsets, sizes)
+        if contiguous and extents.offsets is None and len(at) and extents.stride >= 0:
+            rows = np.lib.stride_tricks.as_strided(buffer[low:], (len(at), extents.nbytes), (extents.stride, 1))
+            if extents.stride == extents.nbytes:
+                return rows.reshape(-1).view(field.numpy).reshape(len(at), *field.sizes)
+        else:
+            rows = windows(buffer, extents.nbytes)[offsets]
+        if extents.nbytes == 0:
+            return np.empty((len(at), *field.sizes), dtype=field.numpy)
+        return rows.view(field.numpy).reshape(len(at), *field.sizes)
+
+    def _ragged(self, field: Field, at: Int64s, offsets: Int64s, sizes: Int64s) -> Ragged:
+        starts = ends(sizes)
+        values = np.empty(int(starts[-1]), dtype=np.uint8)
+        extents = self.extents.fields[field.name]
+        copy_runs(values, starts[:-1], self._map(extents.file), offsets, sizes)
+        itemsize = field.numpy.itemsize
+        shapes = None if extents.shapes is None else extents.shapes[at]
+        if (sizes % itemsize).any():
+            raise CorruptError(f"{self._paths[extents.file]}: field {field.name!r} has a size that is no whole value")
+        return Ragged(values.view(field.numpy), starts // itemsize, shapes)
+
+    def close(self) -> None:
+        """Let go of the maps."""
+        self._maps.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
