@@ -236,7 +236,8 @@ def _array(field: Field, value: Any) -> npt.NDArray[Any]:
     want = field.numpy
     same = array.dtype.newbyteorder("<") == want
     # A Python number has no dtype of its own: a bool, int or float fits where no value is lost.
-    plain = isinstance(value, bool | int | float) and np.can_cast(array.dtype, want, "same_kind")
+    integers = array.dtype.kind in "iu" and want.kind in "iu"  # the value itself is checked below
+    plain = isinstance(value, bool | int | float) and (integers or np.can_cast(array.dtype, want, "same_kind"))
     if not same and not plain:
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {array.dtype} {array.shape}")
     fits = array.ndim == field.rank if field.kind == "ragged" else array.shape == field.shape

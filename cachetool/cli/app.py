@@ -1,0 +1,111 @@
+"""The program ``cachetool``: its commands, and the one place where an exception becomes an exit code.
+
+Typer's own error pages are longer than two lines, so the app runs with ``standalone_mode=False`` and :func:`run` prints
+whatever comes out of it. Command modules import Typer and plain values only; what does the work is imported when the
+command runs, which keeps ``--help`` as fast as a bare Typer app.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+import cachetool
+from cachetool.cli.convert import convert
+from cachetool.cli.demo import demo
+from cachetool.cli.evict import evict
+from cachetool.cli.ls import ls
+from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
+from cachetool.cli.pull import pull
+from cachetool.cli.show import show
+from cachetool.cli.stats import stats
+from cachetool.errors import CacheToolError, Interrupted
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(
+    name="cachetool",
+    help="A size-capped local cache of training samples, fed from remote stores while training runs.",
+    epilog="Exit codes: 0 done, 2 usage, 3 source or store, 4 no room, 5 corrupt data, 6 catalog, 130 interrupted.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"cachetool {cachetool.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit(2)
+
+
+for _verb in (pull, convert, evict, stats, ls, show, demo):
+    app.command()(_verb)
+
+
+def main() -> NoReturn:
+    """The console script: run the command line of this process and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line and give its exit code; every error is printed, none is raised."""
+    prepare_streams()
+    as_json = wants_json(args)
+    if sys.platform == "win32":
+        return fail("UsageError", "cachetool runs on Linux and macOS; on Windows use it inside WSL", 2, as_json=as_json)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        try:
+            code = app(args=list(args), prog_name="cachetool", standalone_mode=False)
+        except CacheToolError as error:
+            return fail_with(error, as_json=as_json)
+        except typer.TyperException as error:
+            return _usage(error, as_json=as_json)
+        except Exception as error:  # noqa: BLE001 (the last stop: whatever got here is a bug, and said to be one)
+            return _bug(error, as_json=as_json)
+        if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
+            return fail_with(Interrupted("interrupted"), as_json=as_json)
+        return int(code or 0)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being reported
+        return Interrupted.exit_code
+    except typer.Exit as gone:  # the reader of our output left while an error was printed
+        return gone.exit_code
+
+
+def _usage(error: typer.TyperException, *, as_json: bool) -> int:
+    """An error of the command line itself, in the form of all others: what, then where to read more."""
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "cachetool"
+    what = " ".join(error.format_message().split())
+    refused = getattr(error.__cause__, "errors", None)  # of pydantic, which Typer checks values with
+    if refused is not None:
+        what += f" (got {refused()[0]['input']!r})"
+    return fail("UsageError", f"{what}\ntry '{where} --help'", error.exit_code, as_json=as_json)
+
+
+def _bug(error: Exception, *, as_json: bool) -> int:
+    if os.environ.get("CACHETOOL_DEBUG"):
+        raise error
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return fail(
+        "Bug", f"{what}\nthis is a bug in cachetool; CACHETOOL_DEBUG=1 shows where it happened", 1, as_json=as_json
+    )
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # SIGTERM ends a command as Ctrl-C does: what is committed stays, what is half written is given up.
+    raise KeyboardInterrupt

@@ -1,0 +1,227 @@
+"""``cachetool demo``: the whole tool on a small made-up data set, each step through the very command it shows.
+
+The steps run as processes of their own, exactly as typed, so what the demo prints is what a user gets. Only the
+training epochs run here: they read each shard of a snapshot whole, while a ``cachetool pull`` in the background makes
+the cache grow.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cachetool.cli.options import JsonOption, QuietOption
+from cachetool.cli.output import Output
+from cachetool.errors import CacheToolError, UsageError, from_json
+from cachetool.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from cachetool.api import Cache
+
+__all__ = ["demo"]
+
+SAMPLES = 240
+SHAPE = (16, 32, 32)
+CAP = "12MB"
+EPOCHS = 3
+PULLED_PER_EPOCH = 60
+
+
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Work in this new folder and keep it. Default: a temporary one."),
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Try everything on made-up data, in some seconds.
+
+    Pull, convert, evict, stats, and three epochs of training while the cache grows. It touches nothing but its own
+    folder, which it deletes again unless you name one.
+
+    \b
+    Examples:
+      cachetool demo
+      cachetool demo --dir ./demo
+    """
+    out = Output(as_json=as_json, quiet=quiet)
+    with _workplace(folder) as place:
+        document = _Demo(out, place).run()
+    if as_json:
+        out.document(document)
+    elif folder is None:
+        out.line("The folder of this demo is deleted again; 'cachetool demo --dir ./demo' keeps it to play with.")
+    else:
+        out.line(f"Everything is in {folder}; go there and type the commands yourself.")
+
+
+@contextmanager
+def _workplace(folder: Path | None) -> Iterator[Path]:
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="cachetool-demo-") as name:
+            yield Path(name)
+        return
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UsageError(f"{str(folder)!r} is there already; --dir wants the name of a new folder") from error
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from error
+    yield folder
+
+
+class _Demo:
+    """One run of the demo in ``place``, which holds ``remote/`` (stands for a bucket) and ``cache/``."""
+
+    def __init__(self, out: Output, place: Path) -> None:
+        self._out = out
+        self._place = place
+        self._steps: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """All steps in order; gives the document of ``--json``."""
+        began = time.monotonic()
+        size = _make_remote(self._place / "remote")
+        self._say(
+            f"A folder 'remote' stands for a bucket: {SAMPLES} float32 volumes of {SHAPE} with labels,"
+            f" {format_size(size)}.",
+            f"The cache may take {CAP}, so it can never hold all of them.",
+        )
+        self._say("1. Pull: draw 120 of them at random, without repeats, and write them as LMDB shards.")
+        self._type("pull", "remote", "--samples", "120", "--seed", "7", "--max-size", CAP)
+        self._say("2. Convert: the same samples as HDF5, replaced shard by shard inside the cap.")
+        self._type("convert", "--to", "hdf5")
+        self._say("3. Evict: the oldest shards go until the cache takes at most 5 MB.")
+        self._type("evict", "--max-size", "5MB")
+        self._say(
+            "4. Train for three epochs. Each epoch reads one snapshot of the cache; a pull in the background adds new",
+            "   samples meanwhile, and evicts old ones once the cache is full. The next epoch sees the new set.",
+        )
+        epochs = self._train()
+        self._say("5. Stats: what the cache holds now, and how much of the source was drawn.")
+        self._type("stats")
+        seconds = time.monotonic() - began
+        self._say(f"Done in {format_duration(seconds)}.")
+        return {"steps": self._steps, "epochs": epochs, "seconds": round(seconds, 3)}
+
+    def _say(self, *lines: str) -> None:
+        if not self._out.as_json:
+            for text in ("", *lines):
+                self._out.line(text)
+
+    def _command(self, args: Sequence[str]) -> tuple[list[str], str]:
+        """What to run, and what a user would type for it."""
+        shown = ["cachetool", *args, "--cache", "cache"]
+        extra = (["--json"] if self._out.as_json else []) + (["--quiet"] if self._out.quiet else [])
+        return [sys.executable, "-m", *shown, *extra], shlex.join(shown)
+
+    def _type(self, *args: str) -> None:
+        """Run a command as a user would."""
+        command, shown = self._command(args)
+        if self._out.as_json:
+            done = subprocess.run(command, cwd=self._place, stdout=subprocess.PIPE, text=True, check=False)
+        else:
+            self._out.line(f"$ {shown}")
+            done = subprocess.run(command, cwd=self._place, text=True, check=False)
+        self._finish(shown, done.returncode, done.stdout)
+
+    @contextmanager
+    def _typed_beside(self, *args: str) -> Iterator[None]:
+        """Run a command in the background for the length of the block, and wait for its end."""
+        command, shown = self._command(args)
+        if not self._out.as_json:
+            self._out.line(f"$ {shown} &")
+        process = subprocess.Popen(command, cwd=self._place, stdout=subprocess.PIPE, text=True)
+        try:
+            yield
+            stdout, _ = process.communicate()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        if not self._out.as_json:
+            for text in stdout.splitlines():
+                self._out.line(text)
+        self._finish(shown, process.returncode, stdout)
+
+    def _finish(self, shown: str, returncode: int, stdout: str | None) -> None:
+        """Keep the document that a command printed; raise the error it ended with."""
+        document = json.loads(stdout) if self._out.as_json and stdout else None
+        self._steps.append({"command": shown, "result": document})
+        if returncode != 0:
+            if document is not None:
+                raise from_json(document)
+            raise CacheToolError(f"'{shown}' ended with exit code {returncode}")
+
+    def _train(self) -> list[dict[str, Any]]:
+        from cachetool.api import open_cache
+
+        epochs = []
+        with open_cache(self._place / "cache", create=False) as cache:
+            for number in range(1, EPOCHS + 1):
+                grows = number < EPOCHS
+                pull = ("pull", "remote", "--samples", str(PULLED_PER_EPOCH), "--seed", "7")
+                with self._typed_beside(*pull) if grows else nullcontext():
+                    epochs.append(_epoch(cache, number))
+                    if not self._out.as_json:
+                        self._out.line(_describe(epochs[-1]))
+        return epochs
+
+
+def _make_remote(folder: Path) -> int:
+    """Write the made-up data set; the same bytes every time. Gives their number."""
+    import numpy as np
+
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    total = 0
+    for number in range(SAMPLES):
+        label = number % 4
+        volume = rng.normal(loc=label, size=SHAPE).astype(np.float32)
+        np.save(folder / f"scan{number:04d}.volume.npy", volume)
+        (folder / f"scan{number:04d}.json").write_text(json.dumps({"label": label, "spacing": 0.5}))
+        total += volume.nbytes
+    return total
+
+
+def _epoch(cache: Cache, number: int) -> dict[str, Any]:
+    """Read every sample of one snapshot, as a training epoch would; the "model" rounds a volume's mean brightness."""
+    import numpy as np
+
+    from cachetool.formats import get_format
+
+    samples = nbytes = right = 0
+    with cache.snapshot(run="demo", epoch=number) as snapshot:
+        for shard in snapshot.shards:
+            with get_format(shard.format).open(shard.data, schema=shard.schema) as reader:
+                block = reader.read(0, reader.samples)
+            brightness = np.asarray(block.columns["volume"]).mean(axis=(1, 2, 3))
+            right += int((np.rint(brightness) == np.asarray(block.columns["label"])).sum())
+            samples += block.samples
+            nbytes += block.nbytes
+        return {
+            "epoch": number,
+            "version": snapshot.version,
+            "shards": len(snapshot.shards),
+            "samples": samples,
+            "bytes": nbytes,
+            "right": right,
+        }
+
+
+def _describe(epoch: dict[str, Any]) -> str:
+    return (
+        f"epoch {epoch['epoch']}: {epoch['samples']} samples from {epoch['shards']} shards,"
+        f" {format_size(epoch['bytes'])} read; the label fits the volume in {epoch['right']}"
+    )

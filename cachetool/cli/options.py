@@ -1,0 +1,86 @@
+"""Options that more than one command takes, declared once so that they read the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = [
+    "CacheOption",
+    "DatasetOption",
+    "FormatOption",
+    "JsonOption",
+    "MinEpochsOption",
+    "PolicyOption",
+    "QuietOption",
+    "ShardSizeOption",
+    "WorkersOption",
+    "complete_format",
+    "complete_policy",
+]
+
+
+def complete_format(incomplete: str) -> list[str]:
+    """The formats whose names begin with what was typed, for shell completion."""
+    from cachetool.formats import format_names
+
+    return [name for name in format_names() if name.startswith(incomplete)]
+
+
+def complete_policy(incomplete: str) -> list[str]:
+    """The eviction policies whose names begin with what was typed, for shell completion."""
+    from cachetool.cache import policy_names
+
+    return [name for name in policy_names() if name.startswith(incomplete)]
+
+
+CacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="The cache folder. Default: $CACHETOOL_CACHE, else the user cache folder of this platform.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only the result.")]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option("--dataset", metavar="NAME", help="Only this dataset."),
+]
+FormatOption = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="Format of the new shards: lmdb, hdf5, zarr or tfrecord.",
+        autocompletion=complete_format,
+    ),
+]
+ShardSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard-size",
+        metavar="SIZE",
+        help="Most bytes in one shard. Default: 64MB, or a sixteenth of the cap where that is smaller.",
+    ),
+]
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="Which shards go first: oldest, most-used, lru or random.",
+        autocompletion=complete_policy,
+    ),
+]
+MinEpochsOption = Annotated[
+    int,
+    typer.Option("--min-epochs", min=0, metavar="K", help="Keep a shard until K epochs of training used it."),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option("--workers", min=1, metavar="N", help="Processes that work side by side."),
+]

@@ -1,0 +1,147 @@
+"""What a command prints, and where: results on stdout, talk and progress on stderr, one JSON document with ``--json``.
+
+::
+
+                     stdout                        stderr
+    text             tables and lines              notes, progress, ``error: ...`` (at most two lines)
+    --json           one JSON document             the same
+    --quiet          as without                    errors only
+
+Everything shown may come from a remote key or a foreign file, so what is not printable is escaped: no name can move the
+cursor or change colours. JSON needs no such care, its encoder escapes all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from cachetool.errors import CacheToolError, to_json
+
+if TYPE_CHECKING:
+    from cachetool.cli.progress import Report
+
+__all__ = ["PIPE_CLOSED", "Output", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
+
+PIPE_CLOSED = 141
+"""Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
+
+
+def plain(text: object) -> str:
+    r"""``text`` with every character that is not printable written as an escape such as ``\x1b``."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+class Output:
+    """The two streams of one command, as its ``--json`` and ``--quiet`` want them."""
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def note(self, text: str) -> None:
+        """One line of talk on stderr; none with ``--quiet``."""
+        if not self.quiet:
+            _talk(plain(text))
+
+    def line(self, text: str = "") -> None:
+        """One line of the result on stdout."""
+        _write(plain(text) + "\n")
+
+    def document(self, value: Mapping[str, Any]) -> None:
+        """The one JSON document of a command, on stdout."""
+        _write(json.dumps(value, indent=2, default=str) + "\n")
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+        """A table on stdout. Columns whose name begins with ``>`` are set flush right."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        # A pipe has no width: give each row its full line there, so that nothing is cut for grep and awk.
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, title=title and Text(plain(title)), title_justify="left", pad_edge=False)
+        for name in columns:
+            table.add_column(
+                Text(name.removeprefix(">")), justify="right" if name[0] == ">" else "left", overflow="fold"
+            )
+        for row in rows:
+            table.add_row(*(Text(plain(cell)) for cell in row))
+        with console.capture() as drawn:
+            console.print(table)
+        _write("\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
+
+    def progress(self) -> AbstractContextManager[Report | None]:
+        """While it is entered: something to call with each ``Progress`` of a verb, or None with ``--quiet``."""
+        if self.quiet:
+            return nullcontext()
+        from cachetool.cli.progress import Bars, Lines
+
+        return Bars() if sys.stderr.isatty() else Lines(self.note)
+
+
+def fail(kind: str, message: str, exit_code: int, *, as_json: bool) -> int:
+    """Print an error, at most two lines on stderr and with ``as_json`` a document on stdout; gives the exit code."""
+    lines = [plain(text.strip()) for text in message.splitlines() if text.strip()] or [plain(kind)]
+    # A message of more lines keeps all its words: what follows the first line becomes the second.
+    _talk("\n".join(["error: " + lines[0], *([" ".join(lines[1:])] if lines[1:] else [])]))
+    if as_json:
+        _write(json.dumps({"error": kind, "message": "\n".join(lines), "exit_code": exit_code}, indent=2) + "\n")
+    return exit_code
+
+
+def fail_with(error: CacheToolError, *, as_json: bool) -> int:
+    """:func:`fail` with an error of cachetool."""
+    value = to_json(error)
+    return fail(value["error"], value["message"], error.exit_code, as_json=as_json)
+
+
+def wants_json(args: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON; found without parsing it, since its error may be that it does not parse."""
+    end = args.index("--") if "--" in args else len(args)
+    return "--json" in args[:end]
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr safe to write to: there even when closed, and never failing on a character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the caller closed the descriptor
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's flush at exit does not fail on a pipe that is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        raise typer.Exit(PIPE_CLOSED) from None
+    except OSError as error:
+        drop_stdout()
+        raise CacheToolError(f"cannot write the result to stdout: {error.strerror}") from error
+
+
+def _talk(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 (this is the one place that prints)
+    except OSError:
+        # Nobody reads our talk any more; the work goes on.
+        return

@@ -1,0 +1,122 @@
+"""How far a verb has come: bars on a terminal, a plain line every few seconds elsewhere. All of it on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from cachetool.cli.output import plain
+from cachetool.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from cachetool.api import Progress
+
+__all__ = ["Bars", "Lines", "Report"]
+
+Report = Callable[["Progress"], None]
+
+LINE_SECONDS = 3.0
+"""At least this long between two lines of one phase."""
+
+_WORDS = {"list": "listing", "schema": "looking at samples", "pull": "pulling", "convert": "converting"}
+
+
+def describe(step: Progress, seconds: float) -> str:
+    """One line: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s``, ``seconds`` after the phase began."""
+    unit = "objects" if step.phase == "list" else "samples"
+    count = f"{step.done} of {step.total} {unit}" if step.total is not None else f"{step.done} {unit}"
+    parts = [count]
+    if step.bytes:
+        parts.append(format_size(step.bytes))
+        if seconds >= 1:
+            parts.append(f"{format_size(int(step.bytes / seconds))}/s")
+    if step.done and step.total and seconds >= 1 and step.done < step.total:
+        parts.append(f"{format_duration(seconds * (step.total - step.done) / step.done)} left")
+    if step.note:
+        parts.append(step.note)
+    return f"{_WORDS.get(step.phase, step.phase)}: {', '.join(parts)}"
+
+
+class _Phases:
+    """Remembers when the present phase began."""
+
+    def __init__(self) -> None:
+        self._phase: str | None = None
+        self._began = 0.0
+
+    def enter(self, step: Progress) -> bool:
+        """Whether ``step`` begins another phase than the one before."""
+        changed = step.phase != self._phase
+        if changed:
+            self._phase, self._began = step.phase, time.monotonic()
+        return changed
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+
+class Lines(_Phases):
+    """A plain line at most every :data:`LINE_SECONDS`; a phase shorter than that prints nothing."""
+
+    def __init__(self, write: Callable[[str], None], *, every: float = LINE_SECONDS) -> None:
+        super().__init__()
+        self._write = write
+        self._every = every
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Report:
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def _step(self, step: Progress) -> None:
+        self.enter(step)
+        now = time.monotonic()
+        if now - self._last >= self._every:
+            self._last = now
+            self._write(describe(step, self.seconds))
+
+
+class Bars(_Phases):
+    """One live bar on a terminal for the present phase; gone when the work is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        self._bar = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False),
+            console=Console(file=sys.stderr, highlight=False),
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Report:
+        self._bar.start()
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def _step(self, step: Progress) -> None:
+        if self.enter(step) and self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        text = plain(describe(step, self.seconds))
+        if self._task is None:
+            self._task = self._bar.add_task(text, total=step.total)
+        self._bar.update(self._task, completed=step.done, total=step.total, description=text)

@@ -1,0 +1,166 @@
+"""``cachetool pull``: draw samples out of a remote store into the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cachetool.cli.options import (
+    CacheOption,
+    JsonOption,
+    MinEpochsOption,
+    PolicyOption,
+    QuietOption,
+    ShardSizeOption,
+    WorkersOption,
+    complete_format,
+)
+from cachetool.cli.output import Output
+from cachetool.errors import UsageError
+from cachetool.units import format_duration, format_size
+
+__all__ = ["pull"]
+
+_SHOWN_SKIPS = 5
+
+
+def pull(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Where the samples are: a folder, or s3://, gs://, az://, https://.")
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="Format of the shards: lmdb (default for a new dataset), hdf5, zarr or tfrecord.",
+            autocompletion=complete_format,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", metavar="N", help="Draw N samples that were not drawn before.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Draw all that is left of the source.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep drawing and evicting until stopped.")] = False,
+    cache: CacheOption = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."
+        ),
+    ] = None,
+    policy: PolicyOption = "oldest",
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset. Default: from SOURCE.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Decides the order of the draw. Default: 0.")
+    ] = None,
+    workers: WorkersOption = 2,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", min=1, metavar="N", help="Requests in flight in each worker.")
+    ] = None,
+    shard_size: ShardSizeOption = None,
+    fields: Annotated[
+        str | None, typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename).")
+    ] = None,
+    rename: Annotated[
+        list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
+    ] = None,
+    stem: Annotated[
+        str,
+        typer.Option(
+            "--stem",
+            metavar="first|last|REGEX",
+            help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1.",
+        ),
+    ] = "first",
+    decode: Annotated[
+        str | None, typer.Option("--decode", metavar="image", help="Decode JPEG and PNG into uint8 arrays.")
+    ] = None,
+    label_from_folder: Annotated[
+        bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
+    ] = False,
+    key: Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")] = True,
+    on_error: Annotated[
+        str,
+        typer.Option(
+            "--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."
+        ),
+    ] = "error",
+    renew: Annotated[
+        str, typer.Option("--renew", metavar="SHARE", help="Share of the cap kept free for new samples at each epoch.")
+    ] = "10%",
+    min_epochs: MinEpochsOption = 0,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
+    ] = "60s",
+    refresh: Annotated[bool, typer.Option("--refresh", help="List the source again; new objects join it.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Draw random samples from SOURCE into the cache.
+
+    Without --samples, --all or --follow it draws until the cache is full or the source at its end. A sample is drawn
+    once before any is drawn again, across all pulls of the same source.
+
+    \b
+    Examples:
+      cachetool pull ./volumes --samples 1000 --max-size 50GB
+      cachetool pull s3://bucket/train/ --to hdf5 --fields image,label --follow
+    """
+    from cachetool.api import open_cache
+
+    out = Output(as_json=as_json, quiet=quiet)
+    with open_cache(cache, max_size=max_size, notify=out.note) as opened, out.progress() as report:
+        result = opened.pull(
+            source,
+            to=to,
+            samples=samples,
+            everything=everything,
+            follow=follow,
+            dataset=dataset,
+            seed=seed,
+            workers=workers,
+            shard_size=shard_size,
+            policy=policy,
+            fields=None if fields is None else [name.strip() for name in fields.split(",")],
+            rename=_renames(rename or []),
+            stem=stem,
+            decode=decode,
+            label_from_folder=label_from_folder,
+            key=key,
+            on_error=on_error,
+            renew=renew,
+            min_epochs=min_epochs,
+            wait=wait,
+            concurrency=concurrency,
+            refresh=refresh,
+            progress=report,
+        )
+    if as_json:
+        out.document(result.as_dict())
+        return
+    out.line(
+        f"pulled {result.samples} samples, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
+        f" into {result.shards} {result.format} shards of dataset {result.dataset!r}"
+    )
+    if result.evicted_shards:
+        out.line(f"evicted {result.evicted_shards} older shards to make room")
+    if result.skipped:
+        out.line(f"skipped {result.skipped}:")
+        for skip in result.skipped_examples[:_SHOWN_SKIPS]:
+            out.line(f"  {skip['key']}: {skip['reason']}")
+    if result.reason:
+        out.line(result.reason)
+
+
+def _renames(pairs: list[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for pair in ",".join(pairs).split(",") if pairs else []:
+        old, equals, new = (part.strip() for part in pair.partition("="))
+        if not (old and equals and new):
+            raise UsageError(f"--rename {pair!r} is not OLD=NEW; write it like --rename npy=volume")
+        names[old] = new
+    return names

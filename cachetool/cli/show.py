@@ -1,0 +1,125 @@
+"""``cachetool show``: what one shard or one sample holds."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cachetool.cli.options import CacheOption, JsonOption, QuietOption
+from cachetool.cli.output import Output
+from cachetool.errors import UsageError
+from cachetool.units import format_size
+
+if TYPE_CHECKING:
+    from cachetool.cache import Shard
+    from cachetool.schema import Field
+
+__all__ = ["show"]
+
+_SHOWN_BYTES = 32
+
+
+def show(
+    shard: Annotated[
+        str,
+        typer.Argument(
+            metavar="SHARD[:INDEX]", help="A shard's id, or the beginning of it; with :INDEX one of its samples."
+        ),
+    ],
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show the fields of a shard, or the values of one sample.
+
+    \b
+    Examples:
+      cachetool show 01jd3
+      cachetool show 01jd3:0 --json
+    """
+    from cachetool.api import open_cache, read_sample
+
+    out = Output(as_json=as_json, quiet=quiet)
+    prefix, colon, number = shard.partition(":")
+    index = _index(number) if colon else None
+    with open_cache(cache, create=False, notify=out.note) as opened:
+        found = _find(opened.shards(), prefix)
+        values = None if index is None else read_sample(opened, found.id, index)
+    if values is None:
+        _show_shard(out, found)
+    elif as_json:
+        fields = {field.name: _json_value(values[field.name]) for field in found.schema}
+        out.document({"id": found.id, "dataset": found.dataset, "index": index, "fields": fields})
+    else:
+        out.table(
+            ["field", "type", "value"],
+            [(field.name, field.describe(), _abbreviated(field, values[field.name])) for field in found.schema],
+        )
+
+
+def _index(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"{text!r} is not the number of a sample; write it like SHARD:0")
+    return int(text)
+
+
+def _find(shards: list[Shard], prefix: str) -> Shard:
+    found = [shard for shard in shards if shard.id.startswith(prefix)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(f"no shard {prefix!r} in this cache\n'cachetool ls' lists them")
+    names = ", ".join(shard.id for shard in found[:3])
+    raise UsageError(f"{len(found)} shards begin with {prefix!r}: {names}{', ...' if len(found) > 3 else ''}")
+
+
+def _show_shard(out: Output, shard: Shard) -> None:
+    if out.as_json:
+        out.document(
+            {
+                "id": shard.id,
+                "dataset": shard.dataset,
+                "format": shard.format,
+                "samples": shard.samples,
+                "bytes": shard.bytes,
+                "payload": shard.payload,
+                "path": str(shard.path),
+                "schema": shard.schema.to_json(),
+            }
+        )
+        return
+    out.line(f"shard {shard.id} of dataset {shard.dataset!r}: {shard.samples} samples as {shard.format}")
+    out.line(f"{format_size(shard.bytes)} on disk, {format_size(shard.payload)} of values, in {shard.data}")
+    out.table(["field", "type", ">bytes a sample"], [_field_row(field) for field in shard.schema])
+
+
+def _field_row(field: Field) -> tuple[str, str, str]:
+    return field.name, field.describe(), format_size(field.nbytes) if field.kind == "fixed" else "differs"
+
+
+def _json_value(value: Any) -> Any:
+    """Arrays as nested lists, bytes as base64, everything else as it is."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, str):
+        return value
+    if value.dtype.kind == "c":
+        return {"real": value.real.tolist(), "imag": value.imag.tolist()}
+    if value.dtype.kind in "mM":
+        return value.astype("int64").tolist()
+    return value.tolist()
+
+
+def _abbreviated(field: Field, value: Any) -> str:
+    if isinstance(value, bytes):
+        shown = value[:_SHOWN_BYTES].hex(" ")
+        return f"{len(value)} bytes: {shown}{' ...' if len(value) > _SHOWN_BYTES else ''}"
+    if isinstance(value, str):
+        return value
+    import numpy as np
+
+    text = np.array2string(np.asarray(value), threshold=8, edgeitems=2, precision=4, separator=" ")
+    flat = " ".join(text.split())
+    return flat if field.is_scalar or field.kind == "fixed" else f"{np.shape(value)} {flat}"

@@ -1,0 +1,77 @@
+"""``cachetool stats``: how full the cache is, what it holds, who uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
+from cachetool.cli.output import Output
+from cachetool.units import format_size
+
+__all__ = ["stats"]
+
+
+def stats(
+    dataset: DatasetOption = None,
+    cache: CacheOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Show how full the cache is, and with what.
+
+    For each dataset its shards by format; for each source how much of it was drawn; and who reads the cache now.
+
+    \b
+    Examples:
+      cachetool stats
+      cachetool stats --cache /data/cache --json
+    """
+    from cachetool.api import open_cache
+
+    out = Output(as_json=as_json, quiet=quiet)
+    with open_cache(cache, create=False, notify=out.note) as opened:
+        found = opened.stats(dataset).as_dict()
+    if as_json:
+        out.document(found)
+        return
+    print_stats(out, found)
+
+
+def print_stats(out: Output, found: dict[str, Any]) -> None:
+    """The tables of ``stats``, from its JSON form."""
+    share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
+    out.line(f"cache {found['root']}")
+    out.line(
+        f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %),"
+        f" {found['samples']} samples in {found['shards']} shards, {format_size(found['free_disk'])} of disk free"
+    )
+    out.table(
+        ["dataset", "format", ">shards", ">samples", ">bytes"],
+        [
+            (
+                row["name"],
+                ", ".join(f"{count} {name}" for name, count in row["formats"].items()),
+                row["shards"],
+                row["samples"],
+                format_size(row["bytes"]),
+            )
+            for row in found["datasets"]
+        ],
+    )
+    if found["sources"]:
+        out.table(
+            ["source", "dataset", ">drawn", ">of", ">coverage", ">skipped", ">pass", ">seed"],
+            [
+                (
+                    row["url"],
+                    row["dataset"],
+                    row["drawn"],
+                    row["units"],
+                    f"{100 * row['coverage']:.1f} %",
+                    row["skipped"],
+                    row["pass"],
+                    row["seed"],
+                )
+                for row in found["sources"]
+            ],
+        )
