@@ -29,7 +29,7 @@ import numpy.typing as npt
 from cachetool.errors import CorruptError
 from cachetool.schema import Schema
 
-__all__ = ["EXTENTS_FILE", "Extents", "FieldExtents", "extents_bound"]
+__all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 
 EXTENTS_FILE = "extents.bin"
 _MAGIC = b"CTEXT001"
@@ -173,13 +173,3 @@ class Extents:
         if checksums is None:
             raise ValueError("no checksums")
         return cls(samples, tuple(str(f) for f in header["files"]), fields, checksums)
-
-
-def extents_bound(schema: Schema, samples: int) -> int:
-    """Upper bound of the bytes of ``extents.bin`` on disk for at most ``samples`` samples."""
-    arrays = 8 * len(schema)  # checksums
-    for field in schema:
-        arrays += 16 + 8 * field.rank + (field.numpy.itemsize if field.is_scalar else 0)
-    # Header: under 1 KiB a field with its table entries and file name, names come on top; then padding and a block.
-    header = sum(1024 + 4 * len(field.name) for field in schema)
-    return arrays * samples + header + 5 * _ALIGN * len(schema) + 8192

@@ -195,6 +195,10 @@ class Schema:
         """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
         return Schema(tuple(self[name] for name in names))
 
+    def describe(self) -> str:
+        """All fields for people, on one line."""
+        return ", ".join(f"{field.name}: {field.describe()}" for field in self.fields)
+
     def to_json(self) -> list[dict[str, Any]]:
         """Plain values for ``shard.json`` and the catalog."""
         return [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in self.fields]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cachetool.cache.catalog import Catalog, bump, next_seq
+from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes, write_durable
 from cachetool.cache.removal import SHARD_FILE, delete_trash, sweep
@@ -110,7 +109,7 @@ class Staging:
         facts: Facts,
         *,
         origin: Origin,
-        close: Callable[[sqlite3.Connection], None] | None = None,
+        close: Callable[[Connection], None] | None = None,
         replaces: str | None = None,
     ) -> str:
         """Make the shard visible; gives its id. ``close`` runs inside the transaction (draws, claims).

@@ -14,16 +14,28 @@ from __future__ import annotations
 
 import json
 import secrets
-import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cachetool.cache.catalog import Row, event
+from cachetool.cache.catalog import Connection, Row, event
 from cachetool.errors import UsageError
 
-__all__ = ["Claim", "Job", "SourceRow", "claim", "finish", "give_back", "job_row", "open_job", "source_row"]
+__all__ = [
+    "Claim",
+    "Job",
+    "SourceRow",
+    "claim",
+    "close_job",
+    "drawn",
+    "finish",
+    "give_back",
+    "job_row",
+    "next_turn",
+    "open_job",
+    "source_row",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +91,13 @@ class Claim:
     stop: int
 
 
-def source_row(connection: sqlite3.Connection, source: str) -> SourceRow | None:
+def source_row(connection: Connection, source: str) -> SourceRow | None:
     """The source with this id."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     return None if row is None else SourceRow.of(row)
 
 
-def drawn(connection: sqlite3.Connection, source: SourceRow) -> int:
+def drawn(connection: Connection, source: SourceRow) -> int:
     """Positions of the present turn that are done, skipped ones included."""
     pending = connection.execute(
         "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND turn = ?", (source.id, source.turn)
@@ -94,7 +106,7 @@ def drawn(connection: sqlite3.Connection, source: SourceRow) -> int:
 
 
 def open_job(
-    connection: sqlite3.Connection, source: str, *, holder: str, wanted: int | None, seed: int | None
+    connection: Connection, source: str, *, holder: str, wanted: int | None, seed: int | None
 ) -> tuple[str, SourceRow]:
     """Begin a pull: its id, and the source. A complete turn is followed by a new one when samples are asked for by
     number. Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with."""
@@ -105,17 +117,14 @@ def open_job(
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
         )
-    if wanted is not None and drawn(connection, row) >= row.units:
-        connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
-        connection.execute("UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0 WHERE id = ?", (source,))
-        event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins")
+    if wanted is not None and next_turn(connection, source):
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
     connection.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, 0, 0, ?)", (job, holder, source, wanted, time.time()))
     return job, row
 
 
-def job_row(connection: sqlite3.Connection, job: str) -> Job:
+def job_row(connection: Connection, job: str) -> Job:
     """The state of a pull. Raises :class:`UsageError` when it ended."""
     row = connection.execute("SELECT id, source, wanted, committed, skipped FROM jobs WHERE id = ?", (job,)).fetchone()
     if row is None:
@@ -123,7 +132,7 @@ def job_row(connection: sqlite3.Connection, job: str) -> Job:
     return Job(*row)
 
 
-def claim(connection: sqlite3.Connection, job: str, *, holder: str, most: int) -> Claim | None:
+def claim(connection: Connection, job: str, *, holder: str, most: int) -> Claim | None:
     """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
 
     A job's budget counts what is committed and what its workers are on, so that together they never draw too many.
@@ -157,7 +166,7 @@ def claim(connection: sqlite3.Connection, job: str, *, holder: str, most: int) -
     return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop)
 
 
-def finish(connection: sqlite3.Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int) -> None:
+def finish(connection: Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int) -> None:
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
     transaction that commits their samples."""
     if upto >= held.stop:
@@ -172,16 +181,34 @@ def finish(connection: sqlite3.Connection, job: str, held: Claim, upto: int, *, 
     )
 
 
-def give_back(connection: sqlite3.Connection, holder: str, job: str) -> None:
+def give_back(connection: Connection, holder: str, job: str) -> None:
     """Open the claims that this process still has of a pull that it leaves."""
     connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ? AND job = ?", (holder, job))
 
 
 def _insert(
-    connection: sqlite3.Connection, source: SourceRow, start: int, stop: int, holder: str | None, job: str | None
+    connection: Connection, source: SourceRow, start: int, stop: int, holder: str | None, job: str | None
 ) -> int:
     cursor = connection.execute(
         "INSERT INTO claims (source, turn, start, stop, holder, job) VALUES (?, ?, ?, ?, ?, ?)",
         (source.id, source.turn, start, stop, holder, job),
     )
     return int(cursor.lastrowid or 0)
+
+
+def next_turn(connection: Connection, source: str) -> bool:
+    """Begin the next pass over a source, in a new order, when the present one is complete; whether it was."""
+    row = source_row(connection, source)
+    if row is None or drawn(connection, row) < row.units:
+        return False
+    connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
+    connection.execute("UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0 WHERE id = ?", (source,))
+    event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins")
+    return True
+
+
+def close_job(connection: Connection, job: str) -> Job:
+    """End a pull; gives what it came to."""
+    state = job_row(connection, job)
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
+    return state

@@ -165,20 +165,21 @@ class CacheDir:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
+    def check_schema(self, name: str, schema: Schema) -> None:
+        """Raise :class:`UsageError` when a dataset of this name has another schema."""
+        if name not in self.datasets() or (have := self.schema(name)) == schema:
+            return
+        raise UsageError(
+            f"dataset {name!r} holds {have.describe()}; this source has {schema.describe()}: name another --dataset"
+        )
+
     def declare(self, name: str, schema: Schema) -> None:
         """Fix the schema of a dataset. Raises :class:`UsageError` when it has another one already."""
         with self.catalog.write() as connection:
-            row = connection.execute("SELECT schema FROM datasets WHERE name = ?", (name,)).fetchone()
-            if row is None:
-                connection.execute(
-                    "INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
-                )
-                return
-        have = Schema.from_json(json.loads(row["schema"]))
-        if have != schema:
-            raise UsageError(
-                f"dataset {name!r} holds {_describe(have)}; this source has {_describe(schema)}: name another --dataset"
+            connection.execute(
+                "INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
             )
+        self.check_schema(name, schema)
 
     def stage(
         self, *, dataset: str, schema: Schema, format: str, bound: int, job: str | None = None, room: Room | None = None
@@ -341,7 +342,3 @@ class CacheDir:
             return CapBlocked(f"{writing} shards are being written ({sizes}); stop the pull, or try again")
         kept = "nothing more may be evicted" if self.shards() else "an empty cache takes that much"
         return CapTooSmall(f"cannot shrink the cache to {format_size(result.max_size)}: {kept} ({sizes})")
-
-
-def _describe(schema: Schema) -> str:
-    return ", ".join(f"{field.name} {field.describe()}" for field in schema)

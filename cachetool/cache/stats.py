@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachetool.cache.catalog import Catalog
+from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, drawn
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
@@ -94,7 +93,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         )
 
 
-def _dataset(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     groups = connection.execute(
         "SELECT format, count(*) AS shards, sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload,"
         " min(epochs) AS least, max(epochs) AS most FROM shards"
@@ -114,7 +113,7 @@ def _dataset(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]
     }
 
 
-def _source(connection: sqlite3.Connection, source: SourceRow) -> dict[str, Any]:
+def _source(connection: Connection, source: SourceRow) -> dict[str, Any]:
     done = drawn(connection, source)
     return {
         "url": source.url,

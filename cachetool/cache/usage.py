@@ -6,10 +6,9 @@ is charged its whole reservation, one in state ``trash`` until its files are gon
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass
 
-from cachetool.cache.catalog import allowance
+from cachetool.cache.catalog import Connection, allowance
 from cachetool.cache.layout import Layout
 
 __all__ = ["Usage", "measure"]
@@ -34,7 +33,7 @@ class Usage:
         return self.shards + self.reserved + self.listings + self.overhead
 
 
-def measure(connection: sqlite3.Connection, layout: Layout) -> Usage:
+def measure(connection: Connection, layout: Layout) -> Usage:
     """Usage as the catalog and the folders have it now; exact inside a transaction."""
     row = connection.execute(
         "SELECT coalesce(sum(CASE WHEN state = 'staging' THEN 0 ELSE bytes END), 0) AS held,"

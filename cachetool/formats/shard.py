@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from cachetool.block import Block
-from cachetool.extents import EXTENTS_FILE, extents_bound
-from cachetool.formats.base import Format, Written
-from cachetool.formats.digest import ContentDigest, file_digest
-from cachetool.formats.files import fsync_folder, write_durably
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats.base import Format, Reader, Written
+from cachetool.formats.digest import ContentDigest, checksums, file_digest
+from cachetool.formats.files import allocated_bound, fsync_folder
+from cachetool.formats.reading import ExtentsReader, extents_bound, load_extents, write_extents
 from cachetool.schema import Schema
 
-__all__ = ["ShardFacts", "ShardFiles", "shard_bound"]
+__all__ = ["ShardFacts", "ShardFiles", "open_shard", "shard_bound", "stored_checksums"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class ShardFacts:
 
 def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int) -> int:
     """Upper bound of the data and the extents of a shard of at most ``samples`` samples and ``nbytes`` of values."""
-    return kind.bound(schema, samples, nbytes) + extents_bound(schema, samples)
+    return kind.bound(schema, samples, nbytes) + allocated_bound(extents_bound(schema, samples))
 
 
 class ShardFiles:
@@ -66,7 +70,7 @@ class ShardFiles:
         """Complete and fsync everything."""
         written = self._writer.finish()
         if written.extents is not None:
-            write_durably(self.folder / EXTENTS_FILE, written.extents.to_bytes())
+            write_extents(self.folder, written.extents)
         fsync_folder(self.folder)
         content = ContentDigest(self.schema)
         content.update(written.checksums)
@@ -82,3 +86,23 @@ class ShardFiles:
     def abort(self) -> None:
         """Close everything; the folder is the caller's to delete."""
         self._writer.abort()
+
+
+def open_shard(folder: Path, kind: Format, schema: Schema, *, library: bool = False) -> Reader:
+    """Read the shard that :class:`ShardFiles` wrote into ``folder``: by its extents, or where it has none, or with
+    ``library``, through the format's own library. Raises :class:`CorruptError` naming the file."""
+    extents = folder / EXTENTS_FILE
+    if library or not extents.exists():
+        return kind.open(folder / f"data{kind.suffix}", schema=schema)
+    return ExtentsReader(folder, load_extents(extents, schema), schema)
+
+
+def stored_checksums(folder: Path, kind: Format, schema: Schema) -> npt.NDArray[np.uint64]:
+    """Checksums of every value of a shard, (fields, samples): those kept in its extents, or where it has none, of the
+    values themselves."""
+    extents = folder / EXTENTS_FILE
+    if extents.exists():
+        return load_extents(extents, schema).checksums
+    with open_shard(folder, kind, schema) as reader:
+        parts = [checksums(reader.read(at, min(at + 1024, reader.samples))) for at in range(0, reader.samples, 1024)]
+    return np.concatenate([np.empty((len(schema), 0), dtype=np.uint64), *parts], axis=1)

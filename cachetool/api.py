@@ -1,0 +1,177 @@
+"""The library's front: a cache with the verbs that the command line has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir, Shard
+from cachetool.cache.opening import open_root
+from cachetool.convert import ConvertResult, export
+from cachetool.convert import convert as convert_cache
+from cachetool.errors import UsageError
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+from cachetool.progress import Report, silent
+from cachetool.pull import PullOptions, PullResult
+from cachetool.pull import pull as pull_source
+from cachetool.sources import SourceOptions
+
+__all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample"]
+
+
+class Cache(CacheDir):
+    """A cache folder with its verbs. Made by :func:`open_cache`."""
+
+    def pull(
+        self,
+        source: str,
+        *,
+        to: str | None = None,
+        samples: int | None = None,
+        everything: bool = False,
+        follow: bool = False,
+        dataset: str = "default",
+        seed: int | None = None,
+        workers: int = 2,
+        shard_size: int | str | None = None,
+        policy: str = "oldest",
+        min_epochs: int = 0,
+        on_error: str = "error",
+        wait: float | str = 60.0,
+        fields: Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        stem: str = "first",
+        decode: str | None = None,
+        label_from_folder: bool = False,
+        key: bool = True,
+        concurrency: int | None = None,
+        progress: Report = silent,
+    ) -> PullResult:
+        """Draw samples of ``source`` (a folder, or an s3, gs, az or http URL) into this cache.
+
+        Without ``samples``, ``everything`` or ``follow`` until the cache is full or the source at its end. The draw is
+        random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those of
+        :func:`cachetool.pull.pull`.
+        """
+        options = PullOptions(
+            to=to,
+            samples=samples,
+            everything=everything,
+            follow=follow,
+            dataset=dataset,
+            seed=seed,
+            workers=workers,
+            shard_size=shard_size,
+            policy=policy,
+            min_epochs=min_epochs,
+            on_error=on_error,
+            wait=wait,
+            source=SourceOptions(
+                fields=None if fields is None else tuple(fields),
+                rename=dict(rename or {}),
+                stem=stem,
+                decode=decode,
+                label_from_folder=label_from_folder,
+                key=key,
+                concurrency=concurrency,
+            ),
+        )
+        return pull_source(self, source, options, report=progress)
+
+    def convert(
+        self,
+        *,
+        to: str,
+        out: str | Path | None = None,
+        dataset: str | None = None,
+        shard_size: int | str | None = None,
+        compression: str | None = None,
+        workers: int = 2,
+        verify: bool = False,
+        progress: Report = silent,
+    ) -> ConvertResult:
+        """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
+
+        Errors are those of :func:`cachetool.convert.convert` and :func:`cachetool.convert.export`.
+        """
+        if out is not None:
+            return export(
+                self,
+                Path(out),
+                to=to,
+                dataset=dataset,
+                shard_size=shard_size,
+                compression=compression,
+                verify=verify,
+                report=progress,
+            )
+        if shard_size is not None:
+            raise UsageError(
+                "--shard-size goes with --out: in a cache each shard is replaced by one of the same samples"
+            )
+        return convert_cache(
+            self, to=to, dataset=dataset, compression=compression, workers=workers, verify=verify, report=progress
+        )
+
+
+def open_cache(
+    root: str | Path | None = None,
+    *,
+    max_size: int | str | None = None,
+    min_free: int | str | None = None,
+    create: bool = True,
+    notify: Callable[[str], None] | None = None,
+) -> Cache:
+    """Open a cache folder, or prepare a new one; see :func:`cachetool.cache.open_cache` for arguments and errors."""
+    return open_root(Cache, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
+
+
+def convert(
+    *,
+    to: str,
+    cache: str | Path | None = None,
+    out: str | Path | None = None,
+    dataset: str | None = None,
+    shard_size: int | str | None = None,
+    compression: str | None = None,
+    workers: int = 2,
+    verify: bool = False,
+    progress: Report = silent,
+) -> ConvertResult:
+    """:meth:`Cache.convert` of the cache at ``cache``."""
+    with open_cache(cache, create=False) as opened:
+        return opened.convert(
+            to=to,
+            out=out,
+            dataset=dataset,
+            shard_size=shard_size,
+            compression=compression,
+            workers=workers,
+            verify=verify,
+            progress=progress,
+        )
+
+
+def find_shard(cache: CacheDir, name: str) -> Shard:
+    """The shard with this id or the only one whose id begins so. Raises :class:`UsageError`."""
+    found = [shard for shard in cache.shards() if shard.id.startswith(name)]
+    if len(found) != 1:
+        what = "no shard" if not found else f"{len(found)} shards"
+        raise UsageError(f"cache {cache.root} has {what} with an id that begins with {name!r}; see: cachetool ls")
+    return found[0]
+
+
+def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
+    """Sample ``index`` of a shard, named by its id or the beginning of it. Raises :class:`UsageError`."""
+    found = find_shard(cache, shard)
+    if not 0 <= index < found.samples:
+        raise UsageError(f"shard {found.id} has samples 0 to {found.samples - 1}, not {index}")
+    with (
+        cache.snapshot(dataset=found.dataset),
+        open_shard(found.path, get_format(found.format), found.schema) as reader,
+    ):
+        import numpy as np
+
+        return reader.take(np.array([index])).sample(0)

@@ -1,0 +1,31 @@
+"""What long work tells whoever waits for it: one frozen value at a time, handed to a callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Progress", "Report", "silent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a piece of work stands."""
+
+    phase: str
+    """``list``, ``schema``, ``pull`` or ``convert``."""
+    done: int
+    """Objects listed, or samples."""
+    total: int | None = None
+    """Of how many; None when unknown."""
+    bytes: int = 0
+    """Moved so far in this phase."""
+    note: str = ""
+    """A few more words."""
+
+
+Report = Callable[[Progress], None]
+
+
+def silent(progress: Progress) -> None:
+    """The report that tells nobody."""

@@ -1,0 +1,239 @@
+"""What a sampler process does: list a source, and draw shards out of it.
+
+These are the targets of tasks (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are used
+in here and nowhere else, since their client hangs in a process that was forked after it was first used::
+
+    claim k positions -> units in drawn order -> fetch, decode -> blocks -> shard (reserved whole) -> commit + draws done
+      ^                                                                                                     |
+      +------------------------- the rest of the claim, when a shard closed early --------------------------+
+
+No sample crosses between processes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.block import BLOCK_BYTES, Block
+from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
+from cachetool.engines.task import Channel, Message
+from cachetool.errors import BadObject, CapBlocked
+from cachetool.formats import get_format
+from cachetool.formats.base import Format
+from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.permutation import Permutation
+from cachetool.schema import Schema
+from cachetool.sources import Skipped, Source, SourceOptions, list_source, open_source
+
+__all__ = ["draw", "prepare"]
+
+PROBED = 64
+"""The schema is fixed from this many first draws."""
+TOLERATED = 0.01
+"""Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
+TOLERATED_FEW = 10
+
+
+def prepare(
+    channel: Channel, *, url: str, listing: str, options: Message, seed: int, turn: int, skip_bad: bool
+) -> Message:
+    """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
+
+    Gives url (redacted), identity, units, samples, schema, and ``mean``, the mean bytes of values of a sample.
+    """
+    folder, parsed = Path(listing), SourceOptions.from_json(options)
+    if not (folder / "listing.json").exists():
+        list_source(url, folder, parsed, progress=lambda count: channel.send({"listed": count}))
+    source = open_source(url, folder, parsed)
+    try:
+        count = min(PROBED, source.units)
+        channel.send({"probing": count})
+        probe = source.probe(Permutation(source.units, seed=seed, turn=turn)[np.arange(count)], skip_bad=skip_bad)
+        return {
+            "url": source.url,
+            "identity": source.identity,
+            "units": source.units,
+            "samples": source.samples,
+            "schema": probe.schema.to_json(),
+            "mean": probe.mean_bytes,
+        }
+    finally:
+        source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What stays the same for all shards of a worker."""
+
+    job: str
+    source: str
+    dataset: str
+    kind: Format
+    schema: Schema
+    shard_bytes: int
+    room: Room
+    skip_bad: bool
+
+
+def draw(
+    channel: Channel,
+    *,
+    root: str,
+    url: str,
+    options: Message,
+    job: str,
+    source: str,
+    dataset: str,
+    format: str,
+    schema: list[Message],
+    shard_bytes: int,
+    samples_per_shard: int,
+    seed: int,
+    evict: bool,
+    policy: str,
+    min_epochs: int,
+    wait: float,
+    follow: bool,
+    skip_bad: bool,
+) -> Message:
+    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had.
+
+    Gives ``{"full": None or why it stopped for lack of room}``.
+    """
+    room = Room(evict=evict, policy=policy, min_epochs=min_epochs, keep_job=None if follow else job, wait=wait)
+    plan = _Plan(
+        job, source, dataset, get_format(format), Schema.from_json(schema), shard_bytes, room, skip_bad
+    )  # fmt: skip
+    with CacheDir(Path(root)) as cache:
+        samples = open_source(url, cache.listing(source), SourceOptions.from_json(options))
+        try:
+            while True:
+                with cache.catalog.write() as connection:
+                    cache.holder.register(connection)
+                    held = draws.claim(connection, job, holder=cache.holder.id, most=samples_per_shard)
+                    if held is None and follow:
+                        draws.next_turn(connection, source)
+                if held is not None:
+                    _Drawing(cache, samples, plan, held, seed, channel).run()
+                elif follow:
+                    time.sleep(0.2)  # other workers finish the pass
+                else:
+                    return {"full": None}
+        except CapBlocked as error:
+            return {"full": str(error)}
+        finally:
+            samples.close()
+            with cache.catalog.write() as connection:
+                draws.give_back(connection, cache.holder.id, job)
+
+
+class _Drawing:
+    """One claim on its way into one shard, or into several when samples turn out larger than expected."""
+
+    def __init__(self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, seed: int, channel: Channel) -> None:
+        self._cache, self._source, self._plan, self._held = cache, source, plan, held
+        self._units = Permutation(source.units, seed=seed, turn=held.turn)[np.arange(held.start, held.stop)]
+        self._channel = channel
+        self._from = held.start
+        self._skipped: list[Skipped] = []
+        self._staging: Staging | None = None
+        self._files: ShardFiles | None = None
+        self._room = (0, 0)
+        """Samples and bytes of values that the open shard still takes."""
+
+    def run(self) -> None:
+        """Fetch all positions of the claim and commit them."""
+        pieces = self._source.read(
+            self._units,
+            schema=self._plan.schema,
+            skip_bad=self._plan.skip_bad,
+            block_bytes=min(BLOCK_BYTES, self._plan.shard_bytes),
+        )
+        try:
+            for piece in pieces:
+                self._skipped += piece.skipped
+                self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
+                block, at = piece.block, piece.draws
+                while len(block):
+                    fit = self._fitting(block)
+                    if fit == 0:
+                        self._commit(self._held.start + int(at[0]))
+                        self._open(block)
+                        continue
+                    assert self._files is not None
+                    self._files.write(block.slice(0, fit))
+                    self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
+                    block, at = block.slice(fit, len(block)), at[fit:]
+            self._commit(self._held.stop)
+        finally:
+            pieces.close()  # type: ignore[attr-defined]  # a generator: cancels what is in flight
+            self._abort()
+
+    def _fitting(self, block: Block) -> int:
+        samples, nbytes = self._room
+        upto = np.cumsum(block.sample_nbytes[:samples])
+        return int(np.searchsorted(upto, nbytes, side="right"))
+
+    def _open(self, block: Block) -> None:
+        """Reserve a shard for what is left of the claim; one sample may be larger than a shard."""
+        plan = self._plan
+        samples = self._held.stop - self._from
+        nbytes = max(plan.shard_bytes, int(block.sample_nbytes[0]))
+        if plan.schema.is_fixed:
+            samples = min(samples, max(1, nbytes // max(1, plan.schema.fixed_nbytes)))
+            nbytes = samples * plan.schema.fixed_nbytes
+        self._staging = self._cache.stage(
+            dataset=plan.dataset,
+            schema=plan.schema,
+            format=plan.kind.name,
+            bound=shard_bound(plan.kind, plan.schema, samples, nbytes),
+            job=plan.job,
+            room=plan.room,
+        )
+        self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
+        self._room = (samples, nbytes)
+
+    def _commit(self, upto: int) -> None:
+        """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
+        plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
+        files, staging, start = self._files, self._staging, self._from
+        if files is None or staging is None:
+            if upto > start:
+                with self._cache.catalog.write() as connection:
+                    draws.finish(connection, plan.job, self._held, upto, samples=0, skipped=len(skipped))
+        else:
+            facts = files.finish()
+            self._files = None
+            staging.commit(
+                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data),
+                origin=Origin(plan.source, self._source.url, self._held.turn, ((start, upto),)),
+                close=lambda connection: draws.finish(
+                    connection, plan.job, self._held, upto, samples=facts.samples, skipped=len(skipped)
+                ),
+            )
+            self._staging = None
+            self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
+        self._from, self._room = upto, (0, 0)
+        self._skipped = [s for s in self._skipped if s not in skipped]
+        if skipped:
+            self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
+            self._refuse_too_many(skipped[-1])
+
+    def _refuse_too_many(self, last: Skipped) -> None:
+        with self._cache.catalog.read() as connection:
+            job = draws.job_row(connection, self._plan.job)
+        if job.skipped > max(TOLERATED_FEW, TOLERATED * (job.skipped + job.committed)):
+            raise BadObject(
+                f"{job.skipped} of {job.skipped + job.committed} draws could not be used, more than 1 %;"
+                f" the last was {last.key}: {last.reason}"
+            )
+
+    def _abort(self) -> None:
+        if self._files is not None:
+            self._files.abort()
+        if self._staging is not None:
+            self._staging.abort()
