@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cachetool.cli.options import CacheOption, FormatOption, JsonOption, QuietOption, ShardSizeOption
+from cachetool.cli.options import CacheOption, DatasetOption, FormatOption, JsonOption, QuietOption, WorkersOption
 from cachetool.cli.output import Output
 from cachetool.units import format_duration, format_size
 
@@ -15,30 +15,23 @@ __all__ = ["convert"]
 
 
 def convert(
-    input: Annotated[
-        str | None,
-        typer.Argument(metavar="[INPUT]", help="A file or folder to convert. Default: the shards of the cache."),
-    ] = None,
-    *,
     to: FormatOption,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
     ] = None,
     cache: CacheOption = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
+    dataset: DatasetOption = None,
+    shard_size: Annotated[
+        str | None, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of values in one file of --out.")
     ] = None,
-    shard_size: ShardSizeOption = None,
     compression: Annotated[
         str | None,
         typer.Option(
             "--compression", metavar="NAME", help="gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord)."
         ),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, metavar="N", help="Processes that work side by side.")
-    ] = None,
+    workers: WorkersOption = 2,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
     ] = False,
@@ -47,8 +40,8 @@ def convert(
 ) -> None:
     """Write the same samples in another format, bit for bit.
 
-    Without INPUT the cache's shards are replaced one by one, inside the cap, while readers go on. With --out the
-    result is plain files (part-00000.h5, ...) that other tools open.
+    The cache's shards are replaced one by one, inside the cap, while readers go on. With --out the cache stays as it is
+    and the result is plain files (part-00000.h5, ...) that other tools open.
 
     \b
     Examples:
@@ -60,7 +53,6 @@ def convert(
     output = Output(as_json=as_json, quiet=quiet)
     with output.progress() as report:
         result = api.convert(
-            input,
             to=to,
             out=out,
             cache=cache,

@@ -200,11 +200,12 @@ def _epoch(cache: Cache, number: int) -> dict[str, Any]:
     import numpy as np
 
     from cachetool.formats import get_format
+    from cachetool.formats.shard import open_shard
 
     samples = nbytes = right = 0
     with cache.snapshot(run="demo", epoch=number) as snapshot:
         for shard in snapshot.shards:
-            with get_format(shard.format).open(shard.data, schema=shard.schema) as reader:
+            with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
                 block = reader.read(0, reader.samples)
             brightness = np.asarray(block.columns["volume"]).mean(axis=(1, 2, 3))
             right += int((np.rint(brightness) == np.asarray(block.columns["label"])).sum())

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, MinEpochsOption, PolicyOption, QuietOption
-from cachetool.cli.output import Output, fail_with
-from cachetool.errors import CapBlocked, to_json
+from cachetool.cli.output import Output
 from cachetool.units import format_size, parse_duration
 
 __all__ = ["evict"]
@@ -52,20 +51,23 @@ def evict(
             dry_run=dry_run,
             wait=parse_duration(wait, what="--wait"),
         )
-    # What was blocked is an error, yet what was evicted is a result: one document tells both.
-    error = CapBlocked("; ".join(removal.blocked)) if removal.blocked else None
     if as_json:
-        out.document(removal.as_dict() | (to_json(error) | {"exit_code": error.exit_code} if error else {}))
-    else:
-        if dry_run:
-            out.table(
-                ["shard", "dataset", ">samples", ">bytes", "reason"],
-                [(v.id, v.dataset, v.samples, format_size(v.bytes), v.reason) for v in removal.plan],
-            )
-        verb = "would evict" if dry_run else "evicted"
-        out.line(
-            f"{verb} {removal.removed_shards} shards with {removal.removed_samples} samples,"
-            f" {format_size(removal.freed)}; the cache takes {format_size(removal.used)}"
+        out.document(removal.as_dict())
+        return
+    if dry_run:
+        out.table(
+            ["shard", "dataset", ">samples", ">bytes", "why this one"],
+            [(v.id, v.dataset, v.samples, format_size(v.bytes), v.reason) for v in removal.plan],
         )
-    if error:
-        raise typer.Exit(fail_with(error, as_json=False))
+        total = sum(victim.bytes for victim in removal.plan)
+        out.line(
+            f"would evict {len(removal.plan)} shards with {sum(victim.samples for victim in removal.plan)} samples,"
+            f" {format_size(total)}; the cache takes {format_size(removal.used)} now"
+        )
+        for reader in removal.blocked:
+            out.line(f"they stay until their reader ends: {reader}")
+        return
+    out.line(
+        f"evicted {removal.removed_shards} shards with {removal.removed_samples} samples,"
+        f" {format_size(removal.freed)}; the cache takes {format_size(removal.used)} now"
+    )

@@ -64,7 +64,7 @@ ShardSizeOption = Annotated[
     typer.Option(
         "--shard-size",
         metavar="SIZE",
-        help="Most bytes in one shard. Default: 64MB, or a sixteenth of the cap where that is smaller.",
+        help="Most bytes of values in one shard. Default: 64MB, or a sixteenth of the cap where that is smaller.",
     ),
 ]
 PolicyOption = Annotated[

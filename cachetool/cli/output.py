@@ -18,14 +18,12 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from cachetool.errors import CacheToolError, to_json
-
-if TYPE_CHECKING:
-    from cachetool.cli.progress import Report
+from cachetool.progress import Report, silent
 
 __all__ = ["PIPE_CLOSED", "Output", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
 
@@ -81,10 +79,10 @@ class Output:
             console.print(table)
         _write("\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
 
-    def progress(self) -> AbstractContextManager[Report | None]:
-        """While it is entered: something to call with each ``Progress`` of a verb, or None with ``--quiet``."""
+    def progress(self) -> AbstractContextManager[Report]:
+        """While it is entered: something to call with each ``Progress`` of a verb."""
         if self.quiet:
-            return nullcontext()
+            return nullcontext(silent)
         from cachetool.cli.progress import Bars, Lines
 
         return Bars() if sys.stderr.isatty() else Lines(self.note)

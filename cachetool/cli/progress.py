@@ -9,16 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cachetool.cli.output import plain
+from cachetool.progress import Progress, Report
 from cachetool.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from cachetool.api import Progress
-
-__all__ = ["Bars", "Lines", "Report"]
-
-Report = Callable[["Progress"], None]
+__all__ = ["Bars", "Lines"]
 
 LINE_SECONDS = 3.0
 """At least this long between two lines of one phase."""
@@ -91,13 +88,13 @@ class Bars(_Phases):
 
     def __init__(self) -> None:
         super().__init__()
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-        self._bar = Progress(
-            SpinnerColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
+        self._bar = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("{task.description}", markup=False),
             console=Console(file=sys.stderr, highlight=False),
             transient=True,
         )

@@ -50,10 +50,11 @@ def pull(
             "--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."
         ),
     ] = None,
-    policy: PolicyOption = "oldest",
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset. Default: from SOURCE.")
+    min_free: Annotated[
+        str | None, typer.Option("--min-free", metavar="SIZE", help="Leave at least this much of the disk free.")
     ] = None,
+    policy: PolicyOption = "oldest",
+    dataset: Annotated[str, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset.")] = "default",
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Decides the order of the draw. Default: 0.")
     ] = None,
@@ -89,14 +90,10 @@ def pull(
             "--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."
         ),
     ] = "error",
-    renew: Annotated[
-        str, typer.Option("--renew", metavar="SHARE", help="Share of the cap kept free for new samples at each epoch.")
-    ] = "10%",
     min_epochs: MinEpochsOption = 0,
     wait: Annotated[
         str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
     ] = "60s",
-    refresh: Annotated[bool, typer.Option("--refresh", help="List the source again; new objects join it.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -113,7 +110,10 @@ def pull(
     from cachetool.api import open_cache
 
     out = Output(as_json=as_json, quiet=quiet)
-    with open_cache(cache, max_size=max_size, notify=out.note) as opened, out.progress() as report:
+    with (
+        open_cache(cache, max_size=max_size, min_free=min_free, notify=out.note) as opened,
+        out.progress() as report,
+    ):
         result = opened.pull(
             source,
             to=to,
@@ -132,11 +132,9 @@ def pull(
             label_from_folder=label_from_folder,
             key=key,
             on_error=on_error,
-            renew=renew,
             min_epochs=min_epochs,
             wait=wait,
             concurrency=concurrency,
-            refresh=refresh,
             progress=report,
         )
     if as_json:

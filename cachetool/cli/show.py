@@ -39,13 +39,13 @@ def show(
       cachetool show 01jd3
       cachetool show 01jd3:0 --json
     """
-    from cachetool.api import open_cache, read_sample
+    from cachetool.api import find_shard, open_cache, read_sample
 
     out = Output(as_json=as_json, quiet=quiet)
     prefix, colon, number = shard.partition(":")
     index = _index(number) if colon else None
     with open_cache(cache, create=False, notify=out.note) as opened:
-        found = _find(opened.shards(), prefix)
+        found = find_shard(opened, prefix)
         values = None if index is None else read_sample(opened, found.id, index)
     if values is None:
         _show_shard(out, found)
@@ -63,16 +63,6 @@ def _index(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise UsageError(f"{text!r} is not the number of a sample; write it like SHARD:0")
     return int(text)
-
-
-def _find(shards: list[Shard], prefix: str) -> Shard:
-    found = [shard for shard in shards if shard.id.startswith(prefix)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UsageError(f"no shard {prefix!r} in this cache\n'cachetool ls' lists them")
-    names = ", ".join(shard.id for shard in found[:3])
-    raise UsageError(f"{len(found)} shards begin with {prefix!r}: {names}{', ...' if len(found) > 3 else ''}")
 
 
 def _show_shard(out: Output, shard: Shard) -> None:

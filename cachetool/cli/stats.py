@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
@@ -34,16 +35,17 @@ def stats(
     if as_json:
         out.document(found)
         return
-    print_stats(out, found)
+    _print(out, found)
 
 
-def print_stats(out: Output, found: dict[str, Any]) -> None:
+def _print(out: Output, found: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
     share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
     out.line(f"cache {found['root']}")
     out.line(
         f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %),"
-        f" {found['samples']} samples in {found['shards']} shards, {format_size(found['free_disk'])} of disk free"
+        f" {found['samples']} samples in {found['shards']} shards, {found['evicted']} evicted so far,"
+        f" {format_size(found['free_disk'])} of disk free"
     )
     out.table(
         ["dataset", "format", ">shards", ">samples", ">bytes"],
@@ -73,5 +75,19 @@ def print_stats(out: Output, found: dict[str, Any]) -> None:
                     row["seed"],
                 )
                 for row in found["sources"]
+            ],
+        )
+    if found["leases"]:
+        out.table(
+            ["reader", "program", "dataset", ">version", "since"],
+            [
+                (
+                    f"pid {row['pid']}",
+                    row["what"],
+                    row["dataset"],
+                    row["version"],
+                    time.strftime("%H:%M:%S", time.localtime(row["taken"])),
+                )
+                for row in found["leases"]
             ],
         )

@@ -1,0 +1,92 @@
+"""What the package shows, and what it costs to import it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import cachetool
+
+HEAVY = (
+    "typer",
+    "rich",
+    "pydantic",
+    "numpy",
+    "h5py",
+    "lmdb",
+    "zarr",
+    "obstore",
+    "tfrecord",
+    "torch",
+    "tensorflow",
+    "sqlite3",
+)
+
+
+def loaded_after(code: str) -> set[str]:
+    """Which of the heavy libraries a fresh interpreter has loaded after ``code``."""
+    script = f"{code}\nimport sys, json\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    assert loaded_after("import cachetool") == set()
+
+
+def test_catching_an_error_loads_no_library() -> None:
+    assert loaded_after("import cachetool\ntry:\n    pass\nexcept cachetool.CapacityError:\n    pass") == set()
+
+
+def test_importing_the_library_loads_no_format_store_or_framework() -> None:
+    assert loaded_after("import cachetool\ncachetool.open_cache") <= {"numpy", "sqlite3"}
+
+
+def test_asking_the_command_line_for_help_loads_typer_alone() -> None:
+    assert loaded_after("from cachetool.cli.app import run\nrun(['pull', '--help'])") == {"typer"}
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    assert sorted(dir(cachetool)) == sorted(cachetool.__all__)
+    for name in cachetool.__all__:
+        assert getattr(cachetool, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing_of_that_name'"):
+        cachetool.nothing_of_that_name  # noqa: B018
+
+
+def test_every_error_class_is_public() -> None:
+    from cachetool import errors
+
+    assert {name for name in errors.__all__ if name[0].isupper()} <= set(cachetool.__all__)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert version("cachetool") == cachetool.__version__
+
+
+def public_modules() -> list[str]:
+    """Every module that can be imported without an optional library."""
+    names = [found.name for found in pkgutil.walk_packages(cachetool.__path__, "cachetool.")]
+    return [
+        name
+        for name in names
+        if not name.endswith("__main__") and name not in ("cachetool.loaders.torch", "cachetool.loaders.tensorflow")
+    ]
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_public_names_exist_and_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+
+    for public in getattr(module, "__all__", ()):
+        value = getattr(module, public)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert inspect.getdoc(value), f"{name}.{public} has no docstring"

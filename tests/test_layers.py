@@ -1,0 +1,196 @@
+"""The layers of the house, read off the import statements of every module.
+
+A module imports only from below or from its own package, a heavy dependency lives in one module, and no module is so
+long that nobody reads it. The table is the one of ``docs/architecture`` and of the design.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cachetool"
+
+VALUES = {"errors", "units", "schema", "block", "extents", "permutation"}
+BELOW = {
+    # room: the rooms it may import, its own apart
+    **dict.fromkeys(VALUES, VALUES),
+    "cache": VALUES,
+    "formats": VALUES,
+    "stores": VALUES,
+    "sources": VALUES | {"stores"},
+    "loaders": VALUES | {"cache", "formats"},
+}
+VERBS = VALUES | {"cache", "formats", "stores", "sources"}
+DOORS = {"cli", "loaders", "__init__", "__main__"}
+
+HEAVY = {
+    # library: the modules that may import it
+    "h5py": {"formats.hdf5", "sources.hdf5"},
+    "lmdb": {"formats.lmdb", "sources.lmdb"},
+    "zarr": {"formats.zarr", "sources.zarr"},
+    "tfrecord": {"sources.tfrecord"},
+    "crc32c": {"formats.tfrecord"},
+    "tensorflow": {"loaders.tensorflow"},
+    "torch": {"loaders.torch"},
+    "obstore": {"stores"},
+    "sqlite3": {"cache.catalog"},
+    "xxhash": {"formats.digest"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+    "ray": {"engines.ray"},
+    "click": set(),  # Typer carries its own copy; the library of that name may not be installed
+    "pickle": set(),  # never from data
+}
+
+MAX_LINES = 350
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: the module it stands in, what it names, and whether it runs at import."""
+
+    module: str
+    target: str
+    line: int
+    at_import: bool
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name below ``cachetool``."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(module: str, tree: ast.AST, *, at_import: bool = True) -> Iterator[Import]:
+    """All imports of a module; those in functions and under TYPE_CHECKING do not run when it is imported."""
+    for node in ast.iter_child_nodes(tree):
+        inner = at_import and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            inner = False
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield Import(module, f"{node.module}.{alias.name}", node.lineno, at_import)
+        yield from imports(module, node, at_import=inner)
+
+
+ALL = [found for name, path in MODULES.items() for found in imports(name, ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def ours(found: Import) -> str | None:
+    """The module of the package that an import names, or None for a library."""
+    if found.target.split(".")[0] != "cachetool":
+        return None
+    name = found.target.removeprefix("cachetool").removeprefix(".")
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
+def allowed(room: str, target: str) -> bool:
+    """Whether a module of ``room`` may import one of the room ``target``."""
+    if room == target or room in ("__init__", "__main__"):
+        return True
+    if room in BELOW:
+        return target in BELOW[room]
+    if room == "cli":
+        return target != "loaders"
+    return target not in DOORS  # the verbs and engines: everything below, and each other
+
+
+def test_the_walk_sees_the_package() -> None:
+    assert set(MODULES) >= VALUES
+    assert len(MODULES) > 20
+    assert any(found.module == "schema" and found.target == "numpy" and found.at_import for found in ALL)
+
+
+def test_a_module_imports_only_from_below_or_from_its_own_package() -> None:
+    wrong = []
+    for found in ALL:
+        target = ours(found)
+        if target is not None and not allowed(found.module.split(".")[0], target.split(".")[0]):
+            wrong.append(f"{found.module}:{found.line} imports {target}")
+
+    assert wrong == []
+
+
+def test_a_heavy_library_lives_in_one_module() -> None:
+    wrong = []
+    for found in ALL:
+        homes = HEAVY.get(found.target.split(".")[0])
+        if homes is not None and found.module not in homes and found.module.split(".")[0] not in homes:
+            wrong.append(f"{found.module}:{found.line} imports {found.target}")
+
+    assert wrong == []
+
+
+def test_the_values_do_no_input_or_output() -> None:
+    """Standard library and NumPy only, and of the former nothing that reads, writes or runs."""
+    busy = {
+        "io",
+        "os",
+        "pathlib",
+        "socket",
+        "sqlite3",
+        "subprocess",
+        "tempfile",
+        "threading",
+        "multiprocessing",
+        "mmap",
+    }
+    wrong = [
+        f"{found.module}:{found.line} imports {found.target}"
+        for found in ALL
+        if found.module in VALUES and found.target.split(".")[0] in busy
+    ]
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_short_enough_to_be_read(name: str) -> None:
+    lines = len(MODULES[name].read_text(encoding="utf-8").splitlines())
+
+    assert lines <= MAX_LINES, f"{MODULES[name].name} has {lines} lines; cut it by noun"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """No cycle among the imports that run when a module is imported."""
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for found in ALL:
+        target = ours(found)
+        if found.at_import and target is not None and target != found.module:
+            graph[found.module].add(target)
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in sorted(graph[name]):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        name for name, path in MODULES.items() if len(ast.get_docstring(ast.parse(path.read_text())) or "") < 20
+    ]
+
+    assert silent == []
