@@ -13,8 +13,9 @@ from cachetool.convert import convert as convert_cache
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
+from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
-from cachetool.pull import PullOptions, PullResult
+from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
 from cachetool.sources import SourceOptions
 
@@ -52,8 +53,8 @@ class Cache(CacheDir):
         """Draw samples of ``source`` (a folder, or an s3, gs, az or http URL) into this cache.
 
         Without ``samples``, ``everything`` or ``follow`` until the cache is full or the source at its end. The draw is
-        random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those of
-        :func:`cachetool.pull.pull`.
+        random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those
+        of :func:`cachetool.pull.pull`.
         """
         options = PullOptions(
             to=to,

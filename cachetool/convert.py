@@ -74,8 +74,8 @@ def convert(
 ) -> ConvertResult:
     """Replace the shards of a dataset that are in another format, one by one, by shards in format ``to``.
 
-    With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when there
-    is no room for one shard more, :class:`CorruptError` naming a shard whose bytes are not what was written.
+    With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when
+    there is no room for one shard more, :class:`CorruptError` naming a shard whose bytes are not what was written.
     """
     began = time.monotonic()
     kind = _format(to, compression)
@@ -293,7 +293,7 @@ def _all_blocks(snapshot: Snapshot) -> Iterator[Block]:
 
 
 def _cut(blocks: Iterator[Block], part_bytes: int) -> Iterator[list[Block]]:
-    """Blocks in lists of about ``part_bytes``. Views of mapped shards: a part is in memory only as far as it is read."""
+    """Blocks in lists of about ``part_bytes``; most are views of mapped shards and take no memory of their own."""
     part: list[Block] = []
     size = 0
     for block in blocks:

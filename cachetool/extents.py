@@ -11,8 +11,8 @@ touches only the columns it needs. Field by field there is one of:
 - a constant stride: ``start`` and ``stride``, two numbers for any count of samples;
 - anything else: ``offsets`` (samples,), and ``sizes`` (samples,) in bytes when they differ.
 
-Ragged fields also have ``shapes`` (samples, rank). ``checksums`` is (fields, samples) uint64: xxh3-64 of a field's value
-in its canonical encoding (see :func:`cachetool.formats.digest.checksums`).
+Ragged fields also have ``shapes`` (samples, rank). ``checksums`` is (fields, samples) uint64: xxh3-64 of a field's
+value in its canonical encoding (see :func:`cachetool.formats.digest.checksums`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What a sampler process does: list a source, and draw shards out of it.
 
-These are the targets of tasks (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are used
-in here and nowhere else, since their client hangs in a process that was forked after it was first used::
+These are the targets of tasks (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are
+used in here and nowhere else, since their client hangs in a process that was forked after it was first used::
 
-    claim k positions -> units in drawn order -> fetch, decode -> blocks -> shard (reserved whole) -> commit + draws done
-      ^                                                                                                     |
-      +------------------------- the rest of the claim, when a shard closed early --------------------------+
+    claim positions -> units in drawn order -> fetch, decode -> blocks -> shard, reserved whole -> commit, draws done
+      ^                                                                                                |
+      +----------------------- the rest of the claim, when a shard closed early -----------------------+
 
 No sample crosses between processes.
 """

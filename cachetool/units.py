@@ -1,4 +1,4 @@
-"""Sizes, rates and durations as people write them: ``50GB`` is 10^9 bytes each, ``50GiB`` is 2^30, a bare number is bytes."""
+"""Sizes, rates and durations as people write them: ``50GB`` is 50 x 10^9 bytes, ``50GiB`` 50 x 2^30, ``50`` bytes."""
 
 from __future__ import annotations
 

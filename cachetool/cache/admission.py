@@ -12,12 +12,11 @@ Reserving step by step instead would deadlock two writers that each hold half of
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cachetool.cache.catalog import Catalog, allowance
+from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
@@ -47,7 +46,7 @@ class Room:
     """Seconds to wait for others."""
 
 
-def minimum(connection: sqlite3.Connection, layout: Layout, need: int) -> int:
+def minimum(connection: Connection, layout: Layout, need: int) -> int:
     """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
     usage = measure(connection, layout)
     return usage.overhead + usage.listings + need + FOLDER_SLACK
@@ -58,7 +57,7 @@ def admit(
     layout: Layout,
     holder: Holder,
     need: int,
-    insert: Callable[[sqlite3.Connection], None],
+    insert: Callable[[Connection], None],
     *,
     room: Room,
 ) -> None:
@@ -118,11 +117,11 @@ def admit(
         raise CapBlocked(f"cache is full ({format_size(usage.total)} of {format_size(cap)}){waited}: {who}")
 
 
-def _meta(connection: sqlite3.Connection, key: str) -> int:
+def _meta(connection: Connection, key: str) -> int:
     return int(connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
 
 
-def _raise_page_limit(connection: sqlite3.Connection, layout: Layout) -> None:
+def _raise_page_limit(connection: Connection, layout: Layout) -> None:
     """Double the catalog's page limit when three quarters are in use and the cap has room for what that is charged."""
     limit = _meta(connection, "pages")
     # Another process may have raised it: the pragma is this connection's alone.

@@ -23,8 +23,9 @@ from typing import Any
 
 from cachetool.errors import CapacityError, CatalogError
 
-__all__ = ["Catalog", "Row", "allowance"]
+__all__ = ["Catalog", "Connection", "Row", "allowance"]
 
+Connection = sqlite3.Connection
 Row = sqlite3.Row
 
 SCHEMA_VERSION = 1

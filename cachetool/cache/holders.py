@@ -11,11 +11,12 @@ import fcntl
 import os
 import secrets
 import socket
-import sqlite3
 import sys
 import threading
 import time
 from pathlib import Path
+
+from cachetool.cache.catalog import Connection
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
 
@@ -32,7 +33,7 @@ class Holder:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def register(self, connection: sqlite3.Connection) -> None:
+    def register(self, connection: Connection) -> None:
         """Write this process into the catalog unless it is there; inside a transaction."""
         what = " ".join(os.path.basename(part) for part in sys.argv[:2])[:80] or "python"
         connection.execute(
@@ -70,7 +71,7 @@ def forget(folder: Path) -> None:
         _holders.pop((os.getpid(), str(folder.resolve())), None)
 
 
-def dead_holders(connection: sqlite3.Connection, folder: Path) -> list[str]:
+def dead_holders(connection: Connection, folder: Path) -> list[str]:
     """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then."""
     own = existing_holder(folder)
     ids = [row["id"] for row in connection.execute("SELECT id FROM holders")]

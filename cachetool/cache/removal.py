@@ -6,13 +6,12 @@ and these steps are transactions of one database, so they cannot interleave.
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachetool.cache.catalog import Catalog, bump, event
+from cachetool.cache.catalog import Catalog, Connection, bump, event
 from cachetool.cache.holders import Holder, dead_holders
 from cachetool.cache.layout import Layout, fsync_folder, remove_tree
 from cachetool.cache.policies import Candidate, Victim
@@ -52,7 +51,7 @@ class Removal:
         }
 
 
-def candidates(connection: sqlite3.Connection) -> list[Candidate]:
+def candidates(connection: Connection) -> list[Candidate]:
     """All ready shards."""
     rows = connection.execute(
         "SELECT id, dataset, samples, bytes, seq, epochs, used, job, sole FROM shards WHERE state = 'ready'"
@@ -60,7 +59,7 @@ def candidates(connection: sqlite3.Connection) -> list[Candidate]:
     return [Candidate(**{**dict(row), "sole": bool(row["sole"])}) for row in rows]
 
 
-def retire(connection: sqlite3.Connection, ids: Sequence[str], *, why: str) -> None:
+def retire(connection: Connection, ids: Sequence[str], *, why: str) -> None:
     """Take ready shards out of every snapshot to come; inside a transaction. Raises the version once."""
     if not ids:
         return
@@ -72,7 +71,7 @@ def retire(connection: sqlite3.Connection, ids: Sequence[str], *, why: str) -> N
         event(connection, time.time(), "evict", each, why)
 
 
-def sweep(connection: sqlite3.Connection, holder: Holder) -> list[str]:
+def sweep(connection: Connection, holder: Holder) -> list[str]:
     """Turn retiring shards that nobody reads any more into this process's trash; gives their ids."""
     holder.register(connection)
     rows = connection.execute(
@@ -105,7 +104,7 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
     return len(ids), samples, freed
 
 
-def leaseholders(connection: sqlite3.Connection) -> list[str]:
+def leaseholders(connection: Connection) -> list[str]:
     """Who reads what, one line a lease: pid, host, program, version, since when."""
     rows = connection.execute(
         "SELECT h.pid, h.host, h.what, l.version, l.taken, l.dataset FROM leases l JOIN holders h ON h.id = l.holder"

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from typing import Self
 
 from cachetool.cache import holders, snapshots
 from cachetool.cache.admission import FOLDER_SLACK, Room, admit, minimum
-from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
+from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound
 from cachetool.cache.draws import SourceRow, source_row
 from cachetool.cache.holders import Holder
@@ -188,7 +187,7 @@ class CacheDir:
         shard = secrets.token_hex(8)
         bound += folder_bound(schema)
 
-        def insert(connection: sqlite3.Connection) -> None:
+        def insert(connection: Connection) -> None:
             connection.execute(
                 "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
                 " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
@@ -224,7 +223,7 @@ class CacheDir:
         size = tree_bytes(listing)
         target = self.listing(row.id)
 
-        def insert(connection: sqlite3.Connection) -> None:
+        def insert(connection: Connection) -> None:
             columns = {**asdict(row), "options": json.dumps(dict(row.options)), "bytes": size, "created": time.time()}
             names = ", ".join(columns)
             marks = ", ".join(f":{name}" for name in columns)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cachetool.cache.catalog import Catalog
+from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
@@ -60,7 +59,7 @@ class Shard:
         return self.path / "data"
 
 
-def visible(connection: sqlite3.Connection, layout: Layout, dataset: str | None, version: int | None) -> list[Shard]:
+def visible(connection: Connection, layout: Layout, dataset: str | None, version: int | None) -> list[Shard]:
     """Shards visible at ``version`` (None: now) of one dataset or all, oldest first."""
     query = "SELECT * FROM shards WHERE state IN ('ready', 'retiring')"
     values: list[object] = []

@@ -7,6 +7,7 @@ only ever used in a process of its own. Children end when their stdin does: also
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import subprocess
@@ -100,10 +101,8 @@ class _Child:
 
 def _stop(children: Sequence[_Child]) -> None:
     for child in children:
-        try:
+        with contextlib.suppress(OSError):  # the child is gone: there is nothing left to tell it
             child.stdin.close()
-        except OSError:  # the child is gone: there is nothing left to tell it
-            pass
     deadline = time.monotonic() + GRACE
     for child in children:
         try:

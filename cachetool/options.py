@@ -1,0 +1,64 @@
+"""What a pull is asked for: one frozen value that checks itself before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cachetool.cache import policy_names
+from cachetool.errors import UsageError
+from cachetool.formats import get_format
+from cachetool.sources import SourceOptions
+from cachetool.units import parse_duration, parse_size
+
+__all__ = ["PullOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullOptions:
+    """How to pull; checked when made. Raises :class:`UsageError`."""
+
+    to: str | None = None
+    """Format of the shards; None for that of the dataset's newest shard, or lmdb."""
+    samples: int | None = None
+    """How many to commit; None for as many as there are, or as fit."""
+    everything: bool = False
+    """All that is left of the pass, older shards evicted for it."""
+    follow: bool = False
+    """Keep drawing and evicting, pass after pass, until stopped."""
+    dataset: str = "default"
+    seed: int | None = None
+    """None: what this source is drawn with already, or 0."""
+    workers: int = 2
+    shard_size: int | str | None = None
+    """Bytes of values in a shard."""
+    policy: str = "oldest"
+    min_epochs: int = 0
+    on_error: str = "error"
+    wait: float | str = 60.0
+    """Seconds to wait for room that readers hold."""
+    source: SourceOptions = field(default_factory=SourceOptions)
+    """How samples are made of objects."""
+
+    def __post_init__(self) -> None:
+        if self.to is not None:
+            get_format(self.to)
+        if self.samples is not None and self.samples < 1:
+            raise UsageError(f"--samples must be at least 1, got {self.samples}")
+        if (self.samples is not None) + self.everything + self.follow > 1:
+            raise UsageError("only one of --samples, --all and --follow can be given")
+        if self.workers < 1:
+            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        if self.policy not in policy_names():
+            raise UsageError(f"unknown eviction policy {self.policy!r}; there are {', '.join(policy_names())}")
+        if self.on_error not in ("error", "skip"):
+            raise UsageError(f"--on-error is error or skip, got {self.on_error!r}")
+        if not self.dataset or len(self.dataset) > 100 or not self.dataset.isprintable():
+            raise UsageError(f"dataset name {self.dataset!r} cannot be used: up to 100 printable characters")
+        if self.shard_size is not None and parse_size(self.shard_size, what="--shard-size") < 1:
+            raise UsageError("--shard-size must be at least 1 byte")
+        parse_duration(self.wait, what="--wait")
+
+    @property
+    def evicts(self) -> bool:
+        """Whether older shards make room: not when a pull only fills what is free."""
+        return self.samples is not None or self.everything or self.follow
