@@ -79,8 +79,8 @@ def admit(
                 )
             usage = measure(connection, layout)
             excess = usage.total + need + FOLDER_SLACK - cap
-            # What is reserved but not yet written will still take its share of the free disk.
-            lack = need + usage.reserved + floor - layout.free_disk()
+            # Reservations of others are on the disk already: a writer allocates its whole file first.
+            lack = need + floor - layout.free_disk()
             if excess <= 0 and lack <= 0:
                 holder.register(connection)
                 insert(connection)

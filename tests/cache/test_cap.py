@@ -1,0 +1,153 @@
+"""The cap: what is charged is what the disk has, and nothing is written that was not reserved."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, Room, open_cache
+from cachetool.cache.layout import tree_bytes
+from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+
+from .conftest import SCHEMA, put_shard
+
+Put = Callable[..., str]
+
+
+def du(root: Path) -> int:
+    """The larger of both ways to count."""
+    allocated = int(subprocess.run(["du", "-sB1", root], capture_output=True, text=True, check=True).stdout.split()[0])
+    apparent = int(subprocess.run(["du", "-sb", root], capture_output=True, text=True, check=True).stdout.split()[0])
+    return max(allocated, apparent)
+
+
+def test_charged_bytes_of_a_shard_are_those_on_disk(cache: CacheDir, put: Put) -> None:
+    put(100_000)
+    put(3)
+
+    for shard in cache.shards():
+        assert shard.bytes == tree_bytes(shard.path)
+
+
+def test_used_never_falls_below_what_the_disk_has(cache: CacheDir, put: Put) -> None:
+    for size in (1, 4096, 100_000, 250_001):
+        put(size)
+
+        assert du(cache.root) <= cache.usage().total <= cache.max_size
+
+
+def test_a_reservation_is_charged_whole_and_shrinks_at_commit(cache: CacheDir) -> None:
+    before = cache.usage().total
+    with cache.stage(dataset="default", schema=SCHEMA, format="lmdb", bound=1_000_000) as staging:
+        reserved = cache.usage()
+        assert reserved.reserved == staging.bound >= 1_000_000
+        assert reserved.total == before + staging.bound
+
+    assert cache.usage().total == before
+    assert os.listdir(cache.root / "shards") == []
+
+
+def test_a_pull_at_the_cap_evicts_the_oldest_and_stays_under_it(cache: CacheDir, put: Put) -> None:
+    ids = [put(200_000, room=Room(evict=True, wait=0)) for _ in range(30)]
+
+    left = [shard.id for shard in cache.shards()]
+    assert left == ids[-len(left) :]
+    assert 5 < len(left) < 30
+    assert du(cache.root) <= cache.max_size
+    assert sorted(os.listdir(cache.root / "shards")) == sorted(left)
+
+
+def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put: Put) -> None:
+    fits = (cache.max_size - cache.usage().total) // 250_000
+    for _ in range(fits):
+        put(200_000)
+    put(cache.max_size - cache.usage().total - 50_000)
+    with pytest.raises(CapBlocked, match=r"cache is full \(.* of 4.0 MB\)"):
+        put(200_000)
+
+
+def test_a_pull_never_evicts_its_own_shards(cache: CacheDir, put: Put) -> None:
+    older = [put(200_000) for _ in range(3)]
+    mine = []
+    room = Room(evict=True, keep_job="me", wait=0)
+    while cache.max_size - cache.usage().total > 300_000 or set(older) & {shard.id for shard in cache.shards()}:
+        mine.append(put(200_000, job="me", room=room))
+    put(cache.max_size - cache.usage().total - 50_000, job="me")
+    mine = [shard.id for shard in cache.shards()]
+    with pytest.raises(CapBlocked):
+        put(200_000, job="me", room=room)
+
+    assert [shard.id for shard in cache.shards()] == mine
+    assert not set(older) & set(mine)
+
+
+def test_a_shard_that_can_never_fit_is_refused_with_the_minimum(cache: CacheDir, root: Path) -> None:
+    with pytest.raises(CapTooSmall, match=r"the minimum is (\d+) bytes") as caught:
+        put_shard(cache, 5_000_000)
+    least = int(str(caught.value).split("minimum is ")[1].split()[0])
+    cache.close()
+
+    with open_cache(root, max_size=least) as larger:
+        put_shard(larger, 5_000_000)
+        assert du(root) <= least
+
+
+@pytest.mark.parametrize("size", [0, 1, 1_000_000])
+def test_a_cap_below_the_caches_own_files_is_refused_before_anything_is_made(root: Path, size: int) -> None:
+    with pytest.raises(CapTooSmall, match="own files need"):
+        open_cache(root, max_size=size)
+
+    assert not root.exists()
+
+
+def test_a_free_disk_floor_is_kept(root: Path) -> None:
+    with open_cache(root, max_size="4MB", min_free="4000PB") as cache:
+        cache.declare("default", SCHEMA)
+        with pytest.raises(Exception, match="above the floor"):
+            put_shard(cache, 1000)
+
+
+def test_the_cap_is_stored_and_another_one_takes_effect_at_the_next_write(root: Path) -> None:
+    with open_cache(root, max_size="4MB") as cache:
+        cache.declare("default", SCHEMA)
+    with open_cache(root) as cache:
+        assert cache.max_size == 4_000_000
+    with open_cache(root, max_size="6MB") as cache:
+        put_shard(cache, 1000)
+    with open_cache(root) as cache:
+        assert cache.max_size == 6_000_000
+
+
+def test_another_cap_is_refused_while_another_process_uses_the_cache(cache: CacheDir) -> None:
+    cache.recover()
+    _ = cache.holder
+    with cache.snapshot():
+        code = (
+            "import sys, cachetool.cache\n"
+            "try: cachetool.cache.open_cache(sys.argv[1], max_size='9MB')\n"
+            "except Exception as error: print(type(error).__name__, error)"
+        )
+        out = subprocess.run(["python", "-c", code, cache.root], capture_output=True, text=True, check=True).stdout
+
+    assert UsageError.__name__ in out
+    assert f"pid {os.getpid()}" in out
+
+
+def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
+    with open_cache(root, max_size="40MB") as cache:
+        cache.declare("default", SCHEMA)
+        first = cache.catalog.meta("pages")
+        with cache.catalog.write() as connection:
+            connection.executemany(
+                "INSERT INTO shards (id, dataset, format, state, bytes, seq) VALUES (?, '', 'lmdb', 'ready', 0, 1)",
+                [(f"{n:0200d}",) for n in range(1000)],
+            )
+        before = cache.usage().overhead
+        put_shard(cache, 1000)
+
+        assert cache.catalog.meta("pages") == 2 * first
+        assert cache.usage().overhead > before

@@ -1,0 +1,152 @@
+"""Eviction: policies in order, protection, leases that no eviction disturbs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.cache import CacheDir, Origin
+from cachetool.cache.policies import POLICIES, Candidate, choose
+from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+
+Put = Callable[..., str]
+
+rows = st.lists(
+    st.builds(
+        Candidate,
+        id=st.uuids().map(str),
+        dataset=st.sampled_from(["a", "b"]),
+        samples=st.integers(1, 100),
+        bytes=st.integers(1, 10**6),
+        seq=st.integers(1, 10**6),
+        epochs=st.integers(0, 5),
+        used=st.floats(0, 2e9),
+        job=st.sampled_from([None, "me", "other"]),
+        sole=st.booleans(),
+    ),
+    unique_by=(lambda row: row.id, lambda row: row.seq),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(rows=rows, excess=st.integers(-10, 3 * 10**6), epochs=st.integers(0, 3), dataset=st.sampled_from([None, "a"]))
+def test_a_policy_chooses_enough_but_not_more_and_never_what_is_protected(
+    policy: str, rows: list[Candidate], excess: int, epochs: int, dataset: str | None
+) -> None:
+    victims = choose(rows, excess=excess, policy=policy, min_epochs=epochs, dataset=dataset, keep_job="me")
+
+    by_id = {row.id: row for row in rows}
+    chosen = [by_id[victim.id] for victim in victims]
+    free = [r for r in rows if r.epochs >= epochs and r.dataset in (dataset or "ab") and r.job != "me" and not r.sole]
+    assert len(set(by_id)) == len(rows)
+    assert all(row in free for row in chosen)
+    assert sum(row.bytes for row in chosen) >= min(excess, sum(row.bytes for row in free))
+    assert sum(row.bytes for row in chosen[:-1]) < max(excess, 1)
+    key = POLICIES[policy]
+    assert [key(row) for row in chosen] == sorted(map(key, free))[: len(chosen)]
+    assert victims == choose(
+        list(reversed(rows)), excess=excess, policy=policy, min_epochs=epochs, dataset=dataset, keep_job="me"
+    )
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="oldest, most-used, lru, random"):
+        choose([], excess=1, policy="newest")
+
+
+def test_evict_reaches_its_target_and_keeps_the_cap(cache: CacheDir, put: Put) -> None:
+    ids = [put() for _ in range(10)]
+    result = cache.evict("1.6MB")
+
+    left = [shard.id for shard in cache.shards()]
+    assert left == ids[-len(left) :]
+    assert result.used == cache.usage().total <= 1_600_000
+    assert result.removed_shards == 10 - len(left) == len(result.plan)
+    assert result.removed_samples == 10 * result.removed_shards
+    assert cache.max_size == 4_000_000
+
+
+def test_a_dry_run_deletes_nothing_and_plans_what_evict_then_does(cache: CacheDir, put: Put) -> None:
+    for _ in range(10):
+        put()
+    plan = cache.evict("1.6MB", dry_run=True).plan
+
+    assert len(cache.shards()) == 10
+    assert cache.evict("1.6MB").plan == plan
+
+
+def test_a_leased_shard_is_retired_and_goes_when_the_lease_ends(cache: CacheDir, put: Put) -> None:
+    for _ in range(5):
+        put()
+    snapshot = cache.snapshot()
+    with pytest.raises(CapBlocked, match=f"pid {os.getpid()} on .* reads default at version {snapshot.version}"):
+        cache.evict("1.4MB")
+
+    assert len(cache.shards()) < 5
+    assert [s.id for s in cache.shards(version=snapshot.version)] == [s.id for s in snapshot.shards]
+    assert all(shard.data.exists() for shard in snapshot.shards)
+    with cache.snapshot() as later:
+        assert len(later.shards) == len(cache.shards()) < 5
+    assert all(shard.data.exists() for shard in snapshot.shards)
+
+    snapshot.release()
+    snapshot.release()
+    assert sorted(os.listdir(cache.root / "shards")) == sorted(shard.id for shard in cache.shards())
+    assert cache.usage().total <= 1_400_000
+
+
+def test_evict_below_an_empty_cache_says_what_it_takes(cache: CacheDir, put: Put) -> None:
+    put()
+    with pytest.raises(CapTooSmall, match="an empty cache takes that much"):
+        cache.evict(0)
+
+    assert cache.shards() == []
+
+
+def test_data_that_exists_nowhere_else_is_kept(cache: CacheDir, put: Put) -> None:
+    sole = put(origin=Origin(sole=True))
+    put()
+    with pytest.raises(CapTooSmall, match="nothing more may be evicted"):
+        cache.evict(0)
+
+    assert [shard.id for shard in cache.shards()] == [sole]
+
+
+def test_epochs_served_are_counted_and_protect(cache: CacheDir, put: Put) -> None:
+    old = put()
+    with cache.snapshot() as snapshot:
+        snapshot.served()
+    new = put()
+    assert [(s.id, s.epochs) for s in cache.shards()] == [(old, 1), (new, 0)]
+    with pytest.raises(CapTooSmall):
+        cache.evict(0, min_epochs=1)
+
+    assert [shard.id for shard in cache.shards()] == [new]
+
+
+def test_a_replaced_shard_leaves_in_the_same_version_and_hands_on_its_age(cache: CacheDir, put: Put) -> None:
+    old, other = put(), put()
+    with cache.snapshot() as before:
+        version = before.version
+        new = put(replaces=old)
+
+        assert [shard.id for shard in cache.shards()] == [new, other]
+        assert [shard.id for shard in cache.shards(version=version)] == [old, other]
+        assert cache.version == version + 1
+    assert sorted(os.listdir(cache.root / "shards")) == sorted([new, other])
+
+
+def test_the_event_log_is_bounded(cache: CacheDir) -> None:
+    from cachetool.cache.catalog import MAX_EVENTS, event
+
+    with cache.catalog.write() as connection:
+        for number in range(MAX_EVENTS + 50):
+            event(connection, 0.0, "evict", str(number), "")
+
+    rows = cache.catalog.rows("SELECT subject FROM events ORDER BY id")
+    assert len(rows) == MAX_EVENTS
+    assert rows[0]["subject"] == "50"

@@ -1,0 +1,99 @@
+"""Which folders are caches, and which are refused without being touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.commit import read_shard_json
+from cachetool.errors import CatalogError, UsageError
+
+from .conftest import SCHEMA, put_shard
+
+
+def test_a_new_cache_is_on_disk_only_after_its_first_write(root: Path) -> None:
+    said: list[str] = []
+    with open_cache(root, max_size="4MB", notify=said.append) as cache:
+        assert cache.datasets() == []
+        assert cache.shards() == []
+        assert not root.exists()
+        cache.declare("default", SCHEMA)
+
+    assert said == [f"new cache {root}, cap 4.0 MB"]
+    assert (root / "CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_half_of_the_free_disk_is_the_cap_when_none_is_given(root: Path) -> None:
+    said: list[str] = []
+    cache = open_cache(root, notify=said.append)
+
+    assert abs(cache.max_size - cache.layout.free_disk() // 2) < 10**9
+    assert "half of the free disk" in said[0]
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        open_cache(tmp_path / "file")
+
+
+def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(UsageError, match="holds other things"):
+        open_cache(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_missing_cache_is_not_made_by_a_command_that_only_reads(root: Path) -> None:
+    with pytest.raises(UsageError, match="there is no cache"):
+        open_cache(root, create=False)
+
+
+def test_a_newer_layout_and_a_newer_catalog_are_refused(cache: CacheDir, root: Path) -> None:
+    _ = cache.version
+    cache.close()
+    (root / "cachetool.json").write_text(json.dumps({"layout": 2}))
+    with pytest.raises(CatalogError, match="newer cachetool"):
+        open_cache(root)
+    (root / "cachetool.json").write_text(json.dumps({"layout": 1}))
+    import sqlite3
+
+    with sqlite3.connect(root / "catalog.sqlite3") as raw:
+        raw.execute("PRAGMA user_version = 99")
+    with pytest.raises(CatalogError, match="schema 99"):
+        open_cache(root).datasets()
+
+
+def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: Path) -> None:
+    cache.close()
+    (root / "catalog.sqlite3").write_bytes(b"x" * 4096)
+    with pytest.raises(CatalogError, match="not a database"):
+        open_cache(root).datasets()
+    (root / "catalog.sqlite3").unlink()
+    with pytest.raises(CatalogError, match="missing or empty"):
+        open_cache(root).datasets()
+
+
+def test_the_environment_names_the_default_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHETOOL_CACHE", str(root))
+
+    assert open_cache().root == root
+
+
+def test_shard_json_carries_its_checksum_and_its_id(cache: CacheDir) -> None:
+    shard = put_shard(cache)
+    folder = cache.root / "shards" / shard
+    assert read_shard_json(folder)["samples"] == 10
+    text = (folder / "shard.json").read_text()
+    (folder / "shard.json").write_text(text.replace('"samples": 10', '"samples": 11'))
+    with pytest.raises(ValueError, match="checksum"):
+        read_shard_json(folder)
+    (folder / "shard.json").write_text(text)
+    folder.rename(folder.with_name("0" * 16))
+    with pytest.raises(ValueError, match="belongs to shard"):
+        read_shard_json(folder.with_name("0" * 16))

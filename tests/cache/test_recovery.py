@@ -1,0 +1,186 @@
+"""Death of a process: found by its free lock, and everything it held comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache
+
+from .conftest import SCHEMA, put_shard
+
+HELD = """
+import os, sys, time
+from cachetool.cache import CacheDir, Room, draws
+from cachetool.schema import Field, Schema
+cache = CacheDir(__import__("pathlib").Path(sys.argv[1]))
+schema = Schema((Field("x", "<f4", (4,)),))
+snapshot = cache.snapshot()
+staging = cache.stage(dataset="default", schema=schema, format="lmdb", bound=500_000)
+(staging.path / "data.lmdb").write_bytes(bytes(1000))
+with cache.catalog.write() as connection:
+    job, _ = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+    draws.claim(connection, job, holder=cache.holder.id, most=7)
+if "fork" in sys.argv and os.fork() == 0:
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    time.sleep(600)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def source(units: int = 100) -> SourceRow:
+    return SourceRow("s", "file:///data", {}, "identity", "default", units, units, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def listing(tmp_path: Path) -> Path:
+    folder = tmp_path / "listing"
+    folder.mkdir()
+    (folder / "listing.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child alive"])
+def test_a_killed_process_gives_everything_back_at_the_next_open(cache: CacheDir, listing: Path, fork: bool) -> None:
+    put_shard(cache)
+    cache.add_source(source(), listing)
+    cache.close()
+    child = subprocess.Popen(
+        [sys.executable, "-c", HELD, str(cache.root), *(["fork"] if fork else [])],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    with open_cache(cache.root) as other:
+        stats = other.stats()
+        assert len(stats.leases) == 1
+        assert stats.reserved > 500_000
+        assert [row["holder"] for row in other.catalog.rows("SELECT holder FROM claims")] != [None]
+
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    try:
+        with open_cache(cache.root) as other:
+            stats = other.stats()
+            assert stats.leases == []
+            assert stats.holders == [] or stats.holders[0]["pid"] == os.getpid()
+            assert stats.reserved == 0
+            assert [row["holder"] for row in other.catalog.rows("SELECT holder FROM claims")] == [None]
+            assert os.listdir(cache.root / "shards") == [shard.id for shard in other.shards()]
+            assert other.recover() == 0
+        assert os.listdir(cache.root / "holders") == []
+    finally:
+        if fork:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def test_closing_leaves_no_holder_lease_or_lock_behind(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.snapshot()
+    cache.close()
+    cache.close()
+
+    assert os.listdir(cache.root / "holders") == []
+    with open_cache(cache.root) as again:
+        assert again.catalog.rows("SELECT * FROM leases") == []
+        assert again.catalog.rows("SELECT * FROM holders") == []
+
+
+def test_two_open_caches_of_one_process_share_one_holder(cache: CacheDir) -> None:
+    put_shard(cache)
+    with open_cache(cache.root) as other:
+        snapshot = other.snapshot()
+        assert other.holder is cache.holder
+    assert len(cache.stats().leases) == 1, "the first is still open"
+    snapshot.release()
+    assert cache.stats().leases == []
+
+
+def test_an_open_that_finds_nothing_dead_writes_nothing(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.close()
+    before = {path: path.read_bytes() for path in cache.root.rglob("*") if path.is_file()}
+    with open_cache(cache.root, create=False) as again:
+        again.stats()
+        again.shards()
+
+    assert {path: path.read_bytes() for path in cache.root.rglob("*") if path.is_file()} == before
+
+
+def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir, listing: Path) -> None:
+    cache.add_source(source(units=20), listing)
+    me = cache.holder.id
+    with cache.catalog.write() as connection:
+        job, _ = draws.open_job(connection, "s", holder=me, wanted=None, seed=None)
+        first = draws.claim(connection, job, holder=me, most=8)
+        second = draws.claim(connection, job, holder=me, most=8)
+        assert first is not None
+        assert second is not None
+        assert [(first.start, first.stop), (second.start, second.stop)] == [(0, 8), (8, 16)]
+        draws.finish(connection, job, first, 5, samples=5, skipped=0)
+        draws.finish(connection, job, second, 16, samples=7, skipped=1)
+        draws.give_back(connection, me, job)
+        row = draws.source_row(connection, "s")
+        assert row is not None
+        assert draws.drawn(connection, row) == 13
+        assert row.skipped == 1
+        got = []
+        while (held := draws.claim(connection, job, holder=me, most=2)) is not None:
+            got.append((held.start, held.stop))
+            draws.finish(connection, job, held, held.stop, samples=2, skipped=0)
+        assert got == [(5, 7), (7, 8), (16, 18), (18, 20)]
+        assert draws.next_turn(connection, "s")
+        again = draws.claim(connection, job, holder=me, most=30)
+        assert again is not None
+        assert (again.turn, again.start, again.stop) == (1, 0, 20)
+
+
+def test_a_job_never_claims_more_than_it_was_asked_for(cache: CacheDir, listing: Path) -> None:
+    cache.add_source(source(units=100), listing)
+    me = cache.holder.id
+    with cache.catalog.write() as connection:
+        job, _ = draws.open_job(connection, "s", holder=me, wanted=10, seed=None)
+        first = draws.claim(connection, job, holder=me, most=8)
+        second = draws.claim(connection, job, holder=me, most=8)
+        assert first is not None
+        assert second is not None
+        assert (second.start, second.stop) == (8, 10)
+        assert draws.claim(connection, job, holder=me, most=8) is None
+        draws.finish(connection, job, first, first.stop, samples=6, skipped=2)
+        third = draws.claim(connection, job, holder=me, most=8)
+        assert third is not None
+        assert (third.start, third.stop) == (10, 12), "skipped draws are made up for"
+
+
+def test_a_forked_child_has_a_connection_and_a_holder_of_its_own(cache: CacheDir) -> None:
+    put_shard(cache)
+    snapshot = cache.snapshot()
+    mine = cache.holder.id
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            snapshot.release()
+            theirs = cache.holder.id
+            os.write(writer, f"{theirs != mine} {len(cache.shards())} {len(cache.stats().leases)}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+    assert os.read(reader, 100) == b"True 1 1"
+    assert len(cache.stats().leases) == 1
+
+
+def test_a_new_schema_for_a_dataset_is_refused(cache: CacheDir) -> None:
+    from cachetool.errors import UsageError
+    from cachetool.schema import Field, Schema
+
+    cache.declare("default", SCHEMA)
+    with pytest.raises(UsageError, match="name another --dataset"):
+        cache.declare("default", Schema((Field("y", "<f4"),)))
