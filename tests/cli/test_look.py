@@ -1,0 +1,113 @@
+"""``cachetool ls``, ``show`` and ``stats`` as typed: they tell what is there and change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.cli.folders import tree
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Run
+
+
+def test_looking_changes_nothing(run: Run, filled: Path) -> None:
+    before = tree(filled)
+    shard = run("ls", "--json").document["shards"][0]["id"]
+    for line in (["ls"], ["stats"], ["show", shard], ["show", f"{shard}:3"], ["ls", "--dataset", "default"]):
+        assert run(*line).code == 0
+
+    assert tree(filled) == before
+
+
+def test_ls_lists_each_shard_on_a_line_of_its_own(run: Run, filled: Path) -> None:
+    shards = run("ls", "--json").document["shards"]
+    lines = run("ls").stdout.splitlines()
+
+    assert [shard["samples"] for shard in shards] == [10, 10, 10]
+    for shard in shards:
+        assert sum(shard["id"] in line and "lmdb" in line for line in lines) == 1
+        assert Path(shard["path"]).is_dir()
+
+
+def test_show_tells_the_fields_of_a_shard_by_the_beginning_of_its_id(run: Run, filled: Path) -> None:
+    shard = run("ls", "--json").document["shards"][0]["id"]
+    ran = run("show", shard[:6])
+
+    assert ran.code == 0, ran.stderr
+    assert "float32 (4, 8, 8)" in ran.stdout
+    assert "10 samples as lmdb" in ran.stdout
+    assert [field["name"] for field in run("show", shard, "--json").document["schema"]] == [
+        "__key__",
+        "label",
+        "volume",
+    ]
+
+
+def test_show_tells_the_values_of_a_sample(run: Run, filled: Path) -> None:
+    shard = run("ls", "--json").document["shards"][0]["id"]
+    document = run("show", f"{shard}:4", "--json").document
+    number = document["fields"]["label"]
+
+    assert document["index"] == 4
+    assert document["fields"]["__key__"] == f"scan{number:03d}"
+    assert np.array_equal(np.full((4, 8, 8), number), document["fields"]["volume"])
+    text = run("show", f"{shard}:4").stdout
+    assert f"scan{number:03d}" in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    ("shard", "says"),
+    [("zzz", "'zzz'"), ("", "3 shards"), ("{}:10", "0 to 9"), ("{}:-1", "'-1'"), ("{}:x", "'x'"), ("{}:", "''")],
+)
+def test_show_of_what_is_not_there_says_what_is(run: Run, filled: Path, shard: str, says: str) -> None:
+    first = run("ls", "--json").document["shards"][0]["id"]
+    ran = run("show", shard.format(first))
+
+    assert ran.code == 2
+    assert says in ran.error
+
+
+def test_stats_equals_a_recount_from_the_disk(run: Run, filled: Path) -> None:
+    document = run("stats", "--json").document
+    folders = [path for path in (filled / "shards").iterdir() if path.is_dir()]
+    files = [path.lstat() for folder in folders for path in (folder, *folder.rglob("*"))]
+
+    assert document["samples"] == 30
+    assert document["shards"] == len(folders) == 3
+    assert document["shard_bytes"] == sum(max(stat.st_blocks * 512, stat.st_size) for stat in files)
+    assert document["shard_bytes"] < document["used"] <= document["max_size"] == 8_000_000
+    (source,) = document["sources"]
+    assert (source["units"], source["drawn"], source["coverage"], source["seed"]) == (60, 30, 0.5, 0)
+
+
+def test_stats_prints_the_cap_the_datasets_and_the_coverage(run: Run, filled: Path) -> None:
+    ran = run("stats")
+
+    assert ran.code == 0
+    assert "of 8.0 MB used" in ran.stdout
+    assert "3 lmdb" in ran.stdout
+    assert "50.0 %" in ran.stdout
+
+
+def test_stats_names_who_reads(run: Run, filled: Path) -> None:
+    import os
+
+    import cachetool
+
+    with cachetool.open_cache(filled, create=False) as cache, cache.snapshot():
+        assert f"pid {os.getpid()}" in run("stats").stdout
+    assert f"pid {os.getpid()}" not in run("stats").stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "show x"])
+def test_without_a_cache_the_way_to_one_is_told(run: Run, tmp_path: Path, command: str) -> None:
+    ran = run(*command.split())
+
+    assert ran.code == 2
+    assert "cachetool pull SOURCE" in ran.error
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,177 @@
+"""What the command line prints, and where, whatever the streams are connected to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.cli.output import Output, fail, plain, wants_json
+from cachetool.cli.progress import Lines, describe
+from cachetool.progress import Progress
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Run
+
+
+@given(st.text())
+def test_nothing_that_is_shown_can_move_the_cursor(text: str) -> None:
+    shown = plain(text)
+
+    assert shown.isprintable()
+    shown.encode("utf-8")  # no lone surrogate is left
+    if text.isprintable():
+        assert shown == text
+
+
+def test_control_characters_are_shown_as_escapes() -> None:
+    assert plain("a\x1b[31mb\n\udcff\u202e") == r"a\x1b[31mb\n\udcff\u202e"
+
+
+def test_a_table_on_a_pipe_keeps_every_cell_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "k" * 300
+    Output(as_json=False, quiet=False).table(["key", ">n"], [(key, 1), ("[red]x[/red]\x1b[2J", 22)])
+    lines = capsys.readouterr().out.splitlines()
+
+    assert any(line.split() == [key, "1"] for line in lines)
+    assert any(line.split() == [r"[red]x[/red]\x1b[2J", "22"] for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_an_error_is_at_most_two_lines_however_long_its_story(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fail("SourceError", "first\n\nsecond\x1b[0m\nthird\n", 3, as_json=True) == 3
+    captured = capsys.readouterr()
+
+    assert captured.err == "error: first\nsecond\\x1b[0m third\n"
+    assert json.loads(captured.out) == {
+        "error": "SourceError",
+        "message": "first\nsecond\\x1b[0m\nthird",
+        "exit_code": 3,
+    }
+
+
+def test_an_error_without_words_still_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    fail("CatalogError", "", 6, as_json=False)
+
+    assert capsys.readouterr().err == "error: CatalogError\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [(["ls", "--json"], True), (["ls"], False), (["pull", "--", "--json"], False), (["--json", "--", "x"], True)],
+)
+def test_json_is_recognised_before_the_line_is_parsed(args: list[str], expected: bool) -> None:
+    assert wants_json(args) is expected
+
+
+def test_quiet_keeps_results_and_drops_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Output(as_json=False, quiet=True)
+    out.note("talk")
+    out.line("result")
+    captured = capsys.readouterr()
+
+    assert (captured.out, captured.err) == ("result\n", "")
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "expected"),
+    [
+        (Progress("list", 20000), 0.5, "listing: 20000 objects"),
+        (Progress("pull", 120, 500, 7_900_000), 0.1, "pulling: 120 of 500 samples, 7.9 MB"),
+        (Progress("pull", 100, 500, 8_000_000), 4.0, "pulling: 100 of 500 samples, 8.0 MB, 2.0 MB/s, 16 s left"),
+        (Progress("convert", 5, 5, 8_000_000, "note"), 4.0, "converting: 5 of 5 samples, 8.0 MB, 2.0 MB/s, note"),
+    ],
+)
+def test_progress_is_one_line_of_counts_rate_and_time_left(step: Progress, seconds: float, expected: str) -> None:
+    assert describe(step, seconds) == expected
+
+
+def test_off_a_terminal_progress_lines_come_no_more_often_than_they_should() -> None:
+    told: list[str] = []
+    with Lines(told.append, every=3600.0) as report:
+        for done in range(1000):
+            report(Progress("pull", done, 1000))
+    assert told == []
+    with Lines(told.append, every=0.0) as report:
+        report(Progress("pull", 1, 2))
+    assert told == ["pulling: 1 of 2 samples"]
+
+
+def start(*args: str, stdout: int, stderr: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """A command with its stdout connected to the descriptor ``stdout``."""
+    return subprocess.run(
+        [sys.executable, "-m", "cachetool", *args], stdout=stdout, stderr=stderr, text=True, timeout=60, check=False
+    )
+
+
+def test_a_reader_that_went_away_ends_the_command_quietly(filled: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = start("ls", "--cache", str(filled), stdout=writer)
+    finally:
+        os.close(writer)
+
+    assert ran.returncode == 141
+    assert ran.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ran = start("ls", "--cache", str(filled), "--json", stdout=full.fileno())
+
+    assert ran.returncode == 1
+    assert ran.stderr == "error: cannot write the result to stdout: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
+def test_closed_streams_do_not_disturb_a_command(filled: Path, closed: str) -> None:
+    ran = subprocess.run(
+        ["sh", "-c", f'"$0" -m cachetool ls --cache "$1" {closed}', sys.executable, str(filled)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ran.returncode == 0
+    assert ran.stderr == ""
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(run: Run, remote: Path) -> None:
+    ran = run(
+        "pull", remote, "--dataset", "größe", "--samples", "2", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    )
+
+    assert ran.code == 0, ran.stderr
+    assert r"gr\xf6\xdfe" in ran.stdout
+
+
+def test_a_bug_is_one_line_and_how_to_see_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cachetool import api
+    from cachetool.cli.app import run as run_here
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("some\nthing")
+
+    monkeypatch.setattr(api, "open_cache", broken)
+
+    assert run_here(["ls", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "error: RuntimeError: some thing\nthis is a bug in cachetool; CACHETOOL_DEBUG=1 shows where it happened\n"
+    )
+    assert json.loads(captured.out)["exit_code"] == 1
+    monkeypatch.setenv("CACHETOOL_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="some"):
+        run_here(["ls"])

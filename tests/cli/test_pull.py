@@ -1,0 +1,180 @@
+"""``cachetool pull`` as typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import cachetool
+from tests.cli.folders import labels, tree
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Run
+
+
+def test_a_pull_draws_what_was_asked_for_and_says_so(run: Run, remote: Path, tmp_path: Path) -> None:
+    ran = run("pull", remote, "--samples", "12", "--max-size", "8MB")
+
+    assert ran.code == 0, ran.stderr
+    assert "pulled 12 samples" in ran.stdout
+    assert len(set(labels(tmp_path / "cache"))) == 12
+
+
+def test_json_is_one_document_and_talk_stays_on_stderr(run: Run, remote: Path) -> None:
+    ran = run("pull", remote, "--samples", "12", "--json")
+
+    assert ran.code == 0, ran.stderr
+    assert (ran.document["samples"], ran.document["format"], ran.document["dataset"]) == (12, "lmdb", "default")
+    assert ran.document["skipped"] == 0
+    assert "half of the free disk" in ran.stderr
+
+
+def test_quiet_leaves_the_result_alone(run: Run, remote: Path) -> None:
+    ran = run("pull", remote, "--samples", "2", "--quiet")
+
+    assert ran.code == 0
+    assert ran.stderr == ""
+    assert len(ran.stdout.splitlines()) >= 1
+
+
+def test_the_seed_decides_the_draw_and_a_second_pull_draws_others(run: Run, remote: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", "7"), ("b", "7"), ("c", "8")):
+        assert run("pull", remote, "--samples", "20", "--seed", seed, "--cache", tmp_path / name).code == 0
+    a, b, c = (labels(tmp_path / name) for name in "abc")
+    assert run("pull", remote, "--samples", "20", "--cache", tmp_path / "a").code == 0
+
+    assert sorted(a) == sorted(b)
+    assert sorted(a) != sorted(c)
+    assert len(set(labels(tmp_path / "a"))) == 40
+
+
+def test_without_a_count_the_whole_source_comes_when_it_fits(run: Run, remote: Path, tmp_path: Path) -> None:
+    ran = run("pull", remote, "--max-size", "8MB", "--json")
+
+    assert ran.code == 0, ran.stderr
+    assert ran.document["pass_complete"] is True
+    assert sorted(labels(tmp_path / "cache")) == list(range(60))
+
+
+def test_fields_can_be_chosen_and_renamed(run: Run, remote: Path) -> None:
+    ran = run(
+        "pull",
+        remote,
+        "--samples",
+        "3",
+        "--rename",
+        "volume=scan",
+        "--fields",
+        "scan, label",
+        "--no-key",
+        "--max-size",
+        "8MB",
+    )
+    assert ran.code == 0, ran.stderr
+
+    assert list(run("stats", "--json").document["datasets"][0]["schema"]) == ["scan", "label"]
+
+
+def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for number in range(30):
+        np.save(folder / f"{number:02d}.npy", np.full(4, number))
+    (folder / "07.npy").write_bytes(b"junk" * 30)
+
+    ran = run("pull", folder, "--all", "--max-size", "8MB")
+    assert ran.code == 3
+    assert "07.npy" in ran.error
+
+    ran = run("pull", folder, "--all", "--max-size", "8MB", "--on-error", "skip")
+    assert ran.code == 0, ran.stderr
+    assert "pulled 29 samples" in ran.stdout
+    assert "07.npy" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [
+        ("nowhere", 3, "nowhere"),
+        ("empty", 3, "empty"),
+        ("abc://bucket/x", 2, "abc"),
+        ("remote/scan000.json", 2, "scan000.json"),
+    ],
+)
+def test_a_source_that_cannot_be_used_leaves_a_cache_as_it_was(
+    run: Run, filled: Path, remote: Path, tmp_path: Path, source: str, code: int, says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "remote").symlink_to(remote)
+    before = tree(filled)
+
+    ran = run("pull", source)
+
+    assert ran.code == code, ran.stderr
+    assert says in ran.error
+    assert tree(filled) == before
+
+
+def test_a_cap_below_one_shard_is_refused_with_the_minimum_before_anything_is_made(
+    run: Run, remote: Path, tmp_path: Path
+) -> None:
+    ran = run("pull", remote, "--max-size", "100kB")
+
+    assert ran.code == 4
+    assert "--max-size" in ran.error
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("what", ["file", "other"])
+def test_a_cache_folder_that_is_something_else_is_left_alone(run: Run, remote: Path, tmp_path: Path, what: str) -> None:
+    place = tmp_path / "cache"
+    if what == "file":
+        place.write_text("precious")
+    else:
+        place.mkdir()
+        (place / "precious.txt").write_text("precious")
+
+    ran = run("pull", remote, "--samples", "1")
+
+    assert ran.code == 2
+    assert str(place) in ran.error
+    assert "precious" in (place if what == "file" else place / "precious.txt").read_text()
+
+
+def test_a_cache_of_a_newer_version_is_refused(run: Run, filled: Path, remote: Path) -> None:
+    marker = filled / "cachetool.json"
+    marker.write_text(json.dumps({"layout": 99}))
+
+    for command in (["pull", remote, "--samples", "1"], ["stats"], ["ls"], ["evict", "--max-size", "0"]):
+        ran = run(*command)
+        assert ran.code == 6
+        assert "newer" in ran.error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_follow_cleanly(remote: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The exit code is 130, nothing half-written stays, and what was committed is whole."""
+    cache = tmp_path / "cache"
+    command = ["pull", str(remote), "--follow", "--max-size", "2MB", "--shard-size", "10400", "--cache", str(cache)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cachetool", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not any((cache / "shards").glob("*/shard.json")):
+        os.sched_yield()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1].startswith("error: ")
+    assert labels(cache)
+    with cachetool.open_cache(cache, create=False) as opened:
+        assert {path.name for path in (cache / "shards").iterdir()} == {shard.id for shard in opened.shards()}

@@ -1,0 +1,148 @@
+"""Command lines that cannot be understood: exit code 2, at most two lines, one of them saying where to read more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Run
+
+COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "demo")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("pul", "No such command 'pul'. Did you mean 'pull'?"),
+        ("--bad", "No such option: --bad"),
+        ("pull", "Missing argument 'SOURCE'"),
+        ("pull a b", "unexpected extra argument"),
+        ("pull a --nope", "No such option: --nope"),
+        ("pull a --samples many", "'--samples'"),
+        ("pull a --samples many", "got 'many'"),
+        ("pull a --workers 0", "'--workers'"),
+        ("evict", "Missing option '--max-size'"),
+        ("evict --max-size", "'--max-size' requires an argument"),
+        ("convert", "Missing option '--to'"),
+        ("show", "Missing argument 'SHARD[:INDEX]'"),
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(run: Run, line: str, says: str) -> None:
+    ran = run(*line.split())
+
+    assert ran.code == 2
+    assert says in ran.error
+    assert re.search(r"try 'cachetool.* --help'$", ran.error)
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "line", ["pul --json", "pull a --nope --json", "evict --json", "pull a --samples -1 --json", "ls --json"]
+)
+def test_with_json_an_error_is_also_the_one_document_on_stdout(run: Run, line: str) -> None:
+    ran = run(*line.split())
+
+    assert ran.code == 2
+    assert ran.document.keys() == {"error", "message", "exit_code"}
+    assert (ran.document["error"], ran.document["exit_code"]) == ("UsageError", 2)
+    assert ran.document["message"].splitlines()[0] in ran.error
+
+
+def test_json_after_two_dashes_is_an_argument(run: Run) -> None:
+    ran = run("pull", "--samples", "0", "--", "--json")
+
+    assert ran.code == 2
+    assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("pull a --samples -1", "-1"),
+        ("pull a --samples 0", "0"),
+        ("pull a --samples 3 --all", "--all"),
+        ("pull a --all --follow", "--follow"),
+        ("pull a --to parquet", "'parquet'"),
+        ("pull a --policy newest", "'newest'"),
+        ("pull a --max-size huge", "'huge'"),
+        ("pull a --shard-size -5", "'-5'"),
+        ("pull a --shard-size 0", "--shard-size"),
+        ("pull a --on-error explode", "'explode'"),
+        ("pull a --rename npy", "'npy'"),
+        ("pull a --rename =x", "'=x'"),
+        ("pull a --wait soon", "'soon'"),
+        ("pull a --decode sound", "'sound'"),
+        ("pull a --dataset=", "''"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_quoted_and_leaves_no_cache_behind(
+    run: Run, tmp_path: Path, line: str, says: str
+) -> None:
+    ran = run(*line.split())
+
+    assert ran.code == 2
+    assert says in ran.error
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done(run: Run) -> None:
+    ran = run()
+
+    assert ran.code == 2
+    assert "Usage: cachetool" in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_the_help_lists_every_command_in_one_line_each(run: Run) -> None:
+    ran = run("--help")
+
+    assert ran.code == 0
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +[A-Z][^\n]*[a-z.]$", ran.stdout, flags=re.MULTILINE), command
+    assert "..." not in ran.stdout.replace("[ARGS]...", "")
+    assert "Exit codes: 0 done, 2 usage" in ran.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_two_examples_and_fits_80_columns(run: Run, command: str) -> None:
+    ran = run(command, "--help", env={"COLUMNS": "80"})
+
+    assert ran.code == 0
+    assert len(re.findall(rf"^    cachetool {command}\b", ran.stdout, flags=re.MULTILINE)) == 2
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    for option in ("--json", "--quiet", "--help"):
+        assert option in ran.stdout
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo"}))
+def test_every_command_on_a_cache_takes_cache(run: Run, command: str) -> None:
+    assert re.search(r"--cache DIR", run(command, "--help").stdout)
+
+
+def test_the_version_is_printed(run: Run) -> None:
+    import cachetool
+
+    assert run("--version").stdout == f"cachetool {cachetool.__version__}\n"
+
+
+def test_windows_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cachetool.cli.app import run as run_here
+
+    monkeypatch.setattr("sys.platform", "win32")
+
+    assert run_here(["ls"]) == 2
+    assert capsys.readouterr().err == "error: cachetool runs on Linux and macOS; on Windows use it inside WSL\n"
+
+
+def test_the_shell_is_offered_formats_and_commands_to_complete(run: Run) -> None:
+    def complete(words: str) -> str:
+        count = str(len(words.split()) - (0 if words.endswith(" ") else 1))
+        return run(env={"_CACHETOOL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}).stdout
+
+    assert {"pull", "convert", "show"} <= set(complete("cachetool ").split())
+    assert complete("cachetool convert --to h").split() == ["hdf5"]
+    assert complete("cachetool evict --policy m").split() == ["most-used"]
