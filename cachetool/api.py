@@ -41,6 +41,7 @@ class Cache(CacheDir):
         min_epochs: int = 0,
         on_error: str = "error",
         wait: float | str = 60.0,
+        renew: float | str = 0.1,
         fields: Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
         stem: str = "first",
@@ -69,6 +70,7 @@ class Cache(CacheDir):
             min_epochs=min_epochs,
             on_error=on_error,
             wait=wait,
+            renew=renew,
             source=SourceOptions(
                 fields=None if fields is None else tuple(fields),
                 rename=dict(rename or {}),

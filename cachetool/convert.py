@@ -16,6 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Snapshot
 from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
@@ -316,16 +319,16 @@ def _blocks(reader: Reader, payload: int) -> Iterator[Block]:
         yield reader.read(start, min(start + step, reader.samples))
 
 
-def _verify(folder: Path, kind: Format, schema: Schema, expected: Any) -> None:
+def _verify(folder: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:
     _verify_file(folder / f"data{kind.suffix}", kind, schema, expected)
 
 
-def _verify_file(path: Path, kind: Format, schema: Schema, expected: Any) -> None:
+def _verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:
     """Read everything back through the format's own library."""
     at = 0
     with kind.open(path, schema=schema) as reader:
         for block in _blocks(reader, max(1, path.stat().st_size)):
-            if not (checksums(block) == expected[:, at : at + len(block)]).all():
+            if not np.array_equal(checksums(block), expected[:, at : at + len(block)]):
                 raise CorruptError(f"{path.name}: samples {at} to {at + len(block)} read back differently")
             at += len(block)
     if at != expected.shape[1]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-from cachetool.cache import policy_names
+from cachetool.cache import Room, policy_names
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.sources import SourceOptions
-from cachetool.units import parse_duration, parse_size
+from cachetool.units import parse_duration, parse_fraction, parse_size
 
 __all__ = ["PullOptions"]
 
@@ -36,6 +37,8 @@ class PullOptions:
     on_error: str = "error"
     wait: float | str = 60.0
     """Seconds to wait for room that readers hold."""
+    renew: float | str = 0.1
+    """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
 
@@ -56,9 +59,25 @@ class PullOptions:
             raise UsageError(f"dataset name {self.dataset!r} cannot be used: up to 100 printable characters")
         if self.shard_size is not None and parse_size(self.shard_size, what="--shard-size") < 1:
             raise UsageError("--shard-size must be at least 1 byte")
+        if self.min_epochs < 0:
+            raise UsageError(f"--min-epochs must be at least 0, got {self.min_epochs}")
         parse_duration(self.wait, what="--wait")
+        parse_fraction(self.renew, what="--renew")
 
     @property
     def evicts(self) -> bool:
         """Whether older shards make room: not when a pull only fills what is free."""
         return self.samples is not None or self.everything or self.follow
+
+    @property
+    def room(self) -> Room:
+        """How room is made: a pull that follows waits as long as it takes, one that only fills does not wait."""
+        wait = parse_duration(self.wait) if self.evicts else 0.0
+        return Room(
+            evict=self.evicts,
+            policy=self.policy,
+            min_epochs=self.min_epochs,
+            keep_own=not self.follow,
+            wait=math.inf if self.follow else wait,
+            renew=parse_fraction(self.renew),
+        )

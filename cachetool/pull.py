@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
 from cachetool.stores import redact
-from cachetool.units import format_size, parse_duration, parse_size
+from cachetool.units import format_size, parse_size
 
 __all__ = ["PullResult", "pull"]
 
@@ -121,7 +121,9 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     wanted = options.samples
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
-        job, source = draws.open_job(connection, id, holder=cache.holder.id, wanted=wanted, seed=options.seed)
+        job, source = draws.open_job(
+            connection, id, holder=cache.holder.id, wanted=wanted, seed=options.seed, room=options.room
+        )
         mark = int(connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
     left = source.units - _drawn(cache, source)
     count = left if wanted is None else min(left, wanted)
@@ -140,10 +142,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
             "shard_bytes": shard_bytes,
             "samples_per_shard": per_shard,
             "seed": source.seed,
-            "evict": options.evicts,
-            "policy": options.policy,
-            "min_epochs": options.min_epochs,
-            "wait": parse_duration(options.wait) if options.evicts else 0.0,
+            "room": asdict(replace(options.room, job=job)),
             "follow": options.follow,
             "skip_bad": options.on_error == "skip",
         },

@@ -93,10 +93,7 @@ def draw(
     shard_bytes: int,
     samples_per_shard: int,
     seed: int,
-    evict: bool,
-    policy: str,
-    min_epochs: int,
-    wait: float,
+    room: Message,
     follow: bool,
     skip_bad: bool,
 ) -> Message:
@@ -104,9 +101,8 @@ def draw(
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
-    room = Room(evict=evict, policy=policy, min_epochs=min_epochs, keep_job=None if follow else job, wait=wait)
     plan = _Plan(
-        job, source, dataset, get_format(format), Schema.from_json(schema), shard_bytes, room, skip_bad
+        job, source, dataset, get_format(format), Schema.from_json(schema), shard_bytes, Room(**room), skip_bad
     )  # fmt: skip
     with CacheDir(Path(root)) as cache:
         samples = open_source(url, cache.listing(source), SourceOptions.from_json(options))

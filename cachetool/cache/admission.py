@@ -14,36 +14,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.room import Room
 from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.units import format_duration, format_size
 
-__all__ = ["FOLDER_SLACK", "Room", "admit", "minimum"]
+__all__ = ["FOLDER_SLACK", "admit", "minimum"]
 
 FOLDER_SLACK = 8192
 """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
 _POLL = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """How room may be made for a writer."""
-
-    evict: bool = False
-    """Whether older shards may go."""
-    policy: str = "oldest"
-    min_epochs: int = 0
-    keep_job: str | None = None
-    """Shards of this pull are never evicted."""
-    wait: float = 60.0
-    """Seconds to wait for others."""
 
 
 def minimum(connection: Connection, layout: Layout, need: int) -> int:
@@ -89,12 +75,14 @@ def admit(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
             if room.evict:
+                # From now on the snapshots that trainers take make room as well (snapshots.renew).
+                connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ?", (room.job,))
                 victims = choose(
                     candidates(connection),
                     excess=max(excess, lack) - int(retiring),
                     policy=room.policy,
                     min_epochs=room.min_epochs,
-                    keep_job=room.keep_job,
+                    keep_job=room.job if room.keep_own else None,
                 )
                 retire(connection, [victim.id for victim in victims], why=f"room for a writer, {room.policy}")
             trash = sweep(connection, holder)

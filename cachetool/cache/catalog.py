@@ -44,7 +44,8 @@ _MIGRATIONS = (
         seed INTEGER, turn INTEGER, frontier INTEGER, skipped INTEGER, bytes INTEGER, created REAL
     ) WITHOUT ROWID;
     CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, holder TEXT, source TEXT, wanted INTEGER, committed INTEGER, skipped INTEGER, created REAL
+        id TEXT PRIMARY KEY, holder TEXT, source TEXT, wanted INTEGER, committed INTEGER, skipped INTEGER, created REAL,
+        renew REAL, policy TEXT, min_epochs INTEGER, keep_own INTEGER, hungry INTEGER
     ) WITHOUT ROWID;
     CREATE TABLE claims (
         id INTEGER PRIMARY KEY, source TEXT, turn INTEGER, start INTEGER, stop INTEGER, holder TEXT, job TEXT

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
+from cachetool.cache.room import Room
 from cachetool.errors import UsageError
 
 __all__ = [
@@ -106,10 +107,20 @@ def drawn(connection: Connection, source: SourceRow) -> int:
 
 
 def open_job(
-    connection: Connection, source: str, *, holder: str, wanted: int | None, seed: int | None
+    connection: Connection,
+    source: str,
+    *,
+    holder: str,
+    wanted: int | None,
+    seed: int | None,
+    room: Room | None = None,
 ) -> tuple[str, SourceRow]:
     """Begin a pull: its id, and the source. A complete turn is followed by a new one when samples are asked for by
-    number. Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with."""
+    number. ``room`` says how room may be made for it, also by the trainers' snapshots.
+
+    Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
+    """
+    room = room or Room()
     row = source_row(connection, source)
     if row is None:
         raise UsageError(f"source {source} is not in the catalog")
@@ -120,7 +131,22 @@ def open_job(
     if wanted is not None and next_turn(connection, source):
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
-    connection.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, 0, 0, ?)", (job, holder, source, wanted, time.time()))
+    row_of_job = {
+        "id": job,
+        "holder": holder,
+        "source": source,
+        "wanted": wanted,
+        "committed": 0,
+        "skipped": 0,
+        "created": time.time(),
+        "renew": room.renew,
+        "policy": room.policy,
+        "min_epochs": room.min_epochs,
+        "keep_own": int(room.keep_own),
+        "hungry": 0,
+    }
+    names, marks = ", ".join(row_of_job), ", ".join(f":{name}" for name in row_of_job)
+    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row_of_job)
     return job, row
 
 

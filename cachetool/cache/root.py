@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from cachetool.cache import holders, snapshots
-from cachetool.cache.admission import FOLDER_SLACK, Room, admit, minimum
+from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound
 from cachetool.cache.draws import SourceRow, source_row
@@ -22,6 +22,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, fsync_folder, tree_bytes
 from cachetool.cache.policies import choose
 from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure

@@ -19,6 +19,7 @@ from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
+from cachetool.cache.renewal import top_up
 from cachetool.schema import Schema
 
 __all__ = ["Shard", "Snapshot", "take", "visible"]
@@ -159,6 +160,7 @@ def take(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
         if shared is None:
+            top_up(connection, layout)
             shared = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
         version = int(shared[0])
         cursor = connection.execute(

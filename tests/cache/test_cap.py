@@ -73,7 +73,7 @@ def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put
 def test_a_pull_never_evicts_its_own_shards(cache: CacheDir, put: Put) -> None:
     older = [put(200_000) for _ in range(3)]
     mine = []
-    room = Room(evict=True, keep_job="me", wait=0)
+    room = Room(evict=True, job="me", keep_own=True, wait=0)
     while cache.max_size - cache.usage().total > 300_000 or set(older) & {shard.id for shard in cache.shards()}:
         mine.append(put(200_000, job="me", room=room))
     put(cache.max_size - cache.usage().total - 50_000, job="me")

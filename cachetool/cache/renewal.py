@@ -1,0 +1,46 @@
+"""How a full cache keeps renewing although every snapshot leases all that is in it.
+
+If room were made only when a writer asks, a trainer whose snapshot leases every shard would let one shard an epoch go.
+So while a live pull wants room, whoever takes a snapshot first retires enough of the oldest shards that the free and
+the retiring bytes together reach the pull's ``renew`` share of the cap: they are in no new snapshot, and go when the old
+ones end. A second snapshot finds the share reached and adds nothing.
+"""
+
+from __future__ import annotations
+
+from cachetool.cache.catalog import Connection
+from cachetool.cache.layout import Layout
+from cachetool.cache.policies import choose
+from cachetool.cache.removal import candidates, retire
+from cachetool.cache.usage import measure
+
+__all__ = ["top_up"]
+
+
+def top_up(connection: Connection, layout: Layout) -> int:
+    """Retire shards for the hungriest live pull, at least one when none is leaving, never the last ready one.
+
+    Inside the transaction that takes a snapshot, before its version is read. Gives how many were retired.
+    """
+    job = connection.execute(
+        "SELECT id, renew, policy, min_epochs, keep_own FROM jobs WHERE hungry = 1 ORDER BY renew DESC LIMIT 1"
+    ).fetchone()
+    if job is None:
+        return 0
+    cap = int(connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0])
+    leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
+    free = cap - measure(connection, layout).total
+    lack = int(job["renew"] * cap) - max(0, free) - int(leaving.fetchone()[0])
+    if lack <= 0:
+        return 0
+    ready = candidates(connection)
+    victims = choose(
+        ready,
+        excess=lack,
+        policy=job["policy"],
+        min_epochs=job["min_epochs"],
+        keep_job=job["id"] if job["keep_own"] else None,
+    )
+    chosen = [victim.id for victim in victims][: max(0, len(ready) - 1)]
+    retire(connection, chosen, why=f"renewal, {job['policy']}")
+    return len(chosen)

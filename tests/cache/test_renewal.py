@@ -1,0 +1,83 @@
+"""Renewal: while a pull wants room, each epoch's snapshot lets a share of the cache go; otherwise nothing leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, Room, SourceRow, draws
+
+Put = Callable[..., str]
+
+
+@pytest.fixture
+def job(cache: CacheDir, tmp_path: Path) -> str:
+    (tmp_path / "listing").mkdir()
+    row = SourceRow("s", "file:///data", {}, "identity", "default", 1000, 1000, 0, 0, 0, 0)
+    cache.add_source(row, tmp_path / "listing")
+    with cache.catalog.write() as connection:
+        room = Room(evict=True, renew=0.25)
+        return draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
+
+
+def fill(cache: CacheDir, put: Put) -> None:
+    while cache.max_size - cache.usage().total > 150_000:
+        put(100_000)
+
+
+def hungry(cache: CacheDir, job: str) -> None:
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ?", (job,))
+
+
+def test_nothing_retires_when_no_pull_wants_room(cache: CacheDir, put: Put, job: str) -> None:
+    fill(cache, put)
+    before = cache.shards()
+    with cache.snapshot() as one, cache.snapshot() as two:
+        assert one.shards == two.shards == tuple(before)
+    assert cache.shards() == before
+
+
+def test_a_snapshot_tops_up_to_the_share_and_the_next_adds_nothing(cache: CacheDir, put: Put, job: str) -> None:
+    fill(cache, put)
+    full = cache.shards()
+    hungry(cache, job)
+    first = cache.snapshot()
+    with cache.snapshot() as second:
+        assert first.shards == second.shards
+
+    gone = len(full) - len(first.shards)
+    free = cache.max_size - cache.usage().total
+    assert list(first.shards) == full[gone:]
+    assert free >= 0.25 * cache.max_size > free - full[0].bytes
+    first.release()
+
+
+def test_an_older_snapshot_keeps_what_retires_under_it(cache: CacheDir, put: Put, job: str) -> None:
+    fill(cache, put)
+    old = cache.snapshot()
+    hungry(cache, job)
+    with cache.snapshot() as new:
+        assert len(new.shards) < len(old.shards)
+        assert all(shard.path.exists() for shard in old.shards)
+        with cache.snapshot() as newer:
+            assert newer.shards == new.shards, "what is leaving counts"
+    old.release()
+    assert [shard.path.exists() for shard in old.shards[: len(old.shards) - len(new.shards)]].count(True) == 0
+
+
+def test_the_last_ready_shard_stays(cache: CacheDir, put: Put, job: str) -> None:
+    put(cache.max_size - cache.usage().total - 50_000)
+    hungry(cache, job)
+    with cache.snapshot() as snapshot:
+        assert len(snapshot.shards) == 1
+
+
+def test_a_writer_at_the_cap_makes_its_pull_hungry(cache: CacheDir, put: Put, job: str) -> None:
+    fill(cache, put)
+    assert cache.catalog.rows("SELECT hungry FROM jobs")[0]["hungry"] == 0
+    put(100_000, room=Room(evict=True, wait=0, job=job), job=job)
+
+    assert cache.catalog.rows("SELECT hungry FROM jobs")[0]["hungry"] == 1
