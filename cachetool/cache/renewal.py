@@ -1,8 +1,8 @@
 """How a full cache keeps renewing although every snapshot leases all that is in it.
 
 If room were made only when a writer asks, a trainer whose snapshot leases every shard would let one shard an epoch go.
-So while a live pull wants room, whoever takes a snapshot first retires enough of the oldest shards that the free and
-the retiring bytes together reach the pull's ``renew`` share of the cap: they are in no new snapshot, and go when the old
+So while a live pull wants room, whoever takes a snapshot first retires enough of the oldest shards that the free
+and the retiring bytes together reach the share ``renew`` of the cap: they are in no new snapshot, and go when the old
 ones end. A second snapshot finds the share reached and adds nothing.
 """
 
