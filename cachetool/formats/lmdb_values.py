@@ -184,7 +184,7 @@ class ValueLayout:
             shapes = table[:, self._columns[field.name]]
             # In floating point first: a damaged shape may have a product that wraps around.
             total = shapes.astype(np.float64).prod(axis=1) * field.numpy.itemsize
-            self._check(np.asarray(total <= sizes), name)
+            self._check(total <= sizes, name)
             nbytes[:, column] = shapes.prod(axis=1) * field.numpy.itemsize
         within, totals = self.positions(nbytes)
         self._check(totals == sizes, name)
@@ -203,7 +203,7 @@ class ValueLayout:
         return out
 
     @staticmethod
-    def _check(good: npt.NDArray[np.bool_], name: _Name) -> None:
+    def _check(good: npt.NDArray[np.bool_] | np.bool_, name: _Name) -> None:
         if not good.all():
             number = int(name.numbers[int(np.argmin(good))])
             raise CorruptError(f"{name.where}: the value of sample {number} does not fit the schema")

@@ -1,0 +1,232 @@
+"""Shards as one TFRecord file each: frames of :mod:`cachetool.formats.framing` around the ``tf.train.Example`` of
+:mod:`cachetool.formats.example`.
+
+Nothing of this needs TensorFlow or the ``tfrecord`` package, which cannot live in one process. In TensorFlow::
+
+    tf.data.TFRecordDataset(path).map(lambda r: tf.io.parse_single_example(r, {
+        "image": tf.io.FixedLenFeature([], tf.string),        # then tf.io.decode_raw(image, tf.float32)
+        "label": tf.io.FixedLenFeature([], tf.int64)}))
+
+The file says nothing about its schema, so reading needs ``schema=``. With ``compression="gzip"`` the whole file is one
+gzip stream (``compression_type="GZIP"`` in TensorFlow).
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Block
+from cachetool.errors import CorruptError, UsageError
+from cachetool.extents import FieldExtents
+from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
+from cachetool.formats.files import BulkFile, allocated_bound, map_file
+from cachetool.formats.framing import AFTER, BEFORE, check_records, frame_records, frame_size, scan_records
+from cachetool.formats.gzipped import GZIP_MAGIC, GZIP_WBITS, GzipFile
+from cachetool.formats.reading import check_indices, check_range, field_extents
+from cachetool.formats.runs import Bytes, Int64s, ends
+from cachetool.formats.writing import ShardWriter
+from cachetool.schema import Schema
+
+__all__ = ["StorageKind", "TFRecord", "shape_name", "storage_kind"]
+
+_LEVEL = 4  # raw arrays hardly compress; higher levels cost time for nothing
+
+
+class TFRecord:
+    """The format ``tfrecord``; see :class:`cachetool.formats.base.Format`."""
+
+    name = "tfrecord"
+    suffix = ".tfrecord"
+    compressions = ("gzip",)
+
+    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+        """Upper bound on disk, of compressed and uncompressed shards alike."""
+        return allocated_bound(_file_bound(schema, samples, nbytes))
+
+    def create(
+        self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
+    ) -> TFRecordWriter:
+        """Begin a shard; see :meth:`cachetool.formats.base.Format.create`."""
+        if compression not in (None, *self.compressions):
+            raise UsageError(f"tfrecord has no compression {compression!r}; it has {', '.join(self.compressions)}")
+        layout = ExampleLayout(schema)
+        file = BulkFile.create(path, _file_bound(schema, samples, nbytes))
+        return TFRecordWriter(path, layout, file, samples=samples, nbytes=nbytes, compressed=compression is not None)
+
+    def open(self, path: Path, *, schema: Schema | None = None) -> TFRecordReader:
+        """Read a shard, or a foreign file of ``tf.train.Example`` records that fit ``schema``."""
+        if schema is None:
+            raise UsageError(f"{path}: a TFRecord file does not say what its fields are; give schema=")
+        return TFRecordReader.open(path, schema)
+
+
+def _file_bound(schema: Schema, samples: int, nbytes: int) -> int:
+    plain = nbytes + samples * (ExampleLayout(schema).overhead + BEFORE + AFTER)
+    return (
+        plain + (plain >> 12) + (plain >> 14) + 64
+    )  # what deflate adds to bytes that do not compress, and gzip's head
+
+
+class TFRecordWriter(ShardWriter):
+    """Writes one TFRecord file; see :class:`cachetool.formats.base.Writer`."""
+
+    def __init__(
+        self, path: Path, layout: ExampleLayout, file: BulkFile, *, samples: int, nbytes: int, compressed: bool
+    ) -> None:
+        super().__init__(path, layout.schema, samples=samples, nbytes=nbytes)
+        self._layout = layout
+        self._file = file
+        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, GZIP_WBITS) if compressed else None
+        self._at = 0
+        self._starts: list[Int64s] = []
+        self._variable: list[Int64s] = []
+        self._shapes: dict[str, list[Int64s]] = {f.name: [] for f in layout.schema if f.kind == "ragged"}
+
+    def _put(self, block: Block) -> None:
+        buffer, starts, sizes = self._layout.encode(block, before=BEFORE, after=AFTER)
+        frame_records(buffer, starts, sizes)
+        if self._deflate is not None:
+            self._file.append(self._deflate.compress(buffer.data))
+            return
+        self._starts.append(self._file.append(buffer) + starts)
+        self._variable.append(self._layout.variable_sizes(block))
+        for name, shapes in self._shapes.items():
+            shapes.append(np.array(block.columns[name].shapes))  # type: ignore[union-attr]
+
+    def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]] | None:
+        if self._deflate is not None:
+            self._file.append(self._deflate.flush())
+            self._file.finish()
+            return None
+        self._file.finish()
+        return (self.path.name,), self._locate()
+
+    def _locate(self) -> dict[str, FieldExtents]:
+        starts = np.concatenate([np.empty(0, dtype=np.int64), *self._starts])
+        fields = self.scalar_extents()
+        for place in self._layout.places:
+            if place.mode == "raw" and place.field.name not in fields:
+                fields[place.field.name] = field_extents(place.field, offsets=starts + place.offset)
+        sizes = np.concatenate([np.empty((0, len(self._layout.entries)), dtype=np.int64), *self._variable])
+        within, _totals = self._layout.positions(sizes)
+        for column, entry in enumerate(self._layout.entries):
+            field, shapes = entry.field, None
+            if field.kind == "ragged":
+                shapes = np.concatenate([np.empty((0, field.rank), dtype=np.int64), *self._shapes[field.name]])
+            fields[field.name] = field_extents(
+                field, offsets=starts + within[:, column], sizes=sizes[:, column].copy(), shapes=shapes
+            )
+        return fields
+
+    def _abort(self) -> None:
+        self._file.close()
+
+
+class TFRecordReader:
+    """Reads one TFRecord file, every record checked; see :class:`cachetool.formats.base.Reader`."""
+
+    def __init__(self, path: Path, schema: Schema, source: Bytes | GzipFile, starts: Int64s, sizes: Int64s) -> None:
+        self.path = path
+        self.schema = schema
+        self.samples = len(starts)
+        self._layout = ExampleLayout(schema)
+        self._source: Bytes | GzipFile | None = source
+        self._starts = starts
+        self._sizes = sizes
+
+    @classmethod
+    def open(cls, path: Path, schema: Schema) -> TFRecordReader:
+        """Find the records by their lengths, whose checksums are checked."""
+        try:
+            buffer = map_file(path)
+        except FileNotFoundError as error:
+            raise CorruptError(f"{path} is missing") from error
+        # A plain file may begin with gzip's two bytes too, as a length; then its length checksum holds.
+        if buffer[:2].tobytes() == GZIP_MAGIC and frame_size(buffer[:BEFORE].tobytes()) is None:
+            stream = GzipFile(path)
+            try:
+                return cls(path, schema, stream, *_scan_stream(stream))
+            except BaseException:
+                stream.close()
+                raise
+        return cls(path, schema, buffer, *scan_records(buffer, name=str(path)))
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        return self.take(check_range(start, stop, self.samples))
+
+    def take(self, indices: npt.NDArray[np.int64]) -> Block:
+        """The samples at ``indices``, in that order."""
+        at = check_indices(indices, self.samples)
+        if self._source is None:
+            raise UsageError(f"{self.path}: this reader is closed; open it again")
+        starts, sizes = self._starts[at], self._sizes[at]
+        if isinstance(self._source, GzipFile):
+            buffer, starts = _inflate(self._source, starts, sizes)
+        else:
+            buffer = self._source
+        check_records(buffer, starts, sizes, name=str(self.path), numbers=at)
+        block = self._layout.decode(buffer, starts, sizes)
+        return block if block is not None else self._parse(buffer, starts, sizes, at)
+
+    def _parse(self, buffer: Bytes, starts: Int64s, sizes: Int64s, numbers: Int64s) -> Block:
+        """Records that somebody else made, one by one."""
+        samples: list[dict[str, Any]] = []
+        for start, size, number in zip(starts.tolist(), sizes.tolist(), numbers.tolist(), strict=True):
+            try:
+                samples.append(self._layout.parse(buffer[start : start + size].data))
+            except CorruptError as error:
+                raise CorruptError(f"{self.path}: sample {number}: {error}") from error
+        return Block.from_samples(self.schema, samples)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if isinstance(self._source, GzipFile):
+            self._source.close()
+        self._source = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _scan_stream(stream: GzipFile) -> tuple[Int64s, Int64s]:
+    """Starts and sizes of the records in the uncompressed bytes; nothing is kept of their data."""
+    starts: list[int] = []
+    sizes: list[int] = []
+    at = 0
+    while head := stream.read(at, BEFORE):
+        size = frame_size(head)
+        if size is None:
+            what = "is cut short" if len(head) < BEFORE else "has a damaged length"
+            raise CorruptError(f"{stream.path}: sample {len(starts)}, at uncompressed byte {at}, {what}")
+        end = at + BEFORE + size + AFTER
+        if len(stream.read(end - AFTER, AFTER)) < AFTER:
+            raise CorruptError(f"{stream.path} is cut short: sample {len(starts)} needs {size} bytes")
+        starts.append(at + BEFORE)
+        sizes.append(size)
+        at = end
+    return np.array(starts, dtype=np.int64), np.array(sizes, dtype=np.int64)
+
+
+def _inflate(stream: GzipFile, starts: Int64s, sizes: Int64s) -> tuple[Bytes, Int64s]:
+    """The records at ``starts``, with the checksums behind them, in one buffer; and where each begins there."""
+    to = ends(sizes + AFTER)
+    buffer = np.empty(int(to[-1]), dtype=np.uint8)
+    view = buffer.data
+    for i in np.argsort(starts, kind="stable").tolist():  # forward through the file, whatever the order asked for
+        raw = stream.read(int(starts[i]), int(sizes[i]) + AFTER)
+        if len(raw) < int(sizes[i]) + AFTER:
+            raise CorruptError(f"{stream.path} is cut short at uncompressed byte {int(starts[i])}")
+        view[int(to[i]) : int(to[i]) + len(raw)] = raw
+    return buffer, to[:-1]
