@@ -1,0 +1,341 @@
+"""Zarr v3: one folder a shard, one shard file an array, made of raw chunks by our own writes.
+
+Layout (version 1), arrays named as in :mod:`cachetool.formats.columnar`::
+
+    data.zarr/
+      zarr.json               group; attribute "cachetool": {"layout": 1, "samples": n, "schema": [...]}
+      NAME/zarr.json          array (n, *shape), or flat (total,) for bytes, str and ragged fields
+      NAME/c.0.0.0            its bytes: inner chunks in order, then the index: (offset, size) u64 of each, and a crc32c
+      NAME.offsets/           (n + 1,) int64
+      NAME.shapes/            (n, rank) int64
+
+The sharding codec (index at the end) with inner chunks of whole rows, at least 256 KiB where the array has that many;
+the last one is filled up with zeros. Chunk keys are separated by ``.``, so that an array is one folder of two files. An
+array without bytes has no chunk file. Compressed (``zstd``, ``blosc`` or ``gzip``) arrays are cut into shard files of
+about 32 MiB before compression. datetime64 and timedelta64 are zarr's ``numpy.datetime64`` and ``numpy.timedelta64``.
+To read it::
+
+    import zarr
+    group = zarr.open_group("data.zarr", mode="r")
+    n = group.attrs["cachetool"]["samples"]
+    images, names, ends = group["image"], group["name"], group["name.offsets"][:]
+    for i in range(n):
+        image = images[i]                                              # fixed shape
+        name = bytes(names[ends[i]:ends[i + 1]]).decode()              # str
+        audio = group["audio"][slice(*group["audio.offsets"][i:i + 2])].reshape(group["audio.shapes"][i])   # ragged
+
+zarr reads a chunk that is not there as zeros. So opening a shard checks that every chunk file is there, whole, a plain
+file, and that its index names every chunk; zarr itself checks the index's crc32c.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats.base import Reader, Writer
+from cachetool.formats.columnar import (
+    ATTRIBUTE,
+    STREAM_BYTES,
+    ArrayPlan,
+    ColumnarWriter,
+    Held,
+    Place,
+    Steps,
+    array_plans,
+    header,
+    parse_header,
+)
+from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
+from cachetool.formats.files import BulkFile
+from cachetool.formats.runs import as_bytes
+from cachetool.formats.zarr_files import (
+    INNER_BYTES,
+    METADATA,
+    Folder,
+    check_shard_file,
+    chunk_key,
+    folder_bound,
+    inner_rows,
+    plain_file,
+    shard_end,
+)
+from cachetool.schema import Schema
+
+__all__ = ["Zarr"]
+
+_SHARD_BYTES = 2**25
+_MOST_STREAMED = 256  # files open at once
+_COMPRESSIONS = ("zstd", "blosc", "gzip")
+
+
+class Zarr:
+    """The format ``zarr``."""
+
+    name = "zarr"
+    suffix = ".zarr"
+    compressions: tuple[str, ...] = _COMPRESSIONS
+
+    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+        """Upper bound of the folder on disk, while written and after."""
+        about = len(json.dumps(header(schema, samples), indent=4))
+        return folder_bound(array_plans(schema), samples, nbytes, about=about, file_nbytes=_SHARD_BYTES)
+
+    def create(
+        self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
+    ) -> Writer:
+        """Begin a folder of at most ``samples`` samples and ``nbytes`` bytes of values."""
+        for field in schema:
+            if METADATA in field.name.split("/"):
+                raise UsageError(f"field {field.name!r}: {METADATA} is Zarr's own; rename the field")
+        if compression is not None and compression not in self.compressions:
+            raise UsageError(f"zarr has no compression {compression!r}; use one of {', '.join(self.compressions)}")
+        if compression is None:
+            return _Plain(path, schema, samples=samples, nbytes=nbytes)
+        return _Compressed(path, schema, samples=samples, nbytes=nbytes, compression=compression)
+
+    def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
+        """Read the folder at ``path``."""
+        return _Reader.open(path, schema)
+
+
+class _Metadata:
+    """A group in memory, in which zarr makes what :class:`Folder` then writes."""
+
+    def __init__(self, compression: str | None = None) -> None:
+        import zarr
+        from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
+        from zarr.storage import MemoryStore
+
+        codecs = {
+            None: None,
+            "zstd": ZstdCodec(level=3, checksum=True),
+            "blosc": BloscCodec(cname="lz4"),
+            "gzip": GzipCodec(),
+        }
+        self._codec = codecs[compression]
+        self._files: dict[str, Any] = {}
+        self.group: Any = zarr.create_group(MemoryStore(store_dict=self._files), zarr_format=3)
+
+    def array(self, plan: ArrayPlan, rows: int, *, inner: int, shard: int) -> Any:
+        """Make an array of ``rows`` rows, of ``inner`` rows a chunk and ``shard`` rows a file."""
+        row = tuple(max(1, size) for size in plan.row)
+        return self.group.create_array(
+            plan.name,
+            shape=(rows, *plan.row),
+            chunks=(inner, *row),
+            shards=(shard, *row),
+            dtype=plan.dtype,
+            compressors=self._codec,
+            fill_value=np.zeros((), dtype=plan.dtype)[()],
+            chunk_key_encoding={"name": "default", "separator": "."},
+            config={"write_empty_chunks": True},  # a chunk that is not there must mean damage
+        )
+
+    def drain(self, *, metadata: bool) -> Iterable[tuple[str, bytes]]:
+        """Take the files out that are ``metadata``, or those that are not: key and bytes."""
+        for key in [key for key in self._files if (key.rpartition("/")[2] == METADATA) == metadata]:
+            yield key, self._files.pop(key).to_bytes()
+
+
+class _Plain(ColumnarWriter):
+    """Raw chunks by our own writes; the metadata comes last."""
+
+    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int) -> None:
+        super().__init__(path, schema, samples=samples, nbytes=nbytes)
+        self._held = Held()
+        self._folder = Folder(path)
+        self._files: dict[str, BulkFile] = {}
+        least = max(STREAM_BYTES, nbytes // _MOST_STREAMED)
+        try:
+            for plan in self.streamed(least):
+                size, end = shard_end(plan, self.capacity)
+                self._files[plan.name] = self._folder.file(chunk_key(plan), size + len(end))
+        except BaseException:
+            self._abort()
+            raise
+
+    def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
+        if plan.name in self._files:
+            self._files[plan.name].append(as_bytes(rows))
+        else:
+            self._held.add(plan.name, rows)
+
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
+        # Files written so far first: they give back what they were allocated too much.
+        for plan in self.plans:
+            if (file := self._files.get(plan.name)) is not None:
+                size, end = shard_end(plan, self.rows(plan))
+                file.write_at(size, [end])
+                file.finish(size + len(end))
+                if not size:
+                    file.path.unlink()
+        metadata = _Metadata()
+        for plan in self.plans:
+            rows = self.rows(plan)
+            size, end = shard_end(plan, rows)
+            if size and plan.name not in self._files:
+                pieces = [as_bytes(index[plan.name])] if plan.is_index else self._held.pop(plan.name)
+                pad = bytes(size - sum(len(piece) for piece in pieces))
+                self._folder.put(chunk_key(plan), [*pieces, pad, end])
+            inner = inner_rows(plan, rows)
+            metadata.array(plan, rows, inner=inner, shard=-(-max(rows, 1) // inner) * inner)
+        _finish(self._folder, metadata, self.schema, self.samples)
+        return {plan.name: self._place(plan) for plan in self.plans if plan.role == "values"}
+
+    def _place(self, plan: ArrayPlan) -> Place:
+        # An array without bytes has no file, but its extents must name one that is there.
+        key = chunk_key(plan) if self.rows(plan) and plan.row_nbytes else METADATA
+        return f"{self.path.name}/{key}", 0
+
+    def _abort(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _finish(folder: Folder, metadata: _Metadata, schema: Schema, samples: int) -> None:
+    metadata.group.attrs[ATTRIBUTE] = header(schema, samples)
+    for key, data in metadata.drain(metadata=True):
+        folder.put(key, [data])
+    folder.sync()
+
+
+class _Compressed(ColumnarWriter):
+    """Chunks compressed by zarr, a shard file at a time."""
+
+    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str) -> None:
+        super().__init__(path, schema, samples=samples, nbytes=nbytes)
+        self._folder = Folder(path)
+        self._metadata = _Metadata(compression)
+        self._arrays: dict[str, Any] = {}
+        self._steps = {p.name: Steps(_file_rows(p)) for p in self.plans if p.row_nbytes}
+
+    def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
+        ready = self._steps[plan.name].push(rows)
+        if ready is not None:
+            step = self._steps[plan.name].step
+            for at in range(0, len(ready), step):
+                self._write(plan, ready[at : at + step])
+
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> None:
+        for plan in self.plans:
+            if plan.is_index:
+                self._append(plan, index[plan.name])
+            rest = self._steps[plan.name].rest() if plan.row_nbytes else None
+            if rest is not None:
+                self._write(plan, rest)
+            elif plan.name not in self._arrays:
+                rows = max(1, self.rows(plan))
+                self._metadata.array(plan, self.rows(plan), inner=rows, shard=rows)
+        _finish(self._folder, self._metadata, self.schema, self.samples)
+
+    def _write(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
+        array = self._arrays.get(plan.name)
+        start = 0
+        if array is None:
+            inner = inner_rows(plan, len(rows))
+            array = self._metadata.array(plan, len(rows), inner=inner, shard=-(-len(rows) // inner) * inner)
+            self._arrays[plan.name] = array
+        else:
+            start = array.shape[0]
+            array.resize((start + len(rows), *plan.row))
+        array[start:] = rows
+        for key, data in self._metadata.drain(metadata=False):
+            self._folder.put(key, [data])
+
+    def _abort(self) -> None:
+        pass  # every file is closed as soon as it is written
+
+
+def _file_rows(plan: ArrayPlan) -> int:
+    """Rows of a compressed shard file, whole inner chunks."""
+    inner = -(-INNER_BYTES // plan.row_nbytes)
+    return inner * max(1, _SHARD_BYTES // (inner * plan.row_nbytes))
+
+
+class _Reader(ColumnarReader):
+    """Reads a folder through zarr."""
+
+    gap_bytes = 2**21
+
+    def __init__(self, path: Path, schema: Schema, samples: int) -> None:
+        super().__init__(path, schema, samples)
+        self._arrays: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, path: Path, schema: Schema | None) -> _Reader:
+        """Open and check the folder. Raises :class:`CorruptError` naming the file."""
+        import zarr
+
+        root = os.path.realpath(path)
+        with corrupt_errors(f"{path} is not a Zarr group"):
+            plain_file(root, METADATA)
+            group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
+            found, samples = parse_header(group.attrs.get(ATTRIBUTE), path=path, schema=schema)
+        reader = cls(path, found, samples)
+        for plan in reader.plans.values():
+            with corrupt_errors(f"{path}: {plan.name!r} cannot be read"):
+                plain_file(root, f"{plan.name}/{METADATA}")
+                reader._arrays[plan.name] = array = group[plan.name]
+                _check_array(f"{path}: {plan.name!r}", plan, array)
+                _check_files(root, plan, array)
+        reader._check_lengths()
+        return reader
+
+    def close(self) -> None:
+        self._arrays.clear()
+
+    def _length(self, plan: ArrayPlan) -> int:
+        return int(self._arrays[plan.name].shape[0])
+
+    def _fetch(self, plan: ArrayPlan, start: int, stop: int) -> npt.NDArray[Any]:
+        with corrupt_errors(f"{self.path}: {plan.name!r}, rows {start} to {stop}"):
+            return np.asarray(self._arrays[plan.name][start:stop], dtype=plan.dtype)
+
+
+def _check_array(what: str, plan: ArrayPlan, array: Any) -> None:
+    """Raise :class:`CorruptError` unless zarr's metadata are those of an array of ours."""
+    if not hasattr(array, "shards") or array.dtype != plan.dtype or array.shape[1:] != plan.row:
+        raise CorruptError(f"{what} is {array!r}, not rows of {plan.dtype} {plan.row}")
+    codecs = _codecs(array)
+    settings = codecs[0]["configuration"]
+    inner = [codec["name"] for codec in settings["codecs"]]
+    row = tuple(max(1, size) for size in plan.row)
+    ours = (
+        [codec["name"] for codec in codecs] == ["sharding_indexed"]
+        and settings["index_location"] == "end"
+        and [codec["name"] for codec in settings["index_codecs"]] == ["bytes", "crc32c"]
+        and inner[0] == "bytes"
+        and (inner[1:] == [] or (len(inner) == 2 and inner[1] in _COMPRESSIONS))
+        and array.chunks[1:] == array.shards[1:] == row
+        and array.metadata.encode_chunk_key((0,) * len(array.shape)) == chunk_key(plan).rpartition("/")[2]
+    )
+    if not ours:
+        raise CorruptError(f"{what} is not stored as cachetool does it: {codecs}")
+
+
+def _codecs(array: Any) -> Any:
+    return array.metadata.to_dict()["codecs"]
+
+
+def _check_files(root: str, plan: ArrayPlan, array: Any) -> None:
+    """Raise :class:`CorruptError` naming the file unless every chunk is there, whole."""
+    rows, per_file, inner = array.shape[0], array.shards[0], array.chunks[0]
+    if not plan.row_nbytes:
+        return
+    for number, first in enumerate(range(0, rows, per_file)):
+        check_shard_file(
+            root,
+            chunk_key(plan, number),
+            chunks=per_file // inner,
+            used=-(-min(per_file, rows - first) // inner),
+            chunk_nbytes=inner * plan.row_nbytes,
+            plain=len(_codecs(array)[0]["configuration"]["codecs"]) == 1,
+        )

@@ -1,0 +1,186 @@
+"""The folder of a Zarr shard and the shard files in it, byte by byte; without zarr.
+
+A shard file holds inner chunks one after another, then their index, little-endian: offset and size, u64 each, of every
+inner chunk, and the crc32c of all that (Zarr v3, codec ``sharding_indexed`` with ``index_location`` ``end``,
+https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/). A missing chunk has 2**64 - 1 for both.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats.columnar import ArrayPlan
+from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors, fsync_folder
+from cachetool.formats.runs import Bytes
+
+__all__ = [
+    "INNER_BYTES",
+    "METADATA",
+    "Folder",
+    "check_shard_file",
+    "chunk_key",
+    "folder_bound",
+    "inner_rows",
+    "plain_file",
+    "shard_end",
+]
+
+INNER_BYTES = 2**18
+"""An inner chunk has at least this many bytes, if the array has."""
+
+METADATA = "zarr.json"
+"""Name of the file that describes a group or an array."""
+
+_NO_CHUNK = np.uint64(2**64 - 1)
+_BLOCK = 4096  # of the file system: a small file, a folder
+
+
+def _folders(key: str) -> list[str]:
+    """``a/b/c`` -> ``a``, ``a/b``, ``a/b/c``."""
+    parts = key.split("/")
+    return ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+
+
+def chunk_key(plan: ArrayPlan, shard: int = 0) -> str:
+    """Where the shard file with that number lies, inside the root."""
+    return f"{plan.name}/c.{shard}" + ".0" * len(plan.row)
+
+
+def inner_rows(plan: ArrayPlan, rows: int) -> int:
+    """Rows of an inner chunk of an array of ``rows`` rows."""
+    return max(1, min(rows, -(-INNER_BYTES // plan.row_nbytes) if plan.row_nbytes else rows))
+
+
+def shard_end(plan: ArrayPlan, rows: int) -> tuple[int, bytes]:
+    """Bytes of the chunks of a plain array of ``rows`` rows, the last one filled up, and the index behind them."""
+    if not rows or not plan.row_nbytes:
+        return 0, b""
+    inner = inner_rows(plan, rows)
+    chunks = -(-rows // inner)
+    return chunks * inner * plan.row_nbytes, _index(chunks, inner * plan.row_nbytes)
+
+
+def _index(chunks: int, chunk_nbytes: int) -> bytes:
+    import crc32c
+
+    table = np.empty((chunks, 2), dtype="<u8")
+    table[:, 0] = np.arange(chunks, dtype=np.uint64) * np.uint64(chunk_nbytes)
+    table[:, 1] = chunk_nbytes
+    raw = table.tobytes()
+    return raw + int(crc32c.crc32c(raw)).to_bytes(4, "little")
+
+
+def folder_bound(plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about: int, file_nbytes: int) -> int:
+    """Most bytes on disk of a folder of these arrays, plain or compressed.
+
+    ``nbytes`` are those of all values, ``about`` those of the root's attribute, ``file_nbytes`` what a compressed shard
+    file holds.
+    """
+    data = nbytes
+    files = 0
+    entries = {"": 0}  # bytes of the names in every folder
+    total = _blocks(1024 + 2 * about) + _BLOCK
+    for plan in plans:
+        rows = plan.rows(samples, -(-nbytes // plan.dtype.itemsize))
+        if plan.role != "values":
+            data += rows * plan.row_nbytes
+        # The last inner chunk is filled up, unless it is the only one.
+        inner = inner_rows(plan, rows)
+        data += (inner - 1) * plan.row_nbytes if rows > inner else 0
+        files += 1
+        entries |= {name: 0 for name in _folders(plan.name) if name not in entries}
+        total += _blocks(2048 + 128 * len(plan.row))
+    # What codecs add to bytes that do not compress, and the index of the chunks.
+    data += (data >> 8) + 16 * (data // INNER_BYTES + files)
+    files += data // file_nbytes
+    for name in entries:
+        parent, _, last = name.rpartition("/")
+        entries[parent] += 2 * (len(last) + 16) if name else 256 + 512 * (data // file_nbytes)
+        total += _BLOCK
+    return total + allocated_bound(data) + 3 * _BLOCK * files + sum(_blocks(size) for size in entries.values())
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // _BLOCK) * _BLOCK
+
+
+class Folder:
+    """The folder of a shard while it is written: files by their key in Zarr's store."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the folder. Raises :class:`UsageError` when ``path`` exists."""
+        self.path = path
+        self._made: dict[Path, None] = {path: None}
+        try:
+            with capacity_errors(path, _BLOCK):
+                path.mkdir()
+        except FileExistsError as error:
+            raise UsageError(f"{path} exists already; it is never overwritten") from error
+
+    def file(self, key: str, bound: int) -> BulkFile:
+        """A new file of at most ``bound`` bytes; its folders are made."""
+        for name in _folders(key)[:-1]:
+            if (folder := self.path / name) not in self._made:
+                with capacity_errors(folder, _BLOCK):
+                    folder.mkdir()
+                self._made[folder] = None
+        return BulkFile.create(self.path / key, bound)
+
+    def put(self, key: str, pieces: Sequence[bytes | memoryview | Bytes]) -> None:
+        """Write a whole file, durably but for its name."""
+        file = self.file(key, sum(len(piece) for piece in pieces))
+        try:
+            file.append(*pieces)
+            file.finish()
+        finally:
+            file.close()
+
+    def sync(self) -> None:
+        """Make all names durable, inner folders first."""
+        for folder in reversed(self._made):
+            fsync_folder(folder)
+
+
+def plain_file(root: str, key: str) -> int:
+    """The size of a file below ``root``, which is a real path.
+
+    Raises :class:`CorruptError` naming it unless it is there, a plain file, and reached without a symbolic link.
+    """
+    path = f"{root}/{key}"
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError as error:
+        raise CorruptError(f"{path} is missing") from error
+    if not stat.S_ISREG(status.st_mode) or os.path.realpath(path) != path:
+        raise CorruptError(f"{path} is not a plain file of this folder, which is refused")
+    return status.st_size
+
+
+def check_shard_file(root: str, key: str, *, chunks: int, used: int, chunk_nbytes: int, plain: bool) -> None:
+    """Raise :class:`CorruptError` naming the file unless it is whole and its index names the first ``used`` chunks.
+
+    ``chunks`` is the length of the index, ``plain`` says that chunks are raw, of ``chunk_nbytes`` bytes, and in order.
+    """
+    path = f"{root}/{key}"
+    size = plain_file(root, key)
+    end = 16 * chunks + 4
+    if size < end or (plain and size != chunks * chunk_nbytes + end):
+        raise CorruptError(f"{path} is cut short or grew: {size} bytes for {chunks} chunks of {chunk_nbytes} bytes")
+    with open(path, "rb") as file:
+        file.seek(size - end)
+        tail = file.read(end)
+    if plain and tail != _index(chunks, chunk_nbytes):
+        raise CorruptError(f"{path}: the index of its chunks is damaged")
+    table = np.frombuffer(tail, dtype="<u8", count=2 * used).reshape(used, 2)
+    missing = (table == _NO_CHUNK).any(axis=1)
+    if missing.any():
+        raise CorruptError(f"{path}: chunk {int(np.argmax(missing))} is missing")
+    room = np.uint64(size - end)
+    if (table > room).any() or (table.sum(axis=1, dtype=np.uint64) > room).any():
+        raise CorruptError(f"{path} is cut short or damaged: its index reaches behind its {size} bytes")
