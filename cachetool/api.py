@@ -93,6 +93,7 @@ class Cache(CacheDir):
         compression: str | None = None,
         workers: int = 2,
         verify: bool = False,
+        wait: float | str = 60.0,
         progress: Report = silent,
     ) -> ConvertResult:
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
@@ -115,7 +116,14 @@ class Cache(CacheDir):
                 "--shard-size goes with --out: in a cache each shard is replaced by one of the same samples"
             )
         return convert_cache(
-            self, to=to, dataset=dataset, compression=compression, workers=workers, verify=verify, report=progress
+            self,
+            to=to,
+            dataset=dataset,
+            compression=compression,
+            workers=workers,
+            verify=verify,
+            wait=wait,
+            report=progress,
         )
 
 
