@@ -90,6 +90,12 @@ def pull(
             "--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."
         ),
     ] = "error",
+    renew: Annotated[
+        str,
+        typer.Option(
+            "--renew", metavar="SHARE", help="Share of a full cache that each epoch gives up for new samples."
+        ),
+    ] = "10%",
     min_epochs: MinEpochsOption = 0,
     wait: Annotated[
         str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
@@ -132,6 +138,7 @@ def pull(
             label_from_folder=label_from_folder,
             key=key,
             on_error=on_error,
+            renew=renew,
             min_epochs=min_epochs,
             wait=wait,
             concurrency=concurrency,
