@@ -83,8 +83,9 @@ def _lmdb_errors(path: Path, nbytes: int) -> Iterator[None]:
         try:
             yield
         except lmdb.Error as error:
-            if "No space left" in str(error) or "quota" in str(error).lower():
-                raise CapacityError(f"no room for {nbytes} bytes at {path}: {error}; free some disk") from error
+            # LMDB tells the causes of a failed system call apart by their text alone.
+            if isinstance(error, lmdb.MemoryError) or "No space left" in str(error) or "quota" in str(error).lower():
+                raise CapacityError(f"no room for {nbytes} bytes at {path}: {error}; lower --shard-size") from error
             raise
 
 
@@ -109,7 +110,7 @@ class LMDBWriter(ShardWriter):
         try:
             with _lmdb_errors(path, size):
                 # The first opening writes the two meta pages; LMDB would not take a file of zeros for a new one.
-                lmdb.open(str(path), subdir=False, map_size=size, lock=False, lib_version=0).close()
+                lmdb.open(str(path), subdir=False, map_size=min(size, 2**20), lock=False, lib_version=0).close()
                 allocated = allocate(fd, path, size)
                 env = lmdb.open(
                     str(path),
