@@ -1,1 +1,8 @@
-"""."""
+"""Samples read out of remote stores: listed once, numbered by units, fetched with many requests in flight."""
+
+from cachetool.sources.base import Piece, Probe, Skipped, Source
+from cachetool.sources.listing import Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.registry import list_source, open_source
+
+__all__ = ["Listing", "Piece", "Probe", "Skipped", "Source", "SourceOptions", "list_source", "open_source"]

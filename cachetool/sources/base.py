@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.schema import Schema
 
-__all__ = ["Piece", "Skipped", "Source"]
+__all__ = ["Piece", "Probe", "Skipped", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,15 @@ class Piece:
     """Bytes that came over the wire for this piece."""
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a few samples tell of all."""
+
+    schema: Schema
+    mean_bytes: int
+    """Mean bytes of the values of a sample, rounded up."""
+
+
 class Source(Protocol):
     """Samples of one place, numbered. Used in one plain child process, by one thread; never in a forked child."""
 
@@ -59,10 +68,11 @@ class Source(Protocol):
     identity: str
     """Hexadecimal digest of the listing and of the options that decide what a unit number means."""
 
-    def infer(self, units: npt.NDArray[np.int64]) -> Schema:
-        """The schema that the samples of these units share.
+    def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:
+        """What the samples of these units have in common.
 
-        Raises :class:`BadObject` naming an object that cannot be read, or two keys whose fields differ.
+        Raises :class:`BadObject` naming an object that cannot be read (left out with ``skip_bad``), or two keys whose
+        fields differ; :class:`UsageError` when a field that was asked for is in none of them.
         """
         ...
 
@@ -80,11 +90,6 @@ class Source(Protocol):
         A unit that cannot be read or does not fit ``schema`` raises :class:`BadObject` naming the object, or is
         skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case.
         """
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Plain values from which :func:`cachetool.sources.open_source` opens the same source in another process;
-        no credentials."""
         ...
 
     def close(self) -> None:

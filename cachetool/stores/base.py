@@ -6,11 +6,13 @@ path. Store objects are used by many threads of one process at once, and never i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Object", "Store"]
+from cachetool.errors import BadObject, UsageError
+
+__all__ = ["Limits", "Object", "Pages", "Store", "check_identity", "check_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,41 @@ class Object:
     """One remote object as the listing names it."""
 
     key: str
-    """Relative to the store's URL."""
+    """Relative to the store's URL; bytes that are not UTF-8 as surrogates, as :func:`os.fsdecode` has them."""
     size: int
-    """Bytes."""
+    """Bytes; -1 where the listing does not say (plain HTTP indexes)."""
     etag: str | None = None
     """The store's identity of this content, without quotes; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a store is waited for, in seconds.
+
+    With the defaults a store that cannot be reached, or accepts and says nothing, is given up within 30 s.
+    """
+
+    connect: float = 5.0
+    """Until a connection stands."""
+    silence: float = 8.0
+    """Without a single byte: the attempt is given up."""
+    retry: float = 18.0
+    """After the first attempt: no further attempt begins, unless the server itself asked to wait."""
+    throttle: float = 600.0
+    """In all, when the server answers "slow down"."""
+    min_rate: float = 1024.0
+    """Bytes a second that a transfer must reach..."""
+    grace: float = 30.0
+    """...once it has run for so long."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise UsageError(f"limit {name} must be above 0, got {getattr(self, name)}")
+
+
+Pages = Iterator[list[Object]]
+"""A listing as it arrives."""
 
 
 class Store(Protocol):
@@ -30,12 +62,19 @@ class Store(Protocol):
 
     url: str
     """The place, without user info and query: fit to be shown and stored."""
+    concurrency: int
+    """How many requests in flight at once serve this store well."""
 
-    def list(self) -> Iterator[list[Object]]:
+    def list(self) -> Pages:
         """All objects, in batches, in no promised order; "folders" (keys ending in ``/``) left out.
 
-        Raises :class:`NotFound` when the bucket does not exist, :class:`AccessDenied`, :class:`Unreachable`.
+        Raises :class:`NotFound` when the bucket or folder does not exist, :class:`AccessDenied`, :class:`Unreachable`.
         """
+        ...
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What the last finished :meth:`list` passed over, as ``{"reason": count}``."""
         ...
 
     def get(self, item: Object) -> memoryview:
@@ -52,3 +91,22 @@ class Store(Protocol):
     def close(self) -> None:
         """Let go of connections. May be called twice."""
         ...
+
+
+def check_identity(item: Object, *, size: int | None, etag: str | None) -> None:
+    """Refuse an object that is not the one listed, by the size and ETag the store now tells (None: it tells none).
+
+    Raises :class:`BadObject` naming the key.
+    """
+    if size is not None and item.size >= 0 and size != item.size:
+        raise BadObject(
+            f"{item.key!r} changed since it was listed: {size} bytes instead of {item.size}; list again with --refresh"
+        )
+    if item.etag is not None and etag is not None and etag != item.etag:
+        raise BadObject(f"{item.key!r} changed since it was listed (another ETag); list again with --refresh")
+
+
+def check_length(item: Object, *, got: int, want: int) -> None:
+    """Refuse a body of ``got`` bytes where ``want`` were promised. Raises :class:`BadObject` naming the key."""
+    if got != want:
+        raise BadObject(f"{item.key!r}: {got} bytes came instead of {want}")

@@ -1,0 +1,194 @@
+"""From the bytes of an object to the values of its fields. Nothing here unpickles; whatever does not parse is refused.
+
+============  ============================================================================================
+``.npy``      an array, without a copy where it is little-endian
+``.npz``      its arrays, each a field
+``.json``     its top-level keys: whole numbers int64, others float64, true/false bool, text str, anything
+              nested as JSON text; a top level that is no object is one field named ``json``
+``.cls .id``  a whole number, int64
+``.txt``      text, UTF-8
+images        bytes, or a uint8 array (height, width, 3)
+the rest      bytes
+============  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import json
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import MAX_RANK, storage_dtype
+from cachetool.sources.keys import Part
+
+__all__ = ["Value", "decode"]
+
+Value = np.ndarray[Any, Any] | int | float | str | bytes | memoryview
+"""A field's value; a Python number stands for one that was written without a type."""
+
+_MAX_HEADER = 64 * 1024
+_INT64 = range(-(2**63), 2**63)
+_INFLATED = 64 * 2**20
+_RATIO = 100
+_HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
+
+
+def decode(part: Part, data: memoryview, *, images: bool) -> Iterator[tuple[str, Value]]:
+    """The fields of one object, ``(name, value)``.
+
+    ``images``: decode images. Raises :class:`BadObject` with the reason alone; the caller names the object.
+    """
+    match part.kind:
+        case "npy":
+            yield part.field, parse_npy(data)
+        case "npz":
+            yield from _npz(part.field, data)
+        case "json":
+            yield from _json(part.field, data)
+        case "int":
+            yield part.field, _whole_number(data)
+        case "str":
+            yield part.field, _text(data)
+        case "image" if images:
+            from cachetool.sources.images import decode_image
+
+            yield part.field, decode_image(data)
+        case _:
+            yield part.field, data
+
+
+def parse_npy(data: memoryview) -> np.ndarray[Any, Any]:
+    """The array in a ``.npy`` file; a view of ``data``.
+
+    Layout: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. The file must hold exactly the
+    array: bytes that are missing or left over are refused.
+    """
+    found = _HEADER.match(data[:8])
+    if found is None:
+        raise BadObject("not a .npy file (it does not begin with \\x93NUMPY)")
+    wide = 2 if found.group(1) == b"\x01" else 4
+    length = int.from_bytes(data[8 : 8 + wide], "little")
+    start = 8 + wide + length
+    if length > _MAX_HEADER or start > len(data):
+        raise BadObject("not a .npy file (its header is cut short or too long)")
+    dtype, fortran, shape = _npy_header(bytes(data[8 + wide : start]))
+    if start + math.prod(shape) * dtype.itemsize != len(data):
+        raise BadObject(
+            f"{len(data) - start} bytes follow the header of a {dtype} array {shape},"
+            f" which needs {math.prod(shape) * dtype.itemsize}"
+        )
+    flat = np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start)
+    return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _npy_header(raw: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
+    try:
+        header = ast.literal_eval(raw.decode("latin-1").strip())
+        descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+        sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+        if not (isinstance(descr, str) and isinstance(fortran, bool) and sizes and len(header) == 3):
+            raise ValueError("unexpected entries")
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+        raise BadObject("not a .npy file of plain numbers (its header names no dtype and shape)") from error
+    if len(shape) > MAX_RANK:
+        raise BadObject(f"an array of {len(shape)} dimensions, at most {MAX_RANK}")
+    try:
+        storage_dtype(descr)
+    except UsageError as error:
+        raise BadObject(str(error)) from None
+    return np.dtype(descr), fortran, shape
+
+
+def _npz(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            # A bomb says how large it will be; nothing is inflated beyond what its directory says.
+            inflated = sum(member.file_size for member in members)
+            if inflated > max(_INFLATED, _RATIO * len(data)):
+                raise BadObject(f"an .npz that would grow from {len(data)} to {inflated} bytes is refused")
+            names = [member.filename for member in members]
+            if len(set(names)) != len(names):
+                raise BadObject("the .npz holds two arrays of one name")
+            for member in members:
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise BadObject(
+                        f"the .npz is compressed by method {member.compress_type}, which NumPy does not write"
+                    )
+                name = member.filename.removesuffix(".npy")
+                if name == member.filename:
+                    raise BadObject(f"the .npz holds {name[:100]!r}, which is no array")
+                yield prefix + name, parse_npy(memoryview(archive.read(member)))
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise BadObject(f"not an .npz file ({_reason(error)})") from error
+
+
+def _json(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
+    try:
+        found = json.loads(str(data, "utf-8-sig"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
+        raise BadObject(f"not JSON ({_reason(error)})") from error
+    if not isinstance(found, dict):
+        found = {"json": found} if not prefix else {prefix.removesuffix("/"): found}
+        prefix = ""
+    for name, value in found.items():
+        yield prefix + name, _plain(name, value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("one key twice in one object")
+    return found
+
+
+class _Null:
+    """Stands for ``null``: fine until somebody wants the field."""
+
+
+NULL: Any = _Null()
+
+
+def _plain(name: str, value: Any) -> Value:
+    if value is None:
+        return NULL  # type: ignore[no-any-return]
+    if isinstance(value, dict | list):
+        value = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    if isinstance(value, int) and not isinstance(value, bool) and value not in _INT64:
+        raise BadObject(f"{name[:100]!r} is {value}, which does not fit into int64")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadObject(f"{name[:100]!r} holds half a character (a lone surrogate)") from None
+    return value  # type: ignore[no-any-return]
+
+
+def _whole_number(data: memoryview) -> int:
+    text = bytes(data[:64]).strip()
+    if len(data) > 64 or not re.fullmatch(rb"[+-]?[0-9]{1,19}", text) or int(text) not in _INT64:
+        raise BadObject(f"not a whole number: {bytes(data[:20])!r}")
+    return int(text)
+
+
+def _text(data: memoryview) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise BadObject(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).partition("\n")[0][:100]
+    return text if text.isprintable() and text else type(error).__name__

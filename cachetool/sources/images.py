@@ -1,0 +1,84 @@
+"""Images into uint8 arrays (height, width, 3), by simplejpeg and Pillow (extra ``image``).
+
+Gray, palette and CMYK images become RGB, an alpha channel is dropped, the first frame counts, and orientation tags are
+not followed, so that pixels are as they are stored. Images of more than 8 bits a channel are refused rather than
+rounded. An image that claims to be far larger than its bytes can mean is refused before it is unpacked.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+
+from cachetool.errors import BadObject, MissingExtra
+
+__all__ = ["decode_image"]
+
+MAX_PIXELS = 2**27
+"""No image may be larger."""
+PLAIN_PIXELS = 2**24
+MAX_RATIO = 200
+"""An image of more than PLAIN_PIXELS must have at least one byte for so many bytes of pixels."""
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+_OPENING = threading.Lock()
+
+
+def decode_image(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The pixels, uint8 (height, width, 3).
+
+    Raises :class:`BadObject` for what is no image or too large, :class:`MissingExtra` without Pillow.
+    """
+    if bytes(data[:3]) == b"\xff\xd8\xff":
+        found = _jpeg(data)
+        if found is not None:
+            return found
+    return _any(data)
+
+
+def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """A JPEG by the faster library; None when it is not there or cannot: CMYK, damaged."""
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        _check(width, height, len(data))
+        pixels: np.ndarray[Any, np.dtype[np.uint8]] = simplejpeg.decode_jpeg(data, colorspace="RGB")
+    except ValueError:
+        return None
+    return pixels
+
+
+def _any(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MissingExtra("decoding images", "image") from None
+    try:
+        # Opening reads the header alone. Pillow warns of large images, which are checked here; its filters are global.
+        with _OPENING, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        with image:
+            _check(image.width, image.height, len(data))
+            if image.mode not in _MODES:
+                raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes")
+            return np.asarray(image.convert("RGB"))
+    except Image.DecompressionBombError:
+        raise BadObject("an image too large to be one") from None
+    except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, OverflowError) as error:
+        text = str(error).partition("\n")[0]
+        raise BadObject(f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}") from error
+
+
+def _check(width: int, height: int, nbytes: int) -> None:
+    pixels = width * height
+    if pixels > MAX_PIXELS or (pixels > PLAIN_PIXELS and 3 * pixels > MAX_RATIO * nbytes):
+        raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")

@@ -1,0 +1,286 @@
+"""What a store held when it was listed, on disk: the objects in the order that numbers the units.
+
+One folder of plain arrays, made to be memory-mapped and shared; about 40 bytes an object beside its key and ETag::
+
+    keys.npy          uint8    the keys, one after another, sorted by (sample, key)
+    key_offsets.npy   int64    (objects + 1,)   where each begins
+    etags.npy         uint8    the ETags, one after another; empty where the store has none
+    etag_offsets.npy  int64    (objects + 1,)
+    sizes.npy         int64    (objects,)       -1 where the listing does not say
+    units.npy         int64    (units + 1,)     the first object of each unit
+    listing.json               counts, rule of grouping, digest; written last
+
+Keys arrive in any order and any number: runs of :data:`RUN` keys are sorted in memory, put aside in the folder and
+merged, so that a hundred million keys take no more memory than a quarter of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+import struct
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.errors import BadObject, CorruptError
+from cachetool.sources.keys import Stem
+from cachetool.stores import Object
+
+__all__ = ["Listing", "write_listing"]
+
+LISTING_FILE = "listing.json"
+RUN = 2**18
+"""Keys that are sorted in memory at a time."""
+_VERSION = 1
+_HEAD = struct.Struct("<IIIq")
+_Record = tuple[bytes, bytes, int, bytes]
+"""Sample key, key, size, ETag."""
+
+
+def write_listing(
+    folder: Path,
+    pages: Iterable[list[Object]],
+    *,
+    stem: Stem,
+    url: str,
+    left_out: Callable[[], Mapping[str, int]] = dict,
+    progress: Callable[[int], None] | None = None,
+) -> Listing:
+    """Write what ``pages`` name into ``folder``, which is made; the folder is whole once ``listing.json`` is there.
+
+    ``left_out`` is asked afterwards what the store passed over; ``progress`` is told how many keys have come. Raises
+    :class:`BadObject` for a key that is named twice.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    runs: list[Path] = []
+    passed_over: Counter[str] = Counter()
+    records: list[_Record] = []
+    seen = 0
+    try:
+        for page in pages:
+            for item in page:
+                part = stem.split(item.key)
+                if isinstance(part, str):
+                    passed_over[part] += 1
+                else:
+                    records.append((_encode(part.sample), _encode(item.key), item.size, _encode(item.etag or "")))
+            seen += len(page)
+            if progress is not None:
+                progress(seen)
+            if len(records) >= RUN:
+                runs.append(_put_aside(folder / f"run-{len(runs):04d}.tmp", records))
+                records = []
+        records.sort()
+        merged = heapq.merge(*(_take_back(run) for run in runs), records) if runs else iter(records)
+        facts = _Writer(folder, url).write(merged)
+    finally:
+        for run in runs:
+            run.unlink()
+    passed_over.update(left_out())
+    facts |= {"version": _VERSION, "url": url, "stem": stem.rule, "left_out": dict(passed_over)}
+    aside = folder / f"{LISTING_FILE}.tmp"
+    with open(aside, "w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=1)
+        _sync(file.fileno())
+    os.replace(aside, folder / LISTING_FILE)
+    return Listing.open(folder)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _sync(fd: int) -> None:
+    os.fsync(fd)
+
+
+def _put_aside(path: Path, records: list[_Record]) -> Path:
+    records.sort()
+    with open(path, "wb") as file:
+        for sample, key, size, etag in records:
+            file.write(_HEAD.pack(len(sample), len(key), len(etag), size) + sample + key + etag)
+    return path
+
+
+def _take_back(path: Path) -> Iterator[_Record]:
+    with open(path, "rb") as file:
+        while head := file.read(_HEAD.size):
+            sample, key, etag, size = _HEAD.unpack(head)
+            body = file.read(sample + key + etag)
+            yield body[:sample], body[sample : sample + key], size, body[sample + key :]
+
+
+class _Writer:
+    """Streams sorted records into the arrays."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._folder, self._url = folder, url
+
+    def write(self, records: Iterator[_Record]) -> dict[str, Any]:
+        key_offsets, etag_offsets, sizes, units = array("q", [0]), array("q", [0]), array("q"), array("q")
+        digest = hashlib.sha256()
+        last_sample, last_key = None, None
+        with _BytesFile(self._folder / "keys.npy") as keys, _BytesFile(self._folder / "etags.npy") as etags:
+            for sample, key, size, etag in records:
+                if key == last_key:
+                    raise BadObject(f"{self._url}: the key {_decode(key)!r} is listed twice")
+                if sample != last_sample:
+                    units.append(len(sizes))
+                    last_sample = sample
+                last_key = key
+                sizes.append(size)
+                keys.write(key)
+                etags.write(etag)
+                key_offsets.append(keys.count)
+                etag_offsets.append(etags.count)
+                digest.update(_HEAD.pack(len(sample), len(key), len(etag), size) + key + etag)
+        units.append(len(sizes))
+        columns = {"key_offsets": key_offsets, "etag_offsets": etag_offsets, "sizes": sizes, "units": units}
+        for name, column in columns.items():
+            with open(self._folder / f"{name}.npy", "wb") as file:
+                np.save(file, np.frombuffer(column, dtype=np.int64), allow_pickle=False)
+                file.flush()
+                _sync(file.fileno())
+        known = np.frombuffer(sizes, dtype=np.int64)
+        starts = np.frombuffer(units, dtype=np.int64)[:-1]
+        per_unit = np.add.reduceat(np.maximum(known, 0), starts) if len(known) else np.zeros(1, dtype=np.int64)
+        return {
+            "objects": len(sizes),
+            "units": len(units) - 1,
+            "bytes": int(np.maximum(known, 0).sum()),
+            "largest": int(per_unit.max()),
+            "digest": digest.hexdigest(),
+        }
+
+
+class _BytesFile:
+    """A ``.npy`` file of bytes whose length is known at the end: its header has a fixed size and is written last."""
+
+    _HEADER = 128
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.count = 0
+        self._file: BinaryIO
+
+    def __enter__(self) -> _BytesFile:
+        self._file = open(self._path, "wb", buffering=2**20)  # closed in __exit__
+        self._file.write(bytes(self._HEADER))
+        return self
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.count += len(data)
+
+    def __exit__(self, *_: object) -> None:
+        text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({self.count},), }}"
+        header = b"\x93NUMPY\x01\x00" + struct.pack("<H", self._HEADER - 10)
+        header += text.ljust(self._HEADER - len(header) - 1).encode("ascii") + b"\n"
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.flush()
+        _sync(self._file.fileno())
+        self._file.close()
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A listing on disk, memory-mapped."""
+
+    folder: Path
+    url: str
+    stem: str
+    """The rule that grouped the objects."""
+    objects: int
+    units: int
+    bytes: int
+    """Bytes of all objects whose size is known."""
+    largest: int
+    """Bytes of the largest unit."""
+    digest: str
+    """SHA-256 over keys, sizes and ETags in order."""
+    left_out: Mapping[str, int]
+    """What is no part of a sample, ``{"reason": count}``."""
+    sizes: npt.NDArray[np.int64]
+    """Bytes of each object, -1 where not known."""
+    unit_starts: npt.NDArray[np.int64]
+    """The first object of each unit, and the number of objects."""
+    _keys: npt.NDArray[np.uint8]
+    _key_offsets: npt.NDArray[np.int64]
+    _etags: npt.NDArray[np.uint8]
+    _etag_offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def open(cls, folder: Path) -> Listing:
+        """Map the listing in ``folder``. Raises :class:`CorruptError` when it is not one, or not whole."""
+        try:
+            facts = json.loads((folder / LISTING_FILE).read_text(encoding="utf-8"))
+            if facts["version"] != _VERSION:
+                raise CorruptError(f"listing {str(folder)!r} has version {facts['version']}, known is {_VERSION}")
+            arrays = {
+                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
+                for name in ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")
+            }
+            made = cls(
+                folder,
+                facts["url"],
+                facts["stem"],
+                facts["objects"],
+                facts["units"],
+                facts["bytes"],
+                facts["largest"],
+                facts["digest"],
+                facts["left_out"],
+                arrays["sizes"],
+                arrays["units"],
+                arrays["keys"],
+                arrays["key_offsets"],
+                arrays["etags"],
+                arrays["etag_offsets"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"listing {str(folder)!r} cannot be read ({error}); remove it to list again") from error
+        lengths = (len(made.sizes), len(made._key_offsets) - 1, len(made._etag_offsets) - 1)
+        whole = lengths == (made.objects,) * 3 and len(made.unit_starts) == made.units + 1
+        if not (whole and made._key_offsets[-1] == len(made._keys) and made._etag_offsets[-1] == len(made._etags)):
+            raise CorruptError(f"listing {str(folder)!r} is not whole; remove it to list again")
+        return made
+
+    @property
+    def identity(self) -> str:
+        """Digest of what a unit number means: the objects in order and how they were grouped."""
+        return hashlib.sha256(json.dumps([self.digest, self.stem]).encode()).hexdigest()
+
+    def unit_bytes(self, units: npt.NDArray[np.int64], *, unknown: int = 0) -> npt.NDArray[np.int64]:
+        """Bytes of each of these units, (len(units),); an object of unknown size counts as ``unknown``."""
+        starts = self.unit_starts[units]
+        counts = self.unit_starts[units + 1] - starts
+        ends = np.cumsum(counts)
+        at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+        sizes = self.sizes[at]
+        return np.add.reduceat(np.where(sizes < 0, unknown, sizes), ends - counts) if len(ends) else ends
+
+    def object(self, index: int) -> Object:
+        """The object at a position."""
+        key = self._keys[self._key_offsets[index] : self._key_offsets[index + 1]]
+        etag = self._etags[self._etag_offsets[index] : self._etag_offsets[index + 1]]
+        return Object(_decode(key.tobytes()), int(self.sizes[index]), _decode(etag.tobytes()) or None)
+
+    def unit(self, number: int) -> list[Object]:
+        """The objects of one unit, in order of their keys. Raises :class:`IndexError` for a number out of range."""
+        if not 0 <= number < self.units:
+            raise IndexError(f"unit {number} of {self.units}")
+        return [self.object(index) for index in range(self.unit_starts[number], self.unit_starts[number + 1])]

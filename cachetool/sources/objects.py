@@ -1,0 +1,256 @@
+"""A folder of objects as a source: the objects of one key are one sample, and one unit.
+
+::
+
+    units asked for -> tasks of a few small units each -> threads: GET, decode -> in order -> columns -> pieces
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import BLOCK_BYTES, Block
+from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.schema import KEY, Schema
+from cachetool.sources.base import Piece, Probe, Skipped
+from cachetool.sources.decode import NULL, Value, decode
+from cachetool.sources.fetch import Fetcher
+from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.listing import Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
+from cachetool.stores import Object, Store
+
+__all__ = ["ObjectsSource"]
+
+AHEAD = 64 * 2**20
+"""Bytes that may be in flight or waiting for their turn."""
+_TASK_BYTES = 128 * 2**10
+_TASK_UNITS = 32
+_GUESS = 256 * 2**10
+"""Stands for the size of an object that the listing does not tell."""
+_PIECE_SAMPLES = 2**14
+LABEL = "label"
+
+_Units = npt.NDArray[np.int64]
+_Task = tuple[int, _Units, int]
+"""Position of the first unit, units, bytes."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One fetched unit: its values, or why there are none."""
+
+    key: str
+    values: dict[str, Value]
+    fetched: int = 0
+    nbytes: int = 0
+    names: tuple[str, ...] = ()
+    """All field names that were met, those not asked for as well."""
+    error: BadObject | NotFound | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """What :meth:`ObjectsSource.probe` keeps of a sample."""
+
+    key: str
+    shapes: Mapping[str, Shape]
+    nbytes: int
+    names: tuple[str, ...]
+    error: BadObject | NotFound | None
+
+
+class ObjectsSource:
+    """Samples made of objects; see :class:`cachetool.sources.base.Source`."""
+
+    def __init__(self, store: Store, listing: Listing, options: SourceOptions) -> None:
+        """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
+        self._store, self._listing, self._options = store, listing, options
+        self._stem = Stem(options.stem)
+        self._wanted = None if options.fields is None else frozenset(options.fields)
+        self.url = store.url
+        self.units = self.samples = listing.units
+        self.identity = listing.identity
+        threads = options.concurrency or store.concurrency
+        self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
+        self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
+
+    def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
+        """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
+        samples: list[_Shapes] = []
+        first_error: Exception | None = None
+        for found in self._probing.run(self._tasks(units, self._probing.threads), ahead=AHEAD, size=_size):
+            for sample in found:
+                if sample.error is None:
+                    samples.append(sample)
+                elif not skip_bad:
+                    raise sample.error
+                first_error = first_error or sample.error
+        if not samples:
+            raise first_error or NotFound(f"no samples under {self.url}")
+        pairs = [(sample.key, sample.shapes) for sample in samples]
+        schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields)
+        for name in self._options.fields or ():
+            if name not in schema:
+                raise UsageError(f"no field {name!r}; the samples have {names_of(samples[0].names)}")
+        return Probe(schema, -(-sum(sample.nbytes for sample in samples) // len(samples)))
+
+    def read(
+        self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES
+    ) -> Iterator[Piece]:
+        """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
+        names = set(schema.names)
+        pending: list[tuple[int, _Sample]] = []
+        held = position = 0
+        for found in self._reading.run(self._tasks(units, self._reading.threads), ahead=AHEAD, size=_size):
+            for sample in found:
+                if sample.error is None and sample.values.keys() != names:
+                    sample.error = _misfit(sample, schema)
+                if sample.error is not None and not skip_bad:
+                    raise sample.error
+                pending.append((position, sample))
+                position += 1
+                held += sample.nbytes
+                if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
+                    yield _piece(pending, schema, position, skip_bad=skip_bad)
+                    pending, held = [], 0
+        if pending:
+            yield _piece(pending, schema, position, skip_bad=skip_bad)
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+        self._reading.close()
+        self._probing.close()
+        self._store.close()
+
+    def _tasks(self, units: _Units, threads: int) -> Iterator[_Task]:
+        """Units cut into tasks: small ones together, yet enough tasks to keep every thread busy."""
+        units = np.asarray(units, dtype=np.int64)
+        sizes = self._listing.unit_bytes(units, unknown=_GUESS).tolist()
+        most = min(_TASK_UNITS, max(1, len(units) // (4 * threads)))
+        start = total = 0
+        for stop, size in enumerate(sizes):
+            if stop > start and (stop - start >= most or total + size > _TASK_BYTES):
+                yield start, units[start:stop], total
+                start, total = stop, 0
+            total += size
+        if len(units):
+            yield start, units[start:], total
+
+    def _read_task(self, task: _Task, stop: threading.Event) -> list[_Sample]:
+        return [self._sample(int(unit)) for unit in task[1] if not stop.is_set()]
+
+    def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
+        return [
+            _Shapes(s.key, {name: shape_of(value) for name, value in s.values.items()}, s.nbytes, s.names, s.error)
+            for s in self._read_task(task, stop)
+        ]
+
+    def _sample(self, unit: int) -> _Sample:
+        """Fetch and decode one unit. A bad or missing object is kept in the sample; a failing store raises."""
+        objects = self._listing.unit(unit)
+        parts = [self._part(item) for item in objects]
+        sample = _Sample(parts[0].sample, {})
+        try:
+            for item, part in self._needed(objects, parts):
+                data = self._store.get(item)
+                sample.fetched += len(data)
+                self._take(sample, item, part, data)
+            if self._options.label_from_folder:
+                self._add(sample, LABEL, self._folder(sample.key))
+        except (BadObject, NotFound) as error:
+            sample.error = error
+        sample.names = tuple(sample.values) if not sample.names else sample.names
+        if self._options.key:
+            sample.values[KEY] = sample.key
+        sample.nbytes = sum(map(nbytes_of, sample.values.values()))
+        return sample
+
+    def _part(self, item: Object) -> Part:
+        part = self._stem.split(item.key)
+        assert not isinstance(part, str), f"{item.key!r} was listed as part of a sample"
+        return part
+
+    def _needed(self, objects: list[Object], parts: list[Part]) -> list[tuple[Object, Part]]:
+        """Objects that can hold a field asked for: those named so, and files of many fields unless all are found."""
+        pairs = list(zip(objects, parts, strict=True))
+        if self._wanted is None:
+            return pairs
+        rename = self._options.rename
+        named = [p for p in pairs if p[1].kind not in CONTAINERS and rename.get(p[1].field, p[1].field) in self._wanted]
+        if len(named) == len(self._wanted):
+            return named
+        chosen = {item.key for item, _ in named}
+        return [pair for pair in pairs if pair[0].key in chosen or pair[1].kind in CONTAINERS]
+
+    def _take(self, sample: _Sample, item: Object, part: Part, data: memoryview) -> None:
+        try:
+            for found, value in decode(part, data, images=self._options.decode == "image"):
+                name = self._options.rename.get(found, found)
+                sample.names += (name,)
+                if self._wanted is not None and name not in self._wanted:
+                    continue
+                if value is NULL:
+                    raise BadObject(f"{found[:100]!r} is null; choose other fields with --fields")
+                self._add(sample, name, value)
+        except BadObject as error:
+            raise BadObject(f"{item.key!r}: {error}") from error.__cause__
+
+    def _add(self, sample: _Sample, name: str, value: Value) -> None:
+        if name in sample.values or name == KEY:
+            raise BadObject(
+                f"sample {sample.key!r} has field {name[:100]!r} twice; rename one with --rename, or see --stem"
+            )
+        sample.values[name] = value
+
+    def _folder(self, key: str) -> str:
+        folder = key.rpartition("/")[0]
+        if not folder:
+            raise BadObject(f"{key!r} lies in no folder below {self.url}, which --label-from-folder could take")
+        return folder.rpartition("/")[2]
+
+
+def _size(task: _Task) -> int:
+    return task[2]
+
+
+def _misfit(sample: _Sample, schema: Schema) -> BadObject:
+    return BadObject(
+        f"sample {sample.key!r} has the fields {names_of(list(sample.values))}, but the dataset has"
+        f" {names_of(schema.names)};\nsee --stem for how names are cut, or leave it out with --on-error skip"
+    )
+
+
+def _piece(pending: Sequence[tuple[int, _Sample]], schema: Schema, done: int, *, skip_bad: bool) -> Piece:
+    """Columns of the samples that fit; the others skipped, or raised."""
+    fetched = sum(sample.fetched for _, sample in pending)
+    good = [(position, sample) for position, sample in pending if sample.error is None]
+    try:
+        block = Block.from_samples(schema, [sample.values for _, sample in good])
+    except UsageError:
+        # Rare: look for the culprits one by one.
+        for _, sample in good:
+            try:
+                Block.from_samples(schema, [sample.values])
+            except UsageError as error:
+                sample.error = BadObject(f"sample {sample.key!r}: {error}")
+                if not skip_bad:
+                    raise sample.error from None
+        good = [(position, sample) for position, sample in good if sample.error is None]
+        block = Block.from_samples(schema, [sample.values for _, sample in good])
+    skipped = tuple(
+        Skipped(position, sample.key, _line(sample.error)) for position, sample in pending if sample.error is not None
+    )
+    draws = np.fromiter((position for position, _ in good), dtype=np.int64, count=len(good))
+    return Piece(block, draws, done, skipped, fetched)
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split("\n"))

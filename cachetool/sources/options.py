@@ -1,0 +1,68 @@
+"""How the objects of a place become samples: one frozen value that checks itself and crosses processes as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cachetool.errors import UsageError
+from cachetool.schema import KEY, Field
+from cachetool.sources.keys import Stem
+
+__all__ = ["SourceOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What ``pull`` was asked for, as far as the source is concerned. Raises :class:`UsageError` when made wrongly."""
+
+    fields: tuple[str, ...] | None = None
+    """Only these fields, by their names after renaming, in this order; None for all."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """Field names as they are found, to what they shall be called; several may get one name."""
+    stem: str = "first"
+    """Where a name's key ends: ``first`` or ``last`` dot, or a regular expression; see :class:`Stem`."""
+    decode: str | None = None
+    """``image``: images become uint8 arrays (height, width, 3). None: they stay bytes."""
+    label_from_folder: bool = False
+    """Add the field ``label``: the name of the folder a sample lies in."""
+    key: bool = True
+    """Add the field ``__key__``."""
+    concurrency: int | None = None
+    """Requests in flight; None for what suits the store."""
+
+    def __post_init__(self) -> None:
+        Stem(self.stem)
+        if self.decode not in (None, "image"):
+            raise UsageError(f"unknown --decode {self.decode!r}; there is image")
+        if self.concurrency is not None and not 1 <= self.concurrency <= 1024:
+            raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
+        if self.fields is not None:
+            object.__setattr__(self, "fields", tuple(dict.fromkeys(name for name in self.fields if name != KEY)))
+            if not self.fields and not self.key:
+                raise UsageError("--fields names no field")
+        object.__setattr__(self, "rename", dict(self.rename))
+        for name in (*(self.fields or ()), *self.rename.values()):
+            Field(name, "bytes")  # refuses names that no format can hold
+        if KEY in (*self.rename, *self.rename.values()):
+            raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
+
+    def numbering(self) -> dict[str, Any]:
+        """The part that decides what a unit number means."""
+        return {"stem": self.stem}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "fields": None if self.fields is None else list(self.fields)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SourceOptions:
+        """The options that :meth:`to_json` described. Raises :class:`UsageError` when ``value`` is none."""
+        try:
+            given = dict(value)
+            if given.get("fields") is not None:
+                given["fields"] = tuple(given["fields"])
+            return cls(**given)
+        except TypeError as error:
+            raise UsageError(f"not the options of a source: {error}") from None

@@ -1,0 +1,117 @@
+"""The schema that a few samples share: what each field is in one sample, and what it must be to hold all of them.
+
+Same shape -> fixed; same rank and dtype -> ragged; whole and other numbers under one JSON key -> float64; anything else
+is an error that names two samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import KEY, Field, Schema
+from cachetool.sources.decode import Value
+
+__all__ = ["Shape", "common_schema", "majority", "names_of", "nbytes_of", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one field is in one sample."""
+
+    dtype: str
+    """As in :class:`Field`."""
+    shape: tuple[int | None, ...]
+    plain: bool = False
+    """A number that was written without a type, so that it may become a float."""
+
+    def describe(self) -> str:
+        """For messages."""
+        return Field("x", self.dtype, self.shape).describe()
+
+
+def shape_of(value: Value) -> Shape:
+    """What a decoded value is."""
+    if isinstance(value, np.ndarray):
+        return Shape(value.dtype.newbyteorder("<").str, value.shape)
+    if isinstance(value, str):
+        return Shape("str", ())
+    if isinstance(value, bytes | memoryview):
+        return Shape("bytes", ())
+    return Shape({bool: "|b1", int: "<i8"}.get(type(value), "<f8"), (), plain=True)
+
+
+def nbytes_of(value: Value) -> int:
+    """Bytes that a decoded value takes in a shard, about."""
+    if isinstance(value, np.ndarray | memoryview):
+        return value.nbytes
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def common_schema(samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Sequence[str] | None = None) -> Schema:
+    """The schema of ``samples``, pairs of a key and what its fields are; ``__key__`` comes last.
+
+    ``order`` gives the fields' order, default: that of the first sample. Raises :class:`BadObject` naming two samples
+    that have no schema in common.
+    """
+    first_key = ""
+    found: dict[str, Shape] = {}
+    from_key: dict[str, str] = {}
+    for key, shapes in samples:
+        if not found:
+            first_key, found = key, dict(shapes)
+            from_key = dict.fromkeys(found, key)
+        elif shapes.keys() != found.keys():
+            raise BadObject(_differing(first_key, list(found), key, list(shapes)))
+        for name, shape in shapes.items():
+            if shape != found[name]:
+                found[name] = _merge(name, from_key[name], found[name], key, shape)
+    names = [name for name in (order or ()) if name in found]
+    names += [name for name in found if name not in names and name != KEY]
+    try:
+        fields = [Field(name, found[name].dtype, found[name].shape) for name in names]
+        return Schema((*fields, Field(KEY, "str")) if KEY in found else tuple(fields))
+    except UsageError as error:
+        raise BadObject(f"sample {first_key!r}: {error}") from None
+
+
+def majority(samples: Sequence[tuple[str, Mapping[str, Shape]]]) -> list[tuple[str, Mapping[str, Shape]]]:
+    """Those of ``samples`` that can share a schema with most of the others; of two groups of one size the first."""
+    alike = [frozenset((name, *_family(shape)) for name, shape in shapes.items()) for _, shapes in samples]
+    most = Counter(alike).most_common(1)
+    return [sample for sample, family in zip(samples, alike, strict=True) if family == most[0][0]]
+
+
+def _family(shape: Shape) -> tuple[str, int]:
+    number = shape.plain and shape.dtype in ("<i8", "<f8")
+    return "number" if number else shape.dtype, len(shape.shape)
+
+
+def _merge(name: str, key_a: str, a: Shape, key_b: str, b: Shape) -> Shape:
+    if a.dtype == b.dtype and len(a.shape) == len(b.shape):
+        return a if a.shape == b.shape else Shape(a.dtype, (None,) * len(a.shape))
+    if a.plain and b.plain and {a.dtype, b.dtype} == {"<i8", "<f8"}:
+        return Shape("<f8", (), plain=True)
+    raise BadObject(
+        f"field {name!r} is {a.describe()} in {key_a!r} but {b.describe()} in {key_b!r};\n"
+        "leave it out with --fields, or leave out the misfits with --on-error skip"
+    )
+
+
+def _differing(key_a: str, a: list[str], key_b: str, b: list[str]) -> str:
+    only_a, only_b = [n for n in a if n not in b], [n for n in b if n not in a]
+    text = f"samples differ in their fields: {key_a!r} has {names_of(a)}; {key_b!r} has {names_of(b)};\n"
+    if len(only_a) == len(only_b) == 1:
+        return text + f"see --stem for how names are cut, or use --rename {only_a[0]}=X --rename {only_b[0]}=X"
+    return text + "see --stem for how names are cut, or choose some with --fields"
+
+
+def names_of(names: Sequence[Any], most: int = 8) -> str:
+    """Field names for a message, ``__key__`` left out."""
+    shown = [str(name)[:60] if str(name).isprintable() else repr(name)[:60] for name in names if name != KEY]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "") or "none"

@@ -1,0 +1,222 @@
+"""Where credentials and endpoints come from: the environment and each cloud's own files, never cachetool's.
+
+Each function gives the options that the object-store client is made with. They are resolved here, not in the client,
+so that a missing credential is one clear line: left alone, the client asks the cloud's metadata address, which outside
+that cloud hangs. That address is used only when the environment asks for it (``AWS_EC2_METADATA_DISABLED=false``,
+``GCE_METADATA_HOST``, ``IDENTITY_ENDPOINT``/``MSI_ENDPOINT``).
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from cachetool.errors import AccessDenied, UsageError
+from cachetool.stores.redact import redact
+
+__all__ = ["azure_options", "gcs_options", "s3_options"]
+
+Options = dict[str, str | bool]
+Environment = Mapping[str, str]
+
+
+def _true(env: Environment, *names: str) -> bool:
+    return any(env.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in names)
+
+
+def _first(env: Environment, *names: str) -> str:
+    return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
+
+
+def _home(env: Environment) -> Path:
+    return Path(env.get("HOME") or os.path.expanduser("~"))
+
+
+def _endpoint(url: str, variable: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{variable} must begin with http:// or https://, got {redact(url)!r}")
+    return url.rstrip("/")
+
+
+# --- S3 -------------------------------------------------------------------------------------------------------------
+
+
+def s3_options(place: str, env: Environment = os.environ) -> Options:
+    """Options of an S3 store.
+
+    ``place`` is the URL to name in a message. Order: ``AWS_SKIP_SIGNATURE``; keys in the environment; what a container
+    or a web identity gives (left to the client); the profile (``AWS_PROFILE``) of the shared files. Raises
+    :class:`AccessDenied` when there is none of these, :class:`UsageError` for an endpoint that is no URL.
+    """
+    profile = _aws_profile(env)
+    options: Options = {
+        "region": _first(env, "AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region", "") or "us-east-1"
+    }
+    endpoint = _first(env, "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") or profile.get("endpoint_url", "")
+    if endpoint:
+        options["endpoint"] = _endpoint(endpoint, "AWS_ENDPOINT_URL")
+        # Servers of one's own know buckets by path; their host name has no name per bucket.
+        options["virtual_hosted_style_request"] = _true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
+    if _true(env, "AWS_REQUEST_PAYER"):
+        options["request_payer"] = True
+    if _true(env, "AWS_SKIP_SIGNATURE"):
+        return {**options, "skip_signature": True}
+    key, secret = _first(env, "AWS_ACCESS_KEY_ID"), _first(env, "AWS_SECRET_ACCESS_KEY")
+    token = _first(env, "AWS_SESSION_TOKEN")
+    if bool(key) != bool(secret):
+        missing = "AWS_SECRET_ACCESS_KEY" if key else "AWS_ACCESS_KEY_ID"
+        raise AccessDenied(f"incomplete credentials for {place}: {missing} is not set")
+    if not key:
+        if _first(env, *_AWS_PROVIDERS) or env.get("AWS_EC2_METADATA_DISABLED", "").strip().lower() == "false":
+            return options
+        key, secret = profile.get("aws_access_key_id", ""), profile.get("aws_secret_access_key", "")
+        token = profile.get("aws_session_token", "")
+    if not (key and secret):
+        raise AccessDenied(_no_aws_credentials(place, profile, env))
+    options |= {"access_key_id": key, "secret_access_key": secret}
+    return {**options, "session_token": token} if token else options
+
+
+_AWS_PROVIDERS = (
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+
+
+def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment) -> str:
+    if any(name.startswith("sso_") or name in ("credential_process", "role_arn") for name in profile):
+        name = env.get("AWS_PROFILE") or "default"
+        return (
+            f"profile {name!r} has no keys of its own, which {place} needs; put them into the environment with:\n"
+            f'eval "$(aws configure export-credentials --profile {name} --format env)"'
+        )
+    return (
+        f"no credentials for {place}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,\n"
+        "or AWS_SKIP_SIGNATURE=true for public data, or AWS_EC2_METADATA_DISABLED=false on an EC2 instance"
+    )
+
+
+def _aws_profile(env: Environment) -> dict[str, str]:
+    """What the shared credentials and config files say of the profile; the credentials file wins."""
+    name = env.get("AWS_PROFILE", "").strip()
+    folder = _home(env) / ".aws"
+    config = Path(env.get("AWS_CONFIG_FILE") or folder / "config").expanduser()
+    keys = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials").expanduser()
+    wanted = name or "default"
+    in_config = _section(config, "default" if wanted == "default" else f"profile {wanted}")
+    in_keys = _section(keys, wanted)
+    if name and in_config is None and in_keys is None:
+        raise AccessDenied(f"no profile {name!r} (AWS_PROFILE) in {str(keys)!r} or {str(config)!r}")
+    return {**(in_config or {}), **(in_keys or {})}
+
+
+def _section(path: Path, name: str) -> dict[str, str] | None:
+    # Interpolation off: secrets hold % signs. The default section is an ordinary one in these files.
+    parser = configparser.RawConfigParser(default_section="\0", strict=False)
+    try:
+        with open(path, encoding="utf-8") as file:
+            parser.read_file(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise AccessDenied(f"credentials file {str(path)!r} cannot be read: {error.strerror}") from error
+    except (configparser.Error, UnicodeDecodeError):
+        # Not chained: the parser's message quotes the line, which may be a secret.
+        raise AccessDenied(f"credentials file {str(path)!r} is not in the INI format the AWS tools use") from None
+    return dict(parser[name]) if parser.has_section(name) else None
+
+
+# --- GCS ------------------------------------------------------------------------------------------------------------
+
+
+def gcs_options(place: str, env: Environment = os.environ) -> Options:
+    """Options of a Google Cloud Storage store: ``GOOGLE_SKIP_SIGNATURE``, a service account or
+    ``GOOGLE_APPLICATION_CREDENTIALS``, else what ``gcloud auth application-default login`` left in the home folder.
+
+    Raises :class:`AccessDenied` when there is none of these.
+    """
+    options: Options = {}
+    host = _first(env, "GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST")
+    if host:
+        options["base_url"] = _endpoint(host if "://" in host else f"http://{host}", "STORAGE_EMULATOR_HOST")
+    if _true(env, "GOOGLE_SKIP_SIGNATURE"):
+        return {**options, "skip_signature": True}
+    if text := _first(env, "GOOGLE_SERVICE_ACCOUNT_KEY"):
+        return {**options, "service_account_key": text}
+    if path := _first(env, "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
+        return {**options, "service_account": _existing(path, "GOOGLE_SERVICE_ACCOUNT")}
+    if path := _first(env, "GOOGLE_APPLICATION_CREDENTIALS"):
+        return {**options, "application_credentials": _existing(path, "GOOGLE_APPLICATION_CREDENTIALS")}
+    folder = Path(env.get("CLOUDSDK_CONFIG") or _home(env) / ".config" / "gcloud")
+    default = folder / "application_default_credentials.json"
+    if default.is_file():
+        return {**options, "application_credentials": str(default)}
+    if _first(env, "GCE_METADATA_HOST"):
+        return options
+    raise AccessDenied(
+        f"no credentials for {place}: set GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SKIP_SIGNATURE=true for public data,\n"
+        "or GCE_METADATA_HOST on Google Cloud, or run 'gcloud auth application-default login'"
+    )
+
+
+def _existing(path: str, variable: str) -> str:
+    found = Path(path).expanduser()
+    if not found.is_file():
+        raise AccessDenied(f"{variable} names {path!r}, which is no file")
+    return str(found)
+
+
+# --- Azure ----------------------------------------------------------------------------------------------------------
+
+
+def azure_options(place: str, account: str = "", env: Environment = os.environ) -> Options:
+    """Options of an Azure Blob store. ``account`` is the one the URL names, if it does.
+
+    Raises :class:`AccessDenied` when the account or a credential is missing.
+    """
+    given = _connection_string(_first(env, "AZURE_STORAGE_CONNECTION_STRING"))
+    name = account or _first(env, "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT") or given.get("accountname", "")
+    if not name:
+        raise AccessDenied(
+            f"no storage account for {place}: set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING,\n"
+            "or name it in the URL: abfss://container@account.dfs.core.windows.net/path"
+        )
+    options: Options = {"account_name": name}
+    endpoint = _first(env, "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT") or given.get("blobendpoint", "")
+    if endpoint:
+        options["endpoint"] = _endpoint(endpoint, "AZURE_STORAGE_ENDPOINT")
+    if _true(env, "AZURE_SKIP_SIGNATURE"):
+        return {**options, "skip_signature": True}
+    key = _first(env, *_AZURE_KEYS) or given.get("accountkey", "")
+    sas = _first(env, "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN") or given.get("sharedaccesssignature", "")
+    if key:
+        return {**options, "account_key": key}
+    if sas:
+        return {**options, "sas_key": sas}
+    ids = {
+        "client_id": _first(env, "AZURE_CLIENT_ID"),
+        "client_secret": _first(env, "AZURE_CLIENT_SECRET"),
+        "tenant_id": _first(env, "AZURE_TENANT_ID"),
+        "federated_token_file": _first(env, "AZURE_FEDERATED_TOKEN_FILE"),
+    }
+    if ids["client_id"] and ids["tenant_id"] and (ids["client_secret"] or ids["federated_token_file"]):
+        return {**options, **{name: value for name, value in ids.items() if value}}
+    if _true(env, "AZURE_USE_AZURE_CLI"):
+        return {**options, "use_azure_cli": True}
+    if _first(env, "IDENTITY_ENDPOINT", "MSI_ENDPOINT"):
+        return options
+    raise AccessDenied(
+        f"no credentials for {place}: set AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or\n"
+        "AZURE_STORAGE_CONNECTION_STRING, or AZURE_USE_AZURE_CLI=true, or AZURE_SKIP_SIGNATURE=true for public data"
+    )
+
+
+_AZURE_KEYS = ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCESS_KEY")
+
+
+def _connection_string(text: str) -> dict[str, str]:
+    pairs = (part.partition("=") for part in text.split(";") if part.strip())
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,86 @@
+"""obstore's errors told apart: which of our errors it is, in words that quote no server's text.
+
+obstore has a class for a missing object and for a refusal on a single object; everything else is ``GenericError`` with
+the facts in its text: ``Server returned non-2xx status code: 404 ...: <Error><Code>NoSuchBucket</Code>``, ``HTTP error:
+error sending request``. Servers echo keys and signatures in their messages, so only the code is taken.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
+from cachetool.stores.redact import printable, scrub
+
+__all__ = ["as_our_error"]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
+_ENDPOINT = re.compile(r"https?://([^/\s\"'?#@]+@)?([^/\s\"'?#]+)")
+_CLOCK = ("RequestTimeTooSkewed", "RequestExpired")
+_REFUSALS = (
+    "AccessDenied",
+    "AuthenticationFailed",
+    "AuthorizationFailure",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "UnsupportedAlgorithm",
+)
+
+
+def as_our_error(error: Exception, *, place: str, key: str | None = None) -> CacheToolError:
+    """The error of ours that says the same as obstore's ``error``.
+
+    ``place`` is the store's URL as it may be shown, ``key`` the object that was asked for, None for a listing.
+    """
+    if isinstance(error, CacheToolError):
+        return error
+    name = type(error).__name__
+    text = str(error).partition("\n\nDebug source")[0]
+    status = int(found.group(1)) if (found := _STATUS.search(text)) else 0
+    code = found.group(1) if (found := _CODE.search(text)) else ""
+    said = " ".join(filter(None, [str(status) if status else "", code]))
+    what = f"{place}: {key!r}" if key is not None else place
+    if name == "InvalidPathError":
+        found = re.search(r'Path "(.*)" contained|parsing Path "(.*)": ', text, re.DOTALL)
+        bad = next(filter(None, found.groups()), "") if found else (key or "")
+        return BadObject(
+            f"{place}: key {bad!r} cannot be fetched: it has an empty, '.' or '..' part or a control character;\n"
+            "rename that object or give a prefix without it"
+        )
+    if code in _CLOCK:
+        return AccessDenied(f"{what}: refused ({said}): the clock of this machine is wrong")
+    if code == "NoSuchBucket" or (key is None and (isinstance(error, FileNotFoundError) or status in (404, 410))):
+        return NotFound(f"{place}: no such bucket or container{f' ({said})' if said else ''}")
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return NotFound(f"{what}: not found")
+    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403) or code in _REFUSALS:
+        return AccessDenied(
+            f"{what}: access denied{f' ({said})' if said else ''}; check the credentials in the environment"
+        )
+    if name == "PreconditionError" or status == 412:
+        return BadObject(f"{what} changed since it was listed; list again with --refresh")
+    if "redirect without LOCATION" in text or status in (301, 307):
+        return SourceError(f"{what}: the bucket is in another region; set AWS_REGION")
+    if status == 416:
+        return BadObject(f"{what} is shorter than when it was listed")
+    if status in (429, 503):
+        return Unreachable(f"{what}: the store keeps answering 'slow down' ({said}); try later or with fewer workers")
+    if status >= 500:
+        return Unreachable(f"{what}: the server fails ({said}), also when asked again")
+    if status:
+        return SourceError(f"{what}: the server refuses the request ({said})")
+    if "HTTP error" in text or "error sending request" in text or "timed out" in text or "error decoding" in text:
+        host = found.group(2) if (found := _ENDPOINT.search(text)) else ""
+        at = f" at {printable(host)}" if host else ""
+        return Unreachable(f"{what}: no answer{at}; check the endpoint, the network and the proxy settings")
+    if isinstance(error, ValueError) or name in ("UnknownConfigurationKeyError", "NotSupportedError"):
+        return UsageError(f"{what}: {_line(text)}")
+    return SourceError(f"{what}: {_line(text)}")
+
+
+def _line(text: str) -> str:
+    """The first line of a message, scrubbed and cut."""
+    return scrub(text.strip().partition("\n")[0])[:200]

@@ -1,0 +1,182 @@
+"""A web server as a store: a folder with an index page, or a manifest that names the objects.
+
+The URL decides how it is listed: one that ends in ``.txt`` or ``.jsonl`` is a manifest, any other a folder whose index
+(nginx's JSON autoindex, or the links of an HTML page) is followed downwards. User info in the URL, else ``~/.netrc``,
+gives basic authentication; a query is sent along to the same server. Neither is ever shown or stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import netrc
+import os
+from collections import Counter
+from collections.abc import Mapping
+from urllib.parse import quote, unquote, urlsplit
+
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.http_client import HttpClient, Response
+from cachetool.stores.http_listing import MODIFIED, SHA256, is_absolute, read_index, read_manifest
+from cachetool.stores.http_wire import origin_of
+from cachetool.stores.redact import redact
+
+__all__ = ["HttpStore"]
+
+_MANIFESTS = (".txt", ".jsonl", ".ndjson")
+_INDEX_BYTES = 2**30
+_MAX_DEPTH = 64
+
+
+class HttpStore:
+    """Objects below one URL; see :class:`cachetool.stores.base.Store`."""
+
+    concurrency = 32
+
+    def __init__(self, url: str, limits: Limits) -> None:
+        """Nothing is fetched yet. Raises :class:`UsageError` for a URL without a host."""
+        origin_of(url)  # refuses what is no URL
+        parts = urlsplit(url)
+        self.url = redact(url)
+        self._query = f"?{parts.query}" if parts.query else ""
+        self._manifest = parts.path if parts.path.lower().endswith(_MANIFESTS) else ""
+        folder = self._manifest.rpartition("/")[0] if self._manifest else parts.path.rstrip("/")
+        self._origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._folder = f"{folder}/"
+        self._client = HttpClient(url, limits, authorization=_authorization(url))
+        self._left_out: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What the last finished :meth:`list` passed over."""
+        return self._left_out
+
+    def list(self) -> Pages:
+        """All objects that the manifest or the index pages name; sizes are -1 where they do not tell."""
+        left_out: Counter[str] = Counter()
+        if self._manifest:
+            body = self._fetch(self._origin + self._manifest + self._query, self.url).body
+            yield from read_manifest(body, place=self.url)
+        else:
+            yield from self._walk(left_out)
+        self._left_out = left_out
+
+    def _walk(self, left_out: Counter[str]) -> Pages:
+        folders, seen = [""], {""}
+        while folders:
+            folder = folders.pop()
+            page = self._origin + self._folder + quote(folder, errors="surrogateescape")
+            answer = self._fetch(page + self._query, redact(page), accept="application/json, text/html;q=0.9")
+            if "/" not in urlsplit(answer.url).path[-1:]:
+                raise SourceError(
+                    f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
+                )
+            batch = []
+            for entry in read_index(answer.body, answer.headers.get("Content-Type", ""), page=page):
+                if entry.name in ("", ".", "..") or "/" in entry.name:
+                    left_out["odd names in an index"] += 1
+                elif entry.name.startswith("."):
+                    left_out["hidden"] += 1
+                elif not entry.is_folder:
+                    batch.append(Object(f"{folder}{entry.name}", entry.size, entry.etag))
+                elif (below := f"{folder}{entry.name}/") not in seen and below.count("/") <= _MAX_DEPTH:
+                    seen.add(below)
+                    folders.append(below)
+            yield batch
+
+    def _fetch(self, url: str, what: str, *, accept: str = "*/*") -> Response:
+        response = self._client.fetch(url, headers={"Accept": accept}, most=_INDEX_BYTES)
+        _check_status(response, what, 200)
+        return response
+
+    def get(self, item: Object) -> memoryview:
+        """The whole object."""
+        response = self._client.fetch(self._url_of(item), size=item.size)
+        what = f"{self.url}: {item.key!r}"
+        _check_status(response, what, 200)
+        size = len(response.body)
+        if item.size < 0 and _is_page(response) and not item.key.lower().endswith((".html", ".htm")):
+            raise BadObject(f"{what}: an HTML page came instead of the object")
+        self._check(item, response, size)
+        if item.etag is not None and item.etag.startswith(SHA256):
+            check_identity(item, size=None, etag=SHA256 + hashlib.sha256(response.body).hexdigest())
+        return response.body
+
+    def get_range(self, item: Object, start: int, length: int) -> memoryview:
+        """``length`` bytes from ``start``; a server that ignores ranges is refused."""
+        last = start + length - 1
+        if length == 0:
+            return memoryview(b"")
+        response = self._client.fetch(self._url_of(item), headers={"Range": f"bytes={start}-{last}"}, most=length)
+        what = f"{self.url}: {item.key!r}"
+        if response.status == 416:
+            raise BadObject(f"{what} is shorter than when it was listed")
+        if response.status == 200:
+            raise SourceError(f"{what}: the server ignores the Range header, so that parts of objects cannot be read")
+        _check_status(response, what, 206)
+        said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+        if said != f"{start}-{last}":
+            raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
+        self._check(item, response, int(total) if total.isdigit() else None)
+        check_length(item, got=len(response.body), want=length)
+        return response.body
+
+    def _url_of(self, item: Object) -> str:
+        if is_absolute(item.key):
+            return item.key
+        if any(part in ("", ".", "..") for part in item.key.split("/")):
+            raise BadObject(f"{item.key!r} cannot be named in a URL: it has an empty, '.' or '..' part")
+        return self._origin + self._folder + quote(item.key, errors="surrogateescape") + self._query
+
+    def _check(self, item: Object, response: Response, size: int | None) -> None:
+        etag: str | None = None
+        if item.etag is not None and item.etag.startswith(MODIFIED):
+            modified = response.headers.get("Last-Modified")
+            etag = f"{MODIFIED}{modified}" if modified else None
+        elif item.etag is not None and not item.etag.startswith(SHA256):
+            etag = response.headers.get("ETag", "").removeprefix("W/").strip('"') or None
+        check_identity(item, size=size, etag=etag)
+
+    def close(self) -> None:
+        """Close the connections of all threads."""
+        self._client.close()
+
+
+def _is_page(response: Response) -> bool:
+    return response.headers.get("Content-Type", "").lower().startswith("text/html")
+
+
+def _check_status(response: Response, what: str, expected: int) -> None:
+    status = response.status
+    if status == expected:
+        return
+    if status in (401, 403, 407):
+        raise AccessDenied(f"{what}: access denied ({status}); give user and password in ~/.netrc")
+    if status in (404, 410):
+        raise NotFound(f"{what}: not found ({status})")
+    raise SourceError(f"{what}: the server answers {status}")
+
+
+def _authorization(url: str) -> str | None:
+    """The header of basic authentication from the URL's user info or the netrc file."""
+    parts = urlsplit(url)
+    user, password = parts.username, parts.password
+    if user is None:
+        path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+        try:
+            found = netrc.netrc(path).authenticators(parts.hostname or "")
+        except FileNotFoundError:
+            return None
+        except (OSError, netrc.NetrcParseError) as error:
+            reason = error.msg if isinstance(error, netrc.NetrcParseError) else error.strerror
+            # Not chained, and only where it is certain to quote no secret.
+            raise UsageError(
+                f"{path!r} cannot be used: {reason if 'token' not in str(reason) else 'bad entry'}"
+            ) from None
+        if found is None:
+            return None
+        user, password = found[0], found[2]
+    else:
+        user, password = unquote(user), unquote(password or "")
+    return "Basic " + base64.b64encode(f"{user}:{password or ''}".encode()).decode("ascii")

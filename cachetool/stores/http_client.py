@@ -1,0 +1,247 @@
+"""GET over HTTP with retries, redirects and resumption, for many threads at once.
+
+What each answer leads to::
+
+    2xx              the body, complete or not at all
+    3xx              at most 5 hops; never https -> http; credentials only ever go to the origin that was given
+    429, 503         wait (Retry-After clamped to 300 s, else full jitter), until limits.throttle
+    408, 5xx, broken connection, silence
+                     again with full jitter until limits.retry; a body cut short goes on where it stopped, when the
+                     server can prove by a strong ETag that it is still the same
+    other 4xx        returned to the caller
+"""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import random
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from email.message import Message
+from urllib.parse import urljoin, urlsplit
+
+from cachetool.errors import BadObject, SourceError, Unreachable
+from cachetool.stores.base import Limits
+from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
+from cachetool.stores.redact import redact
+
+__all__ = ["HttpClient", "Response", "retry_after"]
+
+_MAX_HOPS = 5
+_MAX_RETRY_AFTER = 300.0
+_REDIRECTS = (301, 302, 303, 307, 308)
+_AGAIN = (408, 429, 500, 502, 503, 504)
+_CHUNK = 2**20
+_USER_AGENT = "cachetool"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A complete answer."""
+
+    status: int
+    headers: Message
+    """Case-insensitive."""
+    body: memoryview
+    url: str
+    """Where it came from in the end."""
+
+
+@dataclass(slots=True)
+class _Partial:
+    """What has come of a body so far, over several attempts."""
+
+    data: bytearray = field(default_factory=bytearray)
+    validator: str = ""
+    """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
+
+
+class _Broken(Exception):
+    """An attempt failed in a way that another may not."""
+
+
+class HttpClient:
+    """One keep-alive connection per thread and origin."""
+
+    def __init__(self, home: str, limits: Limits, *, authorization: str | None = None) -> None:
+        """``home`` is a URL of the origin that is trusted and gets ``authorization``."""
+        self._home = origin_of(home)
+        self._limits, self._authorization = limits, authorization
+        self._allowed = allowed_hosts()
+        self._tls = ssl.create_default_context()
+        self._local = threading.local()
+        self._all: list[Connection] = []
+        self._lock = threading.Lock()
+
+    def fetch(self, url: str, *, headers: Mapping[str, str] | None = None, size: int = -1, most: int = -1) -> Response:
+        """The answer to a GET.
+
+        ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken. Raises
+        :class:`BadObject` for a body that is not as promised, :class:`Unreachable`, :class:`SourceError`.
+        """
+        began = time.monotonic()
+        partial = _Partial()
+        attempt = 0
+        while True:
+            attempt += 1
+            asked = None
+            patience = self._limits.retry
+            failure: Exception | None = None
+            try:
+                response = self._attempt(url, dict(headers or {}), partial, size, most)
+            except (_Broken, OSError, http.client.HTTPException) as error:
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    raise Unreachable(
+                        f"{redact(url)}: the server's certificate is not valid: {error.verify_message}"
+                    ) from error
+                failure, why = error, _reason(error)
+            else:
+                if response.status not in _AGAIN:
+                    return response
+                why = f"the server answers {response.status}"
+                if response.status in (429, 503):
+                    patience = self._limits.throttle
+                    asked = retry_after(response.headers.get("Retry-After"))
+            most_wait = min(30.0 if patience > self._limits.retry else 3.0, 0.1 * 2.0 ** min(attempt, 16))
+            pause = random.uniform(0, most_wait) if asked is None else asked + random.uniform(0, 0.1)
+            if time.monotonic() - began + pause > patience:
+                raise Unreachable(
+                    f"{redact(url)}: {why}, {attempt} times in {time.monotonic() - began:.0f} s"
+                ) from failure
+            time.sleep(pause)
+
+    def _attempt(self, url: str, headers: dict[str, str], partial: _Partial, size: int, most: int) -> Response:
+        if partial.data and partial.validator and "Range" not in headers:
+            headers |= {"Range": f"bytes={len(partial.data)}-", "If-Range": partial.validator}
+        else:
+            partial.data.clear()
+        for _ in range(_MAX_HOPS + 1):
+            origin = origin_of(url)
+            connection = self._connection(origin)
+            done = False
+            try:
+                answer = self._send(connection, origin, url, headers)
+                target = answer.headers.get("Location")
+                if answer.status in _REDIRECTS and target:
+                    answer.close()
+                    url = _next_hop(url, target)
+                    continue
+                body = self._body(answer, partial, size, most, url)
+                done = not answer.will_close
+                return Response(answer.status, answer.headers, body, url)
+            finally:
+                if not done:
+                    connection.close()
+        raise SourceError(f"{redact(url)}: more than {_MAX_HOPS} redirects")
+
+    def _connection(self, origin: Origin) -> Connection:
+        pool: dict[Origin, Connection] = self._local.__dict__.setdefault("pool", {})
+        connection = pool.get(origin)
+        if connection is None:
+            guard = origin != self._home and origin.host.lower() not in self._allowed
+            connection = pool[origin] = Connection(origin, self._limits, self._tls, guard=guard)
+            with self._lock:
+                self._all.append(connection)
+        elif connection.stale:
+            connection.close()
+        return connection
+
+    def _send(
+        self, connection: Connection, origin: Origin, url: str, headers: Mapping[str, str]
+    ) -> http.client.HTTPResponse:
+        parts = urlsplit(url)
+        sent = {"User-Agent": _USER_AGENT, "Accept-Encoding": "identity", "Accept": "*/*", **headers}
+        if self._authorization and origin == self._home:
+            sent["Authorization"] = self._authorization
+        connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=sent)
+        return connection.getresponse()
+
+    def _body(self, answer: http.client.HTTPResponse, partial: _Partial, size: int, most: int, url: str) -> memoryview:
+        length = answer.length
+        resuming = bool(partial.data)
+        if answer.status not in (200, 206):
+            _drain(answer)
+            return memoryview(b"")
+        if answer.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
+            raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
+        if resuming and answer.status == 206:
+            if not answer.headers.get("Content-Range", "").startswith(f"bytes {len(partial.data)}-"):
+                raise _Broken("the server goes on at another place than asked")
+        else:
+            partial.data.clear()
+        if length is None and not answer.chunked and size < 0:
+            raise BadObject(f"{redact(url)}: the server tells no length, so that nobody knows whether it is complete")
+        if answer.status == 200 and size >= 0 and length not in (None, size):
+            raise BadObject(f"{redact(url)} changed since it was listed: {length} bytes instead of {size}")
+        etag = answer.headers.get("ETag", "")
+        partial.validator = etag if etag.startswith('"') else ""
+        wanted = None if length is None else len(partial.data) + length
+        _read(answer, partial.data, wanted, size if size >= 0 and answer.status == 200 else most, url)
+        return memoryview(partial.data).toreadonly()
+
+    def close(self) -> None:
+        """Close every connection. May be called twice."""
+        with self._lock:
+            for connection in self._all:
+                connection.close()
+
+
+def _read(answer: http.client.HTTPResponse, data: bytearray, wanted: int | None, most: int, url: str) -> None:
+    """Append the rest of the body to ``data``: up to ``wanted`` bytes in all, or to its end; never beyond ``most``."""
+    while wanted is None or len(data) < wanted:
+        part = answer.read(_CHUNK if wanted is None else min(_CHUNK, wanted - len(data)))
+        if not part:
+            break
+        data += part
+        if 0 <= most < len(data):
+            raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
+    if wanted is not None and len(data) < wanted:
+        raise _Broken(f"the connection ended after {len(data)} of {wanted} bytes")
+    if wanted is not None:
+        answer.read()  # lets http.client see the end, so that the connection is used again
+
+
+def _drain(answer: http.client.HTTPResponse) -> None:
+    """Read the short body of an error, or leave the connection to be closed."""
+    if len(answer.read(65536)) == 65536:
+        answer.will_close = True
+
+
+def _next_hop(url: str, target: str) -> str:
+    parts = urlsplit(urljoin(url, target))
+    if parts.scheme not in ("http", "https"):
+        raise SourceError(f"{redact(url)}: redirected to {parts.scheme}://, which is not followed")
+    if urlsplit(url).scheme == "https" and parts.scheme == "http":
+        raise SourceError(f"{redact(url)}: redirected from https to http, which is not followed")
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="").geturl()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer in time ({error})" if error.args and "slow" in str(error) else "no answer in time"
+    if isinstance(error, _Broken):
+        return str(error)
+    if isinstance(error, http.client.HTTPException):
+        return f"the connection ended early or the answer is no HTTP ({type(error).__name__})"
+    return f"no connection ({getattr(error, 'strerror', None) or type(error).__name__})"
+
+
+def retry_after(value: str | None, *, now: float | None = None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for, clamped to [0, 300]; None when it is absent or senseless."""
+    if value is None:
+        return None
+    value = value.strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now)
+        except (ValueError, TypeError, OverflowError):
+            return None
+    if seconds != seconds:
+        return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER)

@@ -1,0 +1,179 @@
+"""What a web server says of its objects: nginx's JSON autoindex, the links of an HTML page, or a manifest.
+
+::
+
+    JSON autoindex   [{"name": "a.npy", "type": "file", "mtime": "Fri, 21 Nov 2025 00:34:00 GMT", "size": 192}, ...]
+    HTML             <a href="a.npy">a.npy</a>      21-Nov-2025 00:34      192
+    manifest .txt    one relative key or http(s) URL a line; blank lines and lines that begin with # left out
+    manifest .jsonl  {"key": "a.npy", "size": 192, "etag": "...", "sha256": "..."}; "url" for "key"; the rest optional
+
+Without an ETag, an index's time of modification (``modified:``) or a manifest's checksum (``sha256:``) stands in.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from cachetool.errors import BadObject, SourceError
+from cachetool.stores.base import Object
+from cachetool.stores.redact import printable, redact
+
+__all__ = ["MODIFIED", "SHA256", "Entry", "is_absolute", "read_index", "read_manifest"]
+
+MODIFIED = "modified:"
+SHA256 = "sha256:"
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of an index page."""
+
+    name: str
+    is_folder: bool
+    size: int = -1
+    etag: str | None = None
+
+
+def is_absolute(key: str) -> bool:
+    """Whether the key is a URL of its own."""
+    return key.startswith(("http://", "https://"))
+
+
+def read_index(body: memoryview, content_type: str, *, page: str) -> Iterator[Entry]:
+    """The entries of an index page of the folder at ``page``. Raises :class:`SourceError` when it is none."""
+    if "json" in content_type.lower():
+        return _autoindex(body, page)
+    if "html" in content_type.lower():
+        return _links(body, page)
+    raise SourceError(
+        f"{redact(page)}: no index page (it is {printable(content_type[:60]) or 'of no type'});\n"
+        "turn on the server's autoindex or give a manifest (.txt, .jsonl)"
+    )
+
+
+def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
+    try:
+        entries = json.loads(bytes(body))
+        for entry in entries:
+            folder = entry["type"] == "directory"
+            modified = entry.get("mtime")
+            yield Entry(
+                str(entry["name"]),
+                folder,
+                -1 if folder else int(entry.get("size", -1)),
+                f"{MODIFIED}{modified}" if modified and not folder else None,
+            )
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SourceError(
+            f"{redact(page)}: the JSON is not an nginx autoindex; expected a list of name, type, size"
+        ) from error
+
+
+# nginx: date, time, and the size in bytes or "-"; other servers round their sizes, which tells nothing exact.
+_NGINX_SIZE = re.compile(r"\s+\d{2}-[A-Z][a-z]{2}-\d{4} \d{2}:\d{2}\s+(\d+)\s*$", re.MULTILINE)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        href = dict(attrs).get("href") if tag == "a" else None
+        if href:
+            self.found.append((href, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "a" and self.found:
+            self.found[-1] = (self.found[-1][0], "")  # only what follows the link counts
+
+    def handle_data(self, data: str) -> None:
+        if self.found:
+            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
+
+
+def _links(body: memoryview, page: str) -> Iterator[Entry]:
+    parser = _Links()
+    parser.feed(bytes(body).decode("utf-8", "replace"))
+    parser.close()
+    base = urlsplit(page)
+    folder = unquote(base.path, errors="surrogateescape")
+    seen = set()
+    for href, text in parser.found:
+        try:
+            target = urlsplit(urljoin(page, href))
+        except ValueError:
+            continue
+        path = unquote(target.path, errors="surrogateescape")
+        # Column headers sort by a query; parents and other places are not below this folder.
+        if target.query or (target.scheme, target.netloc) != (base.scheme, base.netloc) or not path.startswith(folder):
+            continue
+        name, slash, deeper = path[len(folder) :].partition("/")
+        if not name or deeper or name in seen:
+            continue
+        seen.add(name)
+        size = _NGINX_SIZE.search(text)
+        yield Entry(name, bool(slash), int(size.group(1)) if size and not slash else -1)
+
+
+def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
+    """The objects a manifest names, in batches.
+
+    Raises :class:`BadObject` naming the line for one that cannot be used: no JSON, another scheme, a query (which may
+    carry a signature, and would have to be stored).
+    """
+    batch: list[Object] = []
+    for number, raw in enumerate(io.BytesIO(body), start=1):
+        line = raw.strip()
+        if not line or line.startswith(b"#"):
+            continue
+        where = f"{place}, line {number}"
+        batch.append(_line_object(line, where))
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _line_object(line: bytes, where: str) -> Object:
+    size, etag = -1, None
+    if line.startswith(b"{"):
+        try:
+            entry = json.loads(line)
+            name = entry.get("key") or entry.get("url") or entry.get("path")
+            size = _whole(entry.get("size"))
+            etag = f"{SHA256}{entry['sha256'].lower()}" if entry.get("sha256") else entry.get("etag")
+            if not isinstance(name, str) or not isinstance(etag, str | None):
+                raise TypeError("key and etag are strings")
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise BadObject(f'{where}: not like {{"key": "a.npy", "size": 192, "etag": "..."}}') from error
+    else:
+        name = line.decode("utf-8", "surrogateescape")
+    if is_absolute(name):
+        parts = urlsplit(name)
+        if parts.query or parts.fragment or "@" in parts.netloc or not parts.hostname:
+            raise BadObject(f"{where}: URLs with a query, a fragment or user info are not taken: {redact(name)!r}")
+        return Object(name, size, etag)
+    if "://" in name:
+        raise BadObject(f"{where}: only http:// and https:// URLs and relative keys are taken, got {redact(name)!r}")
+    key = name.removeprefix("./")
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        raise BadObject(f"{where}: {key[:200]!r} is not a key below the manifest's folder")
+    return Object(key, size, etag)
+
+
+def _whole(value: Any) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("size is a whole number")
+    return value

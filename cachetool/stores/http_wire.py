@@ -1,0 +1,142 @@
+"""One HTTP connection whose every wait is bounded, and whose peer is checked before a byte is sent.
+
+:mod:`http.client` gives up a read after a silence, but not a server that dribbles a byte now and then. Here each read
+goes through :class:`_Reader`, which also measures the rate: a transfer that has run for ``limits.grace`` seconds below
+``limits.min_rate`` is given up, headers included.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import ipaddress
+import os
+import select
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from cachetool.errors import SourceError, UsageError
+from cachetool.stores.base import Limits
+from cachetool.stores.redact import redact
+
+__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Scheme, host and port: the scope of credentials and of a connection."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def netloc(self) -> str:
+        """``host:port`` for messages."""
+        return f"{self.host}:{self.port}"
+
+
+def origin_of(url: str) -> Origin:
+    """The origin of an http(s) URL. Raises :class:`UsageError` for any other URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"{redact(url)!r} is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{redact(url)!r} is not an http:// or https:// URL")
+    return Origin(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80))
+
+
+def allowed_hosts() -> frozenset[str]:
+    """Hosts in ``CACHETOOL_ALLOW_HOSTS`` (separated by commas), which may have private addresses."""
+    return frozenset(filter(None, (h.strip().lower() for h in os.environ.get("CACHETOOL_ALLOW_HOSTS", "").split(","))))
+
+
+class _Reader(io.RawIOBase):
+    """The receiving side of a socket, with a limit on silence and a least rate."""
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self._sock, self._limits = sock, limits
+        self._began, self._got = time.monotonic(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        ran = time.monotonic() - self._began
+        if ran > self._limits.grace and self._got < ran * self._limits.min_rate:
+            raise TimeoutError(f"{self._got} bytes in {ran:.0f} s are too slow")
+        count = self._sock.recv_into(buffer)
+        self._got += count
+        return count
+
+
+class _Socket:
+    """What :class:`http.client.HTTPConnection` needs of a socket."""
+
+    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+        self.raw, self._limits = sock, limits
+
+    def sendall(self, data: bytes) -> None:
+        self.raw.sendall(data)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Reader(self.raw, self._limits), 65536)
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection to one origin; ``guard`` refuses addresses that are not public."""
+
+    def __init__(self, origin: Origin, limits: Limits, tls: ssl.SSLContext, *, guard: bool) -> None:
+        super().__init__(origin.host, origin.port)
+        self.origin, self._limits, self._tls, self._guard = origin, limits, tls, guard
+
+    def connect(self) -> None:
+        """Connect to the first address that answers; each is checked just before it is used, so that no second look-up
+        can name another one."""
+        found = socket.getaddrinfo(self.origin.host, self.origin.port, type=socket.SOCK_STREAM)
+        failure: OSError | None = None
+        give_up = time.monotonic() + 2 * self._limits.connect  # for all addresses together
+        for family, kind, protocol, _, address in found:
+            if self._guard and not _public(str(address[0])):
+                raise SourceError(
+                    f"{self.origin.netloc} is the private address {address[0]}, where no link or redirect may lead;\n"
+                    f"allow it with CACHETOOL_ALLOW_HOSTS={self.origin.host}"
+                )
+            if failure and time.monotonic() > give_up:
+                break
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(self._limits.connect)
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self.origin.scheme == "https":
+                    sock = self._tls.wrap_socket(sock, server_hostname=self.origin.host)
+                sock.settimeout(self._limits.silence)
+            except OSError as error:
+                sock.close()
+                failure = error
+                continue
+            self.sock: Any = _Socket(sock, self._limits)
+            return
+        raise failure or OSError("no address")
+
+    @property
+    def stale(self) -> bool:
+        """Whether the peer closed the connection or sent something nobody asked for while it was idle."""
+        return self.sock is not None and bool(select.select([self.sock.raw], [], [], 0)[0])
+
+
+def _public(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    ip = mapped or ip
+    return ip.is_global and not ip.is_multicast

@@ -1,0 +1,155 @@
+"""A folder of this machine as a store.
+
+Walked with :func:`os.scandir`. Left out, and counted: hidden names (beginning with a dot), everything that is no
+regular file, links to folders, and links that lead out of the folder. The "ETag" of a file is its time of modification
+and its size.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.stores.base import Object, Pages, check_identity, check_length
+from cachetool.stores.redact import printable
+
+__all__ = ["LocalStore"]
+
+_BATCH = 1000
+# Not blocking: a FIFO put in a file's place must not hang the open. The final name is not followed: see _open.
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+
+
+class LocalStore:
+    """Files under one folder; see :class:`cachetool.stores.base.Store`."""
+
+    concurrency = 8
+
+    def __init__(self, root: str | Path) -> None:
+        """``root`` must be a folder: :class:`NotFound` or :class:`UsageError` otherwise."""
+        self._root = os.path.realpath(root)
+        self.url = printable(self._root)
+        self._left_out: Counter[str] = Counter()
+        try:
+            mode = os.stat(self._root).st_mode
+        except PermissionError as error:
+            raise AccessDenied(f"{self.url!r}: permission denied") from error
+        except (OSError, ValueError) as error:
+            raise NotFound(f"no folder {printable(str(root))!r}") from error
+        if not stat.S_ISDIR(mode):
+            raise UsageError(f"{self.url!r} is a file; give the folder that holds the samples")
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What the last finished :meth:`list` passed over."""
+        return self._left_out
+
+    def list(self) -> Pages:
+        """All files, in batches; a folder that cannot be read raises :class:`AccessDenied`."""
+        left_out: Counter[str] = Counter()
+        batch: list[Object] = []
+        folders = [""]
+        while folders:
+            folder = folders.pop()
+            try:
+                with os.scandir(os.path.join(self._root, folder)) as entries:
+                    for entry in entries:
+                        key = f"{folder}{entry.name}"
+                        if entry.name.startswith("."):
+                            left_out["hidden"] += 1
+                        elif entry.is_dir(follow_symlinks=False):
+                            folders.append(f"{key}/")
+                        elif (item := self._listed(entry, key, left_out)) is not None:
+                            batch.append(item)
+                            if len(batch) == _BATCH:
+                                yield batch
+                                batch = []
+            except FileNotFoundError:
+                if not folder:
+                    raise NotFound(f"no folder {self.url!r}") from None
+                # Removed by somebody between being listed and being walked: it is simply not there any more.
+            except PermissionError as error:
+                raise AccessDenied(f"{self.url!r}: folder {folder!r} cannot be read: permission denied") from error
+            except OSError as error:
+                raise SourceError(f"{self.url!r}: folder {folder!r} cannot be read: {error.strerror}") from error
+        if batch:
+            yield batch
+        self._left_out = left_out
+
+    def _listed(self, entry: os.DirEntry[str], key: str, left_out: Counter[str]) -> Object | None:
+        try:
+            if entry.is_symlink() and not self._inside(entry.path):
+                left_out["links that lead out of the folder"] += 1
+                return None
+            found = entry.stat()
+        except OSError:  # removed since, or a link to nothing
+            left_out["links to nothing" if entry.is_symlink() else "vanished while listing"] += 1
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            left_out["links to folders" if stat.S_ISDIR(found.st_mode) else "special files"] += 1
+            return None
+        return Object(key, found.st_size, _etag(found))
+
+    def _inside(self, path: str) -> bool:
+        return os.path.realpath(path).startswith(os.path.join(self._root, ""))
+
+    def _open(self, item: Object) -> int:
+        parts = item.key.split("/")
+        if "\0" in item.key or any(part in ("", ".", "..") for part in parts):
+            raise BadObject(f"{item.key!r} is no name of a file below the folder")
+        path = os.path.join(self._root, item.key)
+        try:
+            try:
+                return os.open(path, _FLAGS)
+            except OSError as error:
+                if error.errno != errno.ELOOP or not self._inside(path):
+                    raise
+                return os.open(os.path.realpath(path), _FLAGS)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"{item.key!r} is not there any more; it was when {self.url!r} was listed") from error
+        except PermissionError as error:
+            raise AccessDenied(f"{self.url!r}: {item.key!r} cannot be read: permission denied") from error
+        except OSError as error:
+            raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
+
+    def get(self, item: Object) -> memoryview:
+        """The whole file."""
+        return self._read(item, 0, None)
+
+    def get_range(self, item: Object, start: int, length: int) -> memoryview:
+        """``length`` bytes from ``start``."""
+        return self._read(item, start, length)
+
+    def _read(self, item: Object, start: int, length: int | None) -> memoryview:
+        fd = self._open(item)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise BadObject(f"{item.key!r} is no regular file any more")
+            check_identity(item, size=found.st_size, etag=_etag(found))
+            left = found.st_size if length is None else length
+            want = left
+            parts = []
+            while left and (part := os.pread(fd, left, start)):
+                parts.append(part)
+                start += len(part)
+                left -= len(part)
+        except OSError as error:
+            raise SourceError(f"{self.url!r}: {item.key!r} cannot be read: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        check_length(item, got=len(body), want=want)
+        return memoryview(body)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _etag(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns:x}-{found.st_size:x}"

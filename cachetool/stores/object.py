@@ -1,0 +1,184 @@
+"""S3, Google Cloud Storage and Azure Blob through obstore (the only module that imports it).
+
+obstore retries by itself, with full jitter. Its runtime does not survive ``fork``: a child whose parent has used it
+hangs, so a store used in a forked child raises instead. Keys with an empty, ``.`` or ``..`` part or a control character
+cannot be fetched by it; a listing that holds one is refused and names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from cachetool.errors import CacheToolError, NotFound, UsageError
+from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.credentials import Options, azure_options, gcs_options, s3_options
+from cachetool.stores.failures import as_our_error
+from cachetool.stores.redact import redact, split_url
+
+__all__ = ["ObjectStore", "open_object_store"]
+
+_LIST_CHUNK = 1000
+_runtime_pid: int | None = None
+
+
+def open_object_store(url: str, limits: Limits) -> ObjectStore:
+    """The store at ``s3://bucket/prefix`` and its likes; nothing is fetched yet.
+
+    Raises :class:`UsageError` for a URL that names no bucket, :class:`AccessDenied` without credentials.
+    """
+    global _runtime_pid
+    if _runtime_pid not in (None, os.getpid()):
+        raise _forked()
+    _runtime_pid = os.getpid()
+    from obstore import store as obstore_store
+
+    place = redact(url)
+    scheme, rest = split_url(url)
+    bucket, _, prefix = rest.partition("/")
+    account = ""
+    if scheme in ("abfs", "abfss") and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        account = host.partition(".")[0]
+    if "@" in bucket or "?" in rest or "#" in bucket or ":" in bucket:
+        raise UsageError(
+            f"{place}: an object store's URL is {scheme}://BUCKET/PREFIX; user info and queries do not belong in it,\n"
+            "credentials come from the environment"
+        )
+    if not bucket:
+        raise UsageError(f"{place} names no bucket; write {scheme}://BUCKET/PREFIX")
+    made: Any
+    options: Options
+    if scheme in ("s3", "s3a"):
+        options, made = s3_options(place), obstore_store.S3Store
+    elif scheme in ("gs", "gcs"):
+        options, made = gcs_options(place), obstore_store.GCSStore
+    else:
+        options, made = azure_options(place, account), obstore_store.AzureStore
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=limits.connect),
+        "read_timeout": timedelta(seconds=limits.silence),
+        "timeout": timedelta(hours=1),
+    }
+    if str(options.get("endpoint", options.get("base_url", ""))).startswith("http://"):
+        client["allow_http"] = True
+    if bundle := os.environ.get("AWS_CA_BUNDLE"):
+        client["root_certificate"] = _read(bundle)
+    retry = {
+        "max_retries": 8,
+        "retry_timeout": timedelta(seconds=limits.retry),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=min(3.0, limits.retry)),
+            "base": 2,
+        },
+    }
+    prefix = prefix.strip("/")
+    try:
+        client_store = made(bucket, prefix=prefix or None, client_options=client, retry_config=retry, **options)
+    except _errors() as error:
+        raise as_our_error(error, place=place) from None
+    return ObjectStore(client_store, place)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"AWS_CA_BUNDLE names {path!r}, which cannot be read: {error.strerror}") from error
+
+
+def _forked() -> CacheToolError:
+    return CacheToolError(
+        "an object store cannot be used in a forked child, where its client hangs; start the process with 'spawn'"
+    )
+
+
+class ObjectStore:
+    """One bucket or container, below a prefix; see :class:`cachetool.stores.base.Store`."""
+
+    concurrency = 32
+
+    def __init__(self, store: Any, url: str) -> None:
+        """``store`` is obstore's, ``url`` what may be shown. Made by :func:`open_object_store`."""
+        self._store = store
+        self.url = url
+        self._pid = os.getpid()
+        self._left_out: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What the last finished :meth:`list` passed over."""
+        return self._left_out
+
+    def _client(self) -> Any:
+        if self._pid != os.getpid():
+            raise _forked()
+        return self._store
+
+    def list(self) -> Pages:
+        """All objects below the prefix, a page at a time."""
+        store = self._client()
+        left_out: Counter[str] = Counter()
+        try:
+            for page in store.list(chunk_size=_LIST_CHUNK):
+                batch = []
+                for meta in page:
+                    # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.
+                    if meta["size"] == 0 and not self._exists(meta["path"]):
+                        left_out["folder markers"] += 1
+                        continue
+                    batch.append(Object(meta["path"], meta["size"], _bare(meta["e_tag"])))
+                yield batch
+        except _errors() as error:
+            raise as_our_error(error, place=self.url) from None
+        self._left_out = left_out
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self._store.head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def get(self, item: Object) -> memoryview:
+        """The whole object."""
+        return self._get(item, None, item.size)
+
+    def get_range(self, item: Object, start: int, length: int) -> memoryview:
+        """``length`` bytes from ``start``."""
+        return self._get(item, {"range": (start, start + length)}, length)
+
+    def _get(self, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
+        store = self._client()
+        try:
+            found = store.get(item.key, options=options)
+            meta = found.meta
+            check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
+            body = memoryview(found.bytes())
+        except _errors() as error:
+            ours = as_our_error(error, place=self.url, key=item.key)
+            if isinstance(ours, NotFound):
+                raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
+            raise ours from None
+        check_length(item, got=len(body), want=want)
+        return body
+
+    def close(self) -> None:
+        """Connections belong to obstore, which drops idle ones by itself."""
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What obstore raises: its own classes, and built-in ones for missing objects and for options it cannot use."""
+    from obstore.exceptions import BaseError
+
+    return BaseError, OSError, ValueError, TypeError
+
+
+def _bare(etag: str | None) -> str | None:
+    """An ETag without the quotes, which some servers put into listings and some do not."""
+    return etag.strip('"') if etag else None

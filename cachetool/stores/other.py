@@ -1,0 +1,129 @@
+"""Any other scheme, by fsspec when it is installed and knows it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from cachetool.errors import AccessDenied, CacheToolError, MissingExtra, NotFound, SourceError, Unreachable, UsageError
+from cachetool.stores.base import Object, Pages, check_length
+from cachetool.stores.redact import redact, scrub, split_url
+
+__all__ = ["FsspecStore", "open_fsspec_store"]
+
+_BATCH = 1000
+_EXTRAS = {"sftp": "sftp", "hf": "hf"}
+"""Schemes that a package of ours-to-be-installed serves."""
+_REFUSED = ("local", "file", "reference", "simplecache", "blockcache", "filecache", "cached", "dir", "data", "shell")
+
+
+def open_fsspec_store(url: str) -> FsspecStore:
+    """The store that fsspec has for the URL's scheme.
+
+    Raises :class:`UsageError` naming the known schemes when nobody knows it, :class:`MissingExtra` when a package that
+    serves it is not installed.
+    """
+    from cachetool.stores.registry import SCHEMES
+
+    scheme, _ = split_url(url)
+    try:
+        import fsspec
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        if scheme in _EXTRAS:
+            raise MissingExtra(f"{scheme}:// URLs", _EXTRAS[scheme]) from None
+        raise _unknown(scheme, SCHEMES, " (any other needs fsspec: pip install fsspec)") from None
+    if "::" in url or scheme in _REFUSED or (scheme not in known_implementations and scheme not in registry):
+        raise _unknown(scheme, SCHEMES, "; fsspec does not know it either")
+    place = redact(url)
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        if scheme in _EXTRAS:
+            raise MissingExtra(f"{scheme}:// URLs", _EXTRAS[scheme]) from None
+        raise MissingExtra(f"{place} needs a package that is not installed: {scrub(str(error))[:160]}") from None
+    except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
+        raise _ours(error, place) from None
+    return FsspecStore(system, str(path), place)
+
+
+def _unknown(scheme: str, known: tuple[str, ...], more: str) -> UsageError:
+    return UsageError(f"unknown scheme '{scheme}://'; known are a path and {', '.join(known)}{more}")
+
+
+class FsspecStore:
+    """Files below one path of a file system of fsspec; see :class:`cachetool.stores.base.Store`."""
+
+    concurrency = 8
+
+    def __init__(self, system: Any, root: str, url: str) -> None:
+        """``system`` is an ``fsspec.AbstractFileSystem``, ``root`` a path in it. Made by :func:`open_fsspec_store`."""
+        self._system, self._root, self.url = system, root.rstrip("/"), url
+        self._pid = os.getpid()
+        self._left_out: Counter[str] = Counter()
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """What the last finished :meth:`list` passed over."""
+        return self._left_out
+
+    def list(self) -> Pages:
+        """All files; fsspec lists them at once."""
+        try:
+            if not self._system.exists(self._root or "/"):
+                raise NotFound(f"{self.url}: not found")
+            found = self._system.find(self._root, detail=True)
+        except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
+            raise _ours(error, self.url) from None
+        start = len(self._root) + 1
+        batch: list[Object] = []
+        for path, info in found.items():
+            size = info.get("size")
+            etag = info.get("ETag") or info.get("etag") or info.get("mtime")
+            batch.append(
+                Object(path[start:], -1 if size is None else int(size), str(etag).strip('"') if etag else None)
+            )
+            if len(batch) == _BATCH:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def get(self, item: Object) -> memoryview:
+        """The whole file. Only its length is compared: fsspec gives no ETag with a body."""
+        body = self._cat(item, {})
+        if item.size >= 0:
+            check_length(item, got=len(body), want=item.size)
+        return memoryview(body)
+
+    def get_range(self, item: Object, start: int, length: int) -> memoryview:
+        """``length`` bytes from ``start``."""
+        body = self._cat(item, {"start": start, "end": start + length})
+        check_length(item, got=len(body), want=length)
+        return memoryview(body)
+
+    def _cat(self, item: Object, options: dict[str, int]) -> bytes:
+        try:
+            return bytes(self._system.cat_file(f"{self._root}/{item.key}", **options))
+        except FileNotFoundError:
+            raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
+        except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
+            raise _ours(error, f"{self.url}: {item.key!r}") from None
+
+    def close(self) -> None:
+        """Connections belong to fsspec, which keeps one file system per address."""
+
+
+def _ours(error: Exception, place: str) -> CacheToolError:
+    if isinstance(error, CacheToolError):
+        return error
+    said = scrub(str(error).strip().partition("\n")[0])[:160]
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"{place}: not found")
+    if isinstance(error, PermissionError) or "auth" in type(error).__name__.lower():
+        return AccessDenied(f"{place}: access denied ({said})")
+    if isinstance(error, ConnectionError | TimeoutError | OSError):
+        return Unreachable(f"{place}: {said or type(error).__name__}")
+    return SourceError(f"{place}: {type(error).__name__}: {said}")

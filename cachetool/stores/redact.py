@@ -1,0 +1,82 @@
+"""What may be shown of a URL or of somebody else's message: no secrets, no terminal control codes.
+
+Everything that leaves this package as text (``Store.url``, error messages) went through here. A message of a library or
+a server is not repeated as it came: stores pick the known facts out of it, and what they quote is scrubbed first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+__all__ = ["SECRET_VARIABLES", "printable", "redact", "scrub", "split_url"]
+
+SECRET_VARIABLES = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_STORAGE_ACCESS_KEY",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_SAS_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "HF_TOKEN",
+)
+"""Environment variables whose values must never be shown."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# The part before the @ is the container there, not a user.
+_CONTAINER_BEFORE_AT = ("abfs", "abfss")
+_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
+_ASSIGNED = re.compile(
+    r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
+    r"(\s*[=:]\s*)(\"[^\"]*\"|[^\s&;,\"']+)"
+)
+_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*:?\s*)[^\r\n]+")
+_AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}")
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The scheme in lower case and what follows ``://``; an empty scheme for a plain path."""
+    match = _SCHEME.match(url)
+    return (match.group(1).lower(), url[match.end() :]) if match else ("", url)
+
+
+def printable(text: str) -> str:
+    """``text`` with everything that a terminal could act on (control, direction, line ends) as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def redact(url: str) -> str:
+    """``url`` without user info, query and fragment, fit to be shown and stored; a plain path stays as it is."""
+    scheme, rest = split_url(url)
+    if not scheme:
+        return printable(url)
+    if scheme != "file":
+        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    place, slash, path = rest.partition("/")
+    before, at, host = place.rpartition("@")
+    if at and not (scheme in _CONTAINER_BEFORE_AT and ":" not in before and "@" not in before):
+        place = host
+    return printable(f"{scheme}://{place}{slash}{path}")
+
+
+def scrub(text: str) -> str:
+    """Somebody else's message without the secrets it may quote: URLs redacted, ``token=...`` and headers blanked, and
+    no value of a credential variable of this process left in it."""
+    text = _URL_IN_TEXT.sub(lambda match: redact(match.group()), text)
+    text = _AUTHORIZATION.sub(r"\1***", text)
+    text = _ASSIGNED.sub(r"\1\2***", text)
+    text = _AUTH_SCHEME.sub(r"\1 ***", text)
+    for name in SECRET_VARIABLES:
+        value = os.environ.get(name, "")
+        if len(value) >= 4:
+            for form in {value, unquote(value)}:
+                text = text.replace(form, "***")
+    return printable(text)

@@ -1,0 +1,47 @@
+"""Which store serves which scheme. Names here, imports at first use."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+from cachetool.errors import UsageError
+from cachetool.stores.base import Limits, Store
+from cachetool.stores.redact import redact, split_url
+
+__all__ = ["SCHEMES", "open_store"]
+
+_OBJECT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
+_HTTP = ("http", "https")
+SCHEMES = ("file", *_OBJECT, *_HTTP)
+"""Schemes that need nothing more installed; any other is tried with fsspec."""
+
+
+def open_store(url: str, *, limits: Limits | None = None) -> Store:
+    """The store at ``url``: a path, ``file://``, an object store's or a server's URL. Nothing is fetched yet.
+
+    Raises :class:`UsageError` for a scheme nobody knows (:class:`MissingExtra` when a package would serve it),
+    :class:`NotFound` for a local folder that is not there, :class:`AccessDenied` when credentials are missing.
+    """
+    scheme, rest = split_url(url)
+    if not scheme or scheme == "file":
+        from cachetool.stores.local import LocalStore
+
+        return LocalStore(_file_path(rest, url) if scheme else url)
+    if scheme in _OBJECT:
+        from cachetool.stores.object import open_object_store
+
+        return open_object_store(url, limits or Limits())
+    if scheme in _HTTP:
+        from cachetool.stores.http import HttpStore
+
+        return HttpStore(url, limits or Limits())
+    from cachetool.stores.other import open_fsspec_store
+
+    return open_fsspec_store(url)
+
+
+def _file_path(rest: str, url: str) -> str:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise UsageError(f"{redact(url)}: a file URL is file:///absolute/path")
+    return unquote("/" + path)
