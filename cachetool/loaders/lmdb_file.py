@@ -1,0 +1,109 @@
+"""Single LMDB files outside any cache: shards of ours, and files of others as keys and raw values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cachetool.errors import UsageError
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats.runs import Int64s, ends
+from cachetool.loaders.gather import OpenPart, Runs, open_by_library
+from cachetool.loaders.subscription import FileSubscription
+from cachetool.loaders.view import Part, View
+from cachetool.schema import Field, Schema
+
+__all__ = ["RAW", "is_lmdb", "only_lmdb", "open_lmdb", "subscribe_file"]
+
+RAW = Schema((Field("key", "bytes"), Field("value", "bytes")))
+"""What a sample of a file of others is made of."""
+_FOREIGN = "lmdb, raw"
+
+
+def is_lmdb(path: Path) -> bool:
+    """Whether ``path`` is a file, or a folder of the kind that LMDB makes by default."""
+    return path.is_file() or (path / "data.mdb").is_file()
+
+
+def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
+    """The samples of the LMDB file at ``path``, in key order.
+
+    Raises :class:`UsageError` for a file of others without ``value_format="raw"``.
+    """
+    if value_format not in (None, "raw"):
+        raise UsageError(f"value_format={value_format!r} is unknown; use 'raw', which gives the bytes of each value")
+    file = (path / "data.mdb" if path.is_dir() else path).absolute()
+    schema, samples = _look(file, foreign=value_format is not None)
+    kind = "lmdb" if value_format is None else _FOREIGN
+    extents = file.parent / ".extents" / file.name / EXTENTS_FILE
+    part = Part(file.name, kind, samples, "", folder=file.parent, extents=extents, file=file.name)
+    return FileSubscription(schema, (part,))
+
+
+def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
+    """Schema and number of samples."""
+    from cachetool.formats.lmdb import open_environment
+
+    environment = open_environment(file)
+    try:
+        with environment.env.begin() as txn:
+            if foreign:
+                return RAW, int(txn.stat()["entries"])
+            schema, samples = txn.get(b"__schema__"), txn.get(b"__len__")
+    finally:
+        environment.close()
+    if schema is None or samples is None:
+        raise UsageError(f"{file} was not written by cachetool; value_format='raw' gives its keys and raw values")
+    return Schema.from_json(json.loads(schema)), int(samples)
+
+
+def only_lmdb(view: View) -> None:
+    """Raise :class:`UsageError`, naming the formats, for a view with parts that py-lmdb cannot read."""
+    others = sorted({part.format for part in view.parts} - {"lmdb", _FOREIGN})
+    if others:
+        raise UsageError(
+            f"dataset {view.dataset!r} has shards in {', '.join(others)}, LMDBDataset reads lmdb: use CacheDataset,"
+            " or run: cachetool convert --to lmdb"
+        )
+
+
+def open_lmdb(part: Part, schema: Schema) -> OpenPart:
+    """Open a part through py-lmdb."""
+    if part.format == _FOREIGN:
+        return _ForeignPart(part.folder / part.file)
+    return open_by_library(part, schema)
+
+
+class _ForeignPart:
+    """Every key and value of a file of others. The keys are read once: sample i is the i-th of them."""
+
+    def __init__(self, file: Path) -> None:
+        from cachetool.formats.lmdb import open_environment
+
+        self._environment: Any = open_environment(file)
+        with self._environment.env.begin() as txn, txn.cursor() as cursor:
+            keys = list(cursor.iternext(keys=True, values=False))
+        self._starts = ends(np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))).tolist()
+        self._keys = b"".join(keys)  # one string: a list of millions of them costs several times its bytes
+
+    def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
+        keys = [self._keys[self._starts[i] : self._starts[i + 1]] for i in within.tolist()]
+        columns = {"key": keys}
+        if "value" in schema:
+            with self._environment.env.begin() as txn:
+                columns["value"] = [txn.get(key) for key in keys]
+        return {name: _joined(columns[name]) for name in schema.names}
+
+    def close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
+
+
+def _joined(values: list[bytes]) -> Runs:
+    starts = ends(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
+    return Runs(np.frombuffer(b"".join(values), dtype=np.uint8), starts[:-1], np.diff(starts), None)

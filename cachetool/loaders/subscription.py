@@ -1,0 +1,207 @@
+"""Following a dataset while it grows: one leased snapshot at a time, taken again when asked.
+
+A subscription belongs to the process that uses it. It may be forked or pickled: the copy holds no lease, reads the
+catalog through a connection of its own, and takes its own lease if it is asked for the newest snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from cachetool.cache import CacheDir, Snapshot, open_cache
+from cachetool.errors import CorruptError, UsageError
+from cachetool.extents import EXTENTS_FILE
+from cachetool.loaders.view import Part, View
+from cachetool.schema import Schema
+
+__all__ = ["CacheSubscription", "FileSubscription", "Subscription", "launched_run", "subscribe"]
+
+DATASET_FILE = "dataset.json"
+
+
+class Subscription(Protocol):
+    """Where a loader gets its views from."""
+
+    def newest(self, *, epoch: int | None = None) -> View:
+        """The newest view, leased; the one before it is given back."""
+        ...
+
+    def at(self, version: int) -> View:
+        """What is left of the view of an earlier version. Takes no lease."""
+        ...
+
+    def served(self) -> None:
+        """Count one epoch for the parts of the leased view."""
+        ...
+
+    def close(self) -> None:
+        """Give the lease back. May be called twice."""
+        ...
+
+
+class CacheSubscription:
+    """Snapshots of one dataset of a cache.
+
+    ``cache`` is an open cache or its folder. ``run`` names a training run of several processes: those that ask for the
+    newest view of the same ``epoch`` get the same one. The lease also ends when this object is collected, and with the
+    process however that ends. Raises :class:`UsageError` for a cache or a dataset that is not there.
+    """
+
+    def __init__(self, cache: CacheDir | str | Path, *, dataset: str | None = None, run: str | None = None) -> None:
+        if isinstance(cache, CacheDir):
+            self.root = cache.root.absolute()
+            self.dataset = cache.dataset(dataset)
+        else:
+            with open_cache(cache, create=False) as opened:
+                self.root = opened.root.absolute()
+                self.dataset = opened.dataset(dataset)
+        self.run = run
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = 0
+        self._cache: CacheDir | None = None
+        self._snapshot: Snapshot | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def _open(self) -> CacheDir:
+        """This process's own handle: closing the user's must not end our lease, and a forked one is not ours."""
+        if self._cache is None or self._pid != os.getpid():
+            self._forget()
+            self._cache, self._pid = CacheDir(self.root), os.getpid()
+        return self._cache
+
+    def newest(self, *, epoch: int | None = None) -> View:
+        """Lease the present version, or the one that another process of the run leases for ``epoch``."""
+        cache = self._open()
+        run = None if epoch is None else self.run
+        before, after = self._snapshot, cache.snapshot(dataset=self.dataset, run=run, epoch=epoch)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._snapshot = after
+        self._finalizer = weakref.finalize(self, _give_back, os.getpid(), after, cache)
+        # The process's end frees the lease by itself, and no thread can be started there.
+        self._finalizer.atexit = False
+        if before is not None:
+            before.release()
+        return View.of_shards(after.version, self.dataset, after.schema, after.shards)
+
+    def at(self, version: int) -> View:
+        """The shards of ``version`` that are still there."""
+        cache = self._open()
+        schema = cache.schema(self.dataset)
+        return View.of_shards(version, self.dataset, schema, cache.shards(self.dataset, version=version))
+
+    def served(self) -> None:
+        """Count one epoch for every shard of the leased snapshot."""
+        if self._snapshot is not None and self._pid == os.getpid():
+            self._snapshot.served()
+
+    def close(self) -> None:
+        """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""
+        if self._finalizer is not None and self._pid == os.getpid():
+            self._finalizer.detach()
+        snapshot, cache, pid = self._snapshot, self._cache, self._pid
+        self._forget()
+        if cache is not None and pid == os.getpid():
+            if snapshot is not None:
+                snapshot.release()
+            cache.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy, (self.root, self.dataset, self.run)
+
+
+def _copy(root: Path, dataset: str, run: str | None) -> CacheSubscription:
+    made = CacheSubscription.__new__(CacheSubscription)
+    made.root, made.dataset, made.run = root, dataset, run
+    made._forget()
+    return made
+
+
+def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
+    if os.getpid() != pid:
+        return
+
+    def release() -> None:
+        snapshot.release()
+        cache.close()
+
+    # The garbage collector may run in the middle of a transaction of this very thread, whose end the release must then
+    # wait for: hence a thread, which is done by the time `join` returns in every other case.
+    thread = threading.Thread(target=release, name="cachetool-release", daemon=True)
+    thread.start()
+    thread.join(1.0)
+
+
+class FileSubscription:
+    """Files outside any cache: one view that never changes."""
+
+    def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
+        self._view = View(1, "", schema, parts)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """The files that ``cachetool convert --out`` wrote. Raises :class:`CorruptError` for a damaged list of them."""
+        about = folder.absolute() / DATASET_FILE
+        try:
+            value = json.loads(about.read_bytes())
+            parts = tuple(
+                Part(
+                    id=each["file"],
+                    format=value["format"],
+                    samples=int(each["samples"]),
+                    content="",
+                    folder=about.parent,
+                    extents=about.parent / ".extents" / each["file"] / EXTENTS_FILE,
+                    file=each["file"],
+                )
+                for each in value["parts"]
+            )
+            return cls(Schema.from_json(value["schema"]), parts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{about} is not what cachetool convert writes: {error}") from error
+
+    def newest(self, *, epoch: int | None = None) -> View:
+        """The view."""
+        return self._view
+
+    def at(self, version: int) -> View:
+        """The view, whatever the version: there is no other."""
+        return self._view
+
+    def served(self) -> None:
+        """Nobody counts."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def subscribe(cache: CacheDir | str | Path, *, dataset: str | None, run: str | None) -> Subscription:
+    """Follow a dataset of a cache; or read a folder of plain files that ``cachetool convert --out`` wrote."""
+    if not isinstance(cache, CacheDir) and (Path(cache) / DATASET_FILE).is_file():
+        if dataset is not None:
+            raise UsageError(f"{cache} is a folder of plain files, which hold one dataset; leave out dataset=")
+        return FileSubscription.of_folder(Path(cache))
+    return CacheSubscription(cache, dataset=dataset, run=run)
+
+
+def launched_run() -> str | None:
+    """What tells this run of a launcher's job from any other, the same on all its processes; None without a launcher.
+
+    From the environment of torchrun (id of the rendezvous, address, restarts) or of Slurm (id of job and step).
+    """
+    env = os.environ
+    names: tuple[str, ...]
+    if "TORCHELASTIC_RUN_ID" in env:
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    elif "SLURM_JOB_ID" in env:
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    else:
+        return None
+    return ":".join(env.get(name, "") for name in names)

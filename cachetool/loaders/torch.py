@@ -1,0 +1,340 @@
+"""Map-style datasets for :class:`torch.utils.data.DataLoader`, over a cache that grows.
+
+::
+
+    dataset = CacheDataset("data/cache", fields=["image", "label"])
+    sampler = EpochSampler(dataset, seed=0)                       # takes the newest snapshot at every epoch
+    loader = DataLoader(dataset, batch_size=64, sampler=sampler, num_workers=4, persistent_workers=True,
+                        collate_fn=dataset.collate)
+
+A sample is a dict: numbers and arrays as tensors (datetime64 as int64), bytes and str as such. Files are opened at
+first use, by each process for itself, so any start method of workers does. Snapshots and their leases stay in the
+process that made the dataset; workers look up the list of shards that an index means (:mod:`cachetool.loaders.views`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, Sampler, get_worker_info
+
+from cachetool.block import Column, Ragged
+from cachetool.cache import CacheDir
+from cachetool.errors import UsageError
+from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
+from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
+from cachetool.loaders.order import decode, encode, order, share
+from cachetool.loaders.subscription import Subscription, launched_run, subscribe
+from cachetool.loaders.views import Check, Views, usable
+from cachetool.schema import Field
+
+__all__ = ["CacheDataset", "EpochSampler", "LMDBDataset", "Samples", "TensorList"]
+
+Sample: TypeAlias = dict[str, Any]
+
+
+class TensorList(Sequence[torch.Tensor]):
+    """Tensors of one dtype whose shapes differ, kept as one: what a ragged field is in a batch.
+
+    Tensor i is a view of ``values``; a list of its own is ``list(tensors)``.
+    """
+
+    def __init__(self, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
+        self.values = values
+        """All values, flat."""
+        self.offsets = offsets
+        """Where each tensor begins in values, (k + 1,)."""
+        self.shapes = shapes
+        """Shape of each tensor, (k, rank)."""
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])].view(self.shapes[at].tolist())
+
+    def pin_memory(self, device: Any = None) -> TensorList:
+        """The same tensors in page-locked memory; called by DataLoader."""
+        return TensorList(self.values.pin_memory(device), self.offsets, self.shapes)
+
+    def __repr__(self) -> str:
+        return f"TensorList({len(self)} tensors of {self.values.dtype})"
+
+
+class Samples(Sequence[Sample]):
+    """Samples gathered together: a sequence of dicts over columns, so that a collate function may take either."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any] | torch.Tensor], count: int) -> None:
+        self.columns = columns
+        """Field to (k, ...) tensor, :class:`TensorList`, or list of bytes or str."""
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(self._count)[index]
+        return {name: column[at] for name, column in self.columns.items()}
+
+
+class _MapDataset(Dataset[Sample]):
+    """What both datasets are: views that are taken again when asked, and the open parts they are read from."""
+
+    def __init__(
+        self, subscription: Subscription, opener: Opener, fields: Sequence[str] | None, *, check: Check = usable
+    ) -> None:
+        self._parts = Parts(opener)
+        self._closed = False
+        try:
+            self._views = Views(subscription, check=check, changed=self._parts.keep)
+            schema = self._views.plain().schema
+            self.schema = schema if fields is None else schema.select(fields)
+            """The fields of a sample."""
+        except BaseException:
+            subscription.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The version of the catalog that plain indices mean; 1 for plain files."""
+        return self._views.version
+
+    def refresh(self, *, epoch: int | None = None) -> int:
+        """Take the newest snapshot, give the one before it back, and return the number of samples.
+
+        To be called between epochs, where the dataset was made; :class:`EpochSampler` does it by itself. Processes of
+        one ``run`` get the same snapshot for the same ``epoch``. Raises :class:`UsageError` in a DataLoader's worker.
+        """
+        if get_worker_info() is not None:
+            raise UsageError("refresh() belongs to the process that made the dataset, not to a worker of a DataLoader")
+        self._require_open()
+        return self._views.refresh(epoch=epoch).samples
+
+    def __len__(self) -> int:
+        return self._views.plain().samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
+        """The samples at these indices, read together; all of one snapshot. DataLoader calls this."""
+        self._require_open()
+        version = max(0, decode(indices[0])[0]) if indices else 0
+        view = self._views.at(version) if version else self._views.plain()
+        base = encode(version, 0)
+        at = np.array([index - base for index in indices], dtype=np.int64)
+        if version and (int(at.min()) < 0 or decode(int(at.max()))[0]):
+            raise UsageError("one batch has indices of two snapshots; draw a batch from one epoch of one sampler")
+        if not version:
+            at[at < 0] += view.samples
+        tensors: dict[str, torch.Tensor] = {}
+
+        def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+            if field.kind in ("bytes", "str"):
+                return np.empty(shape, dtype=np.uint8)
+            tensor = tensors[field.name] = torch.empty(shape, dtype=_dtype(field.dtype))
+            return tensor.numpy().view(field.numpy)
+
+        columns = gather(view, at, self._parts, self.schema, empty=empty)
+        return Samples({f.name: _finish(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
+
+    def collate(self, batch: Sequence[Sample]) -> Sample:
+        """A batch as one dict: numeric fields stacked, (k, *shape); ragged ones a :class:`TensorList` or list; bytes
+        and str a list. For ``DataLoader(collate_fn=dataset.collate)``: samples read together are one batch already."""
+        if isinstance(batch, Samples):
+            return dict(batch.columns)
+        columns = {field.name: [sample[field.name] for sample in batch] for field in self.schema}
+        return {f.name: torch.stack(columns[f.name]) if f.kind == "fixed" else columns[f.name] for f in self.schema}
+
+    def served(self) -> None:
+        """Count one epoch for the shards of the present snapshot (``stats``, ``--min-epochs``)."""
+        self._views.served()
+
+    def close(self) -> None:
+        """Give the lease back and close all files. May be called twice; in a copy it does nothing to the original."""
+        self._closed = True
+        self._views.close()
+        self._parts.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"this {type(self).__name__} was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CacheDataset(_MapDataset):
+    """The samples of a dataset of a cache, in any format: uncompressed shards straight out of memory maps.
+
+    ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. ``fields`` chooses and
+    orders the fields of a sample. ``dataset`` is needed when the cache holds several. ``run`` names the training run
+    when several processes share it (default: from torchrun's or Slurm's environment).
+
+    It holds a lease until :meth:`close`, the end of the ``with`` block, its collection, or the end of the process. It
+    belongs to one thread at a time; it may be forked and pickled, and a copy holds no lease.
+
+    Raises :class:`UsageError` for a cache, dataset or field that is not there.
+    """
+
+    def __init__(
+        self,
+        cache: CacheDir | str | Path,
+        *,
+        fields: Sequence[str] | None = None,
+        dataset: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        self.run = run or launched_run()
+        super().__init__(subscribe(cache, dataset=dataset, run=self.run), open_by_extents, fields)
+
+
+class LMDBDataset(_MapDataset):
+    """The samples of LMDB shards, read by py-lmdb: one environment a file and process, opened at its first use.
+
+    As :class:`CacheDataset`, and ``cache`` may also be a single LMDB file (or the folder of one): one of ours, or with
+    ``value_format="raw"`` one of others, whose samples are ``key`` and ``value``, both bytes, in key order.
+
+    Raises :class:`UsageError`, naming the format, for a dataset whose shards are in another one.
+    """
+
+    def __init__(
+        self,
+        cache: CacheDir | str | Path,
+        *,
+        fields: Sequence[str] | None = None,
+        dataset: str | None = None,
+        run: str | None = None,
+        value_format: str | None = None,
+    ) -> None:
+        self.run = run or launched_run()
+        if not isinstance(cache, CacheDir) and is_lmdb(Path(cache)):
+            subscription: Subscription = subscribe_file(Path(cache), value_format=value_format)
+        elif value_format is not None:
+            raise UsageError(f"value_format= goes with an LMDB file of others, not with {cache}")
+        else:
+            subscription = subscribe(cache, dataset=dataset, run=self.run)
+        super().__init__(subscription, open_lmdb, fields, check=only_lmdb)
+
+
+class EpochSampler(Sampler[int]):
+    """The order of an epoch over the newest snapshot: every ``iter()`` refreshes the dataset first.
+
+    The order is decided by ``seed``, the number of the epoch and the number of samples alone; ``shuffle=False`` goes
+    through the samples oldest first. With several processes (``rank`` of ``world_size``; default: those of
+    torch.distributed or of the launcher's environment) all use the same snapshot, so the dataset needs its ``run``, and
+    no two read the same sample; ``drop_last`` leaves out the remainder, at most ``world_size - 1`` samples, another one
+    every epoch, so that all take the same number of steps. Without it some ranks may take one step more.
+
+    Its indices carry the number of the snapshot: workers that outlive the epoch read the right list of shards, and an
+    index whose shard was evicted raises :class:`UsageError`. Raises :class:`UsageError` where the cache has less than
+    one sample for each process.
+    """
+
+    def __init__(
+        self,
+        dataset: _MapDataset,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        self._dataset = dataset
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self.rank, self.world_size = _world(rank, world_size)
+        self.epoch = 0
+        """Number of the epoch that the next ``iter()`` begins."""
+        if self.world_size > 1 and getattr(dataset, "run", None) is None:
+            raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
+        share(0, rank=self.rank, world_size=self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next ``iter()`` begin epoch number ``epoch``: to go on after a restart."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Number of indices of the present snapshot; the next epoch may have more."""
+        return share(len(self._dataset), rank=self.rank, world_size=self.world_size, drop_last=self._drop_last)
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator: the old snapshot stays leased until the first index is asked for, when workers of an epoch that
+        # was broken off have finished what was still in flight.
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        samples = self._dataset.refresh(epoch=epoch if self.world_size > 1 else None)
+        if samples < self.world_size:
+            raise UsageError(f"{samples} samples are too few for {self.world_size} processes; pull more first")
+        base = encode(self._dataset.version, 0)
+        blocks = order(
+            samples,
+            shuffle=self._shuffle,
+            seed=self._seed,
+            epoch=epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+            drop_last=self._drop_last,
+        )
+        for block in blocks:
+            for index in block.tolist():
+                yield base + index
+        if self.rank == 0:
+            self._dataset.served()
+
+
+def _world(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@functools.cache
+def _dtype(name: str) -> torch.dtype:
+    """The torch dtype of a stored one; dates and durations as the int64 they are."""
+    dtype = np.dtype(name)
+    return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
+
+
+def _finish(field: Field, column: Column, tensor: torch.Tensor | None) -> torch.Tensor | TensorList | list[Any]:
+    """What a batch holds for a column that was gathered into ``tensor``, or for bytes and str into plain memory."""
+    if not isinstance(column, Ragged):
+        assert tensor is not None
+        return tensor
+    if column.shapes is not None:
+        assert tensor is not None
+        return TensorList(tensor, column.offsets, column.shapes)
+    data, offsets = column.values.tobytes(), column.offsets.tolist()
+    pieces = [data[start:stop] for start, stop in itertools.pairwise(offsets)]
+    return pieces if field.kind == "bytes" else [piece.decode("utf-8", "surrogateescape") for piece in pieces]

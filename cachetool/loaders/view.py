@@ -1,0 +1,98 @@
+"""A list of samples: the parts that a snapshot consists of, and where in them the i-th sample is. Values, no I/O."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.extents import EXTENTS_FILE
+from cachetool.schema import Schema
+
+if TYPE_CHECKING:
+    from cachetool.cache import Shard
+
+__all__ = ["Part", "View"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One shard of a cache, or one file outside any."""
+
+    id: str
+    """Names it in messages and tells it from all others."""
+    format: str
+    samples: int
+    content: str
+    """Content digest: parts with the same one hold the same samples in the same order, in whatever format."""
+    folder: Path
+    """What the names of its files are relative to."""
+    extents: Path
+    """Its extents; where there is no such file, the format's own library reads it."""
+    file: str = ""
+    """Name of the data file; empty in a shard, where the format says it."""
+
+    @classmethod
+    def of_shard(cls, shard: Shard) -> Part:
+        """A shard of a cache as a part."""
+        return cls(shard.id, shard.format, shard.samples, shard.content, shard.path, shard.path / EXTENTS_FILE)
+
+
+@dataclass(frozen=True)
+class View:
+    """The samples of one snapshot of a dataset, numbered from 0, oldest part first."""
+
+    version: int
+    """The catalog's version; 1 for files outside a cache."""
+    dataset: str
+    schema: Schema
+    parts: tuple[Part, ...]
+    starts: Int64s = field(init=False, repr=False, compare=False)
+    """Number of the first sample of each part, and behind them the number of samples: (parts + 1,)."""
+
+    def __post_init__(self) -> None:
+        starts = np.zeros(len(self.parts) + 1, dtype=np.int64)
+        np.cumsum([part.samples for part in self.parts], out=starts[1:])
+        object.__setattr__(self, "starts", starts)
+
+    @classmethod
+    def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:
+        """The view of these shards of a cache."""
+        return cls(version, dataset, schema, tuple(Part.of_shard(shard) for shard in shards))
+
+    @cached_property
+    def samples(self) -> int:
+        """Number of samples."""
+        return int(self.starts[-1])
+
+    def find(self, indices: Int64s) -> tuple[Int64s, Int64s]:
+        """Part number and number within the part of each sample. Raises ``IndexError`` outside ``0 .. samples - 1``."""
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.samples:
+            bad = int(indices.min()) if int(indices.min()) < 0 else int(indices.max())
+            raise IndexError(f"sample {bad} of a dataset of {self.samples}")
+        parts = np.searchsorted(self.starts, indices, side="right").astype(np.int64) - 1
+        return parts, indices - self.starts[parts]
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63 bits that differ when the parts do."""
+        text = "\n".join(f"{part.id} {part.samples}" for part in self.parts)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def extends(self, other: View) -> bool:
+        """Whether every index of ``other`` means the same sample here: nothing of it left or moved.
+
+        A part converted into another format counts as the same; one that was evicted does not.
+        """
+        return len(self.parts) >= len(other.parts) and all(
+            mine.id == theirs.id or (mine.content == theirs.content and mine.samples == theirs.samples)
+            for mine, theirs in zip(self.parts, other.parts, strict=False)
+        )

@@ -1,0 +1,118 @@
+"""Samples whose values follow from their number, caches filled with them, and what a loader must give back for them.
+
+Imported by the scripts beside it, which are run as processes of their own, and by the tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cachetool.block import Block
+from cachetool.cache import CacheDir, Facts, Origin
+from cachetool.formats import get_format
+from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.schema import Field, Schema
+
+SMALL = Schema(
+    (
+        Field("x", "<f4", (4, 3)),
+        Field("number", "<i8"),
+        Field("words", "str"),
+        Field("raw", "bytes"),
+        Field("ragged", "<i2", (None, None)),
+    )
+)
+"""One field of each kind."""
+
+NUMERIC = ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "M8[us]", "m8[s]")
+_NAMES = [np.dtype(d).name.replace("[", " ").replace("]", "") for d in NUMERIC]
+EVERY = Schema(
+    (
+        *(Field(f"scalar {n}", d) for n, d in zip(_NAMES, NUMERIC, strict=True)),
+        *(Field(f"array {n}", d, (2, 3)) for n, d in zip(_NAMES, NUMERIC, strict=True)),
+        *(Field(f"ragged {n}", d, (None, None)) for n, d in zip(_NAMES, NUMERIC, strict=True)),
+        Field("deep", "<f4", (2, 1, 2, 1, 3)),
+        Field("none", "<f4", (0, 3)),
+        Field("line", "<u2", (None,)),
+        Field("cube", "<f8", (None, None, None)),
+        Field("words", "str"),
+        Field("raw", "bytes"),
+    )
+)
+"""Every dtype as scalar, array and ragged array; empty shapes; five dimensions."""
+
+
+def sample(schema: Schema, number: int) -> dict[str, Any]:
+    """The sample with this number."""
+    rng = np.random.default_rng(number)
+    out: dict[str, Any] = {}
+    for field in schema:
+        if field.kind == "str":
+            out[field.name] = f"sample {number} ☂" * (number % 3)
+        elif field.kind == "bytes":
+            out[field.name] = rng.bytes(number % 7)
+        elif field.name == "number":
+            out[field.name] = number
+        else:
+            shape = field.sizes if field.kind == "fixed" else tuple(rng.integers(0, 4, field.rank).tolist())
+            raw = rng.integers(0, 2, shape) if field.numpy.kind == "b" else rng.integers(-(2**62), 2**62, shape)
+            if field.numpy.kind in "fc":
+                raw = rng.standard_normal(shape)
+            array = np.asarray(raw).astype(field.numpy)
+            out[field.name] = array if field.shape else array[()]
+    return out
+
+
+def put(
+    cache: CacheDir,
+    numbers: Iterable[int],
+    *,
+    format: str = "lmdb",
+    schema: Schema = SMALL,
+    dataset: str = "default",
+    compression: str | None = None,
+) -> str:
+    """Commit one shard of the samples with these numbers; gives its id."""
+    kind, block = get_format(format), Block.from_samples(schema, [sample(schema, n) for n in numbers])
+    cache.declare(dataset, schema)
+    bound = shard_bound(kind, schema, block.samples, block.nbytes)
+    with cache.stage(dataset=dataset, schema=schema, format=format, bound=bound) as staging:
+        files = ShardFiles(
+            staging.path, kind, schema, samples=block.samples, nbytes=block.nbytes, compression=compression
+        )
+        files.write(block)
+        facts = files.finish()
+        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data)
+        return staging.commit(row, origin=Origin())
+
+
+def digest(schema: Schema, values: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits over field names, shapes and bytes of one sample as a loader gives it; any NumPy-like."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for field in schema:
+        value = values[field.name]
+        if field.kind == "str":
+            data = value.encode() if isinstance(value, str) else bytes(value)
+            shape: tuple[int, ...] = ()
+        elif field.kind == "bytes":
+            data, shape = bytes(value), ()
+        else:
+            array = np.asarray(value)
+            data, shape = array.tobytes(), array.shape
+        hashed.update(repr((field.name, shape, len(data))).encode() + data)
+    return hashed.hexdigest()
+
+
+def digests(schema: Schema, numbers: Iterable[int]) -> list[str]:
+    """Digests of the samples with these numbers as they were written, sorted."""
+    return sorted(digest(schema, sample(schema, n)) for n in numbers)
+
+
+def leases(cache: CacheDir) -> list[int]:
+    """The versions that live leases hold, after those of dead processes were given back."""
+    cache.recover()
+    return [row["version"] for row in cache.catalog.rows("SELECT version FROM leases ORDER BY version")]
