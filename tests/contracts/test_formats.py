@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -338,6 +341,23 @@ def test_a_truncated_file_is_corrupt_or_reads_right(kind: Format, path: Path, co
     assert corrupt > 0
     with kind.open(path, schema=schema) as reader:
         assert_same(reader.read(0, 60), content)
+
+
+def test_flipped_bits_neither_kill_nor_surprise(kind: Format, tmp_path: Path) -> None:
+    """Any single bit: an error naming the file, a checksum that tells, or nothing that matters; the process lives."""
+    script = Path(__file__).parents[1] / "formats" / "scripts" / "flip_bits.py"
+    done = subprocess.run(
+        [sys.executable, str(script), kind.name, str(tmp_path), "200", "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    outcomes = json.loads(done.stdout)
+    assert (sum(outcomes.values()), outcomes["unnamed"]) == (200, 0)
+    assert outcomes["error"] + outcomes["caught"] > 50
 
 
 def test_extents_of_a_truncated_file_are_corrupt(kind: Format, path: Path) -> None:

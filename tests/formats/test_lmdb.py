@@ -1,0 +1,326 @@
+"""What is particular to LMDB: the file alone, its bound, its pages, one environment per process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.block import Block, Ragged
+from cachetool.errors import CacheToolError, CorruptError, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.digest import checksums
+from cachetool.formats.files import map_file
+from cachetool.formats.lmdb import LMDB, open_environment
+from cachetool.formats.lmdb_file import PUTS, map_size, read_header
+from cachetool.formats.lmdb_pages import read_leaves
+from cachetool.formats.lmdb_values import ValueLayout
+from cachetool.schema import Field, Schema
+from tests.formats.samples import EVERY_KIND, block, blocks, on_disk, sample, write
+
+SIMPLE = Schema((Field("x", "<f4", (4, 3)), Field("label", "<i8"), Field("note", "str")))
+KIND = get_format("lmdb")
+
+
+def test_one_file_and_nothing_else(tmp_path: Path) -> None:
+    """No lock file while writing, after writing, or while reading."""
+    path = tmp_path / "data.lmdb"
+    writer = KIND.create(path, SIMPLE, samples=10, nbytes=10_000)
+    writer.write(block(SIMPLE, 10))
+    assert os.listdir(tmp_path) == ["data.lmdb"]
+    writer.finish()
+    with KIND.open(path) as reader:
+        assert reader.schema == SIMPLE
+        assert os.listdir(tmp_path) == ["data.lmdb"]
+
+
+def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
+    """Whatever the cuts: a shard can be compared byte by byte."""
+    content = block(EVERY_KIND, 40)
+    write(KIND, tmp_path / "a", content)
+    write(KIND, tmp_path / "b", content, cuts=(3, 4, 30))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_more_samples_than_one_transaction_takes(tmp_path: Path) -> None:
+    """Several commits leave one tree, with every sample in order."""
+    count = 2 * PUTS + 77
+    schema = Schema((Field("n", "<i4"),))
+    content = Block(schema, {"n": np.arange(count, dtype="<i4")})
+    path = tmp_path / "data.lmdb"
+    written = write(KIND, path, content, cuts=(1000, PUTS + 1))
+    assert on_disk(path) <= KIND.bound(schema, count, content.nbytes)
+    assert written.extents is not None
+    with KIND.open(path) as reader:
+        np.testing.assert_array_equal(reader.read(count - 5, count).columns["n"], np.arange(count - 5, count))
+        assert reader.samples == count
+
+
+@given(
+    sizes=st.lists(st.sampled_from((0, 1, 500, 1000, 1990, 2000, 2010, 2030, 4070, 4080, 4090, 9000)), max_size=60),
+    repeat=st.integers(1, 20),
+    extra=st.integers(-25, 25),
+)
+def test_the_bound_holds_at_the_edges_of_pages(
+    sizes: list[int], repeat: int, extra: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Values just below and above what fits a node or a page, in any mixture."""
+    wanted = np.array([max(0, n + extra) for n in sizes] * repeat, dtype=np.int64)
+    schema = Schema((Field("b", "bytes"),))
+    offsets = np.zeros(len(wanted) + 1, dtype=np.int64)
+    np.cumsum(wanted, out=offsets[1:])
+    content = Block(schema, {"b": Ragged(np.zeros(int(offsets[-1]), dtype=np.uint8), offsets)})
+    path = tmp_path_factory.mktemp("bound") / "data.lmdb"
+    write(KIND, path, content)  # LMDB itself would say that its map is full
+    assert on_disk(path) <= KIND.bound(schema, len(wanted), content.nbytes)
+    path.unlink()
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 1990, 1998, 2000, 2018, 2019, 4079, 4080, 4081, 4096, 100_000])
+def test_the_bound_of_fixed_fields_is_tight(nbytes: int, tmp_path: Path) -> None:
+    """At most a twentieth and 40 pages above the file."""
+    schema = Schema((Field("x", "u1", (nbytes,)),))
+    count = min(20_000, max(50, 3_000_000 // nbytes))
+    content = Block(schema, {"x": np.zeros((count, nbytes), dtype=np.uint8)})
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, content)
+    size = path.stat().st_size
+    assert size <= map_size(schema, count, content.nbytes) <= size * 1.05 + 40 * 4096
+
+
+def test_pages_agree_with_lmdb(tmp_path: Path) -> None:
+    """Keys and values found in the pages are those that LMDB gives, for a file of LMDB's own making."""
+    path = tmp_path / "theirs.lmdb"
+    rng = np.random.default_rng(0)
+    with lmdb.open(str(path), subdir=False, lock=False, lib_version=0, map_size=2**26) as env:
+        for _ in range(3):  # overwrites and deletions leave free pages and half-empty leaves
+            with env.begin(write=True) as txn:
+                for n in rng.integers(3000, size=1500).tolist():
+                    txn.put(b"key-%d" % n, rng.bytes(int(rng.choice([0, 5, 300, 2000, 5000, 20_000]))))
+                for n in rng.integers(3000, size=300).tolist():
+                    txn.delete(b"key-%d" % n)
+        with env.begin() as txn:
+            expected = list(txn.cursor())
+    buffer = map_file(path)
+    nodes = read_leaves(buffer, name="theirs")
+
+    def cut(starts: np.ndarray, sizes: np.ndarray) -> list[bytes]:
+        return [buffer[a : a + n].tobytes() for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
+
+    assert list(zip(cut(nodes.key_starts, nodes.key_sizes), cut(nodes.starts, nodes.sizes), strict=True)) == expected
+
+
+def test_files_that_are_not_ours_are_told_apart(tmp_path: Path) -> None:
+    """Somebody's LMDB, an empty LMDB, the format of engine 1.0, and a shard with a sample gone."""
+    foreign, empty, newer, gap = (tmp_path / f"{name}.lmdb" for name in ("foreign", "empty", "newer", "gap"))
+    with lmdb.open(str(foreign), subdir=False, lock=False, lib_version=0) as env, env.begin(write=True) as txn:
+        txn.put(b"a", b"b")
+        txn.put(b"c", b"d")
+    lmdb.open(str(empty), subdir=False, lock=False, lib_version=0).close()
+    with lmdb.open(str(newer), subdir=False, lock=False, lib_version=1) as env, env.begin(write=True) as txn:
+        txn.put(b"a", b"b")
+    write(KIND, gap, block(SIMPLE, 5))
+    with lmdb.open(str(gap), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+        txn.delete(b"%012d" % 2)
+    for path, why in ((foreign, "not a shard"), (empty, "not a shard"), (newer, "whole LMDB"), (gap, "keys")):
+        with pytest.raises(CorruptError, match=why) as caught:
+            KIND.open(path)
+        assert path.name in str(caught.value)
+    with pytest.raises(CorruptError, match="missing"):
+        KIND.open(tmp_path / "nowhere.lmdb")
+
+
+def test_another_schema_than_expected_is_corrupt(tmp_path: Path) -> None:
+    """A shard swapped for another dataset's is not read as if it were the right one."""
+    write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 2))
+    with pytest.raises(CorruptError, match="other fields"):
+        KIND.open(tmp_path / "data.lmdb", schema=Schema((Field("x", "<f4"),)))
+
+
+def test_no_compression(tmp_path: Path) -> None:
+    """The message says which formats have one."""
+    with pytest.raises(UsageError, match="use hdf5, zarr or tfrecord"):
+        KIND.create(tmp_path / "data.lmdb", SIMPLE, samples=1, nbytes=1, compression="gzip")
+
+
+def test_one_environment_however_the_file_is_called(tmp_path: Path) -> None:
+    """A hard link and a relative path are the same file; the last user closes it."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(SIMPLE, 3))
+    os.link(path, tmp_path / "link.lmdb")
+    first, second = open_environment(path), open_environment(tmp_path / "link.lmdb")
+    assert first is second
+    first.close()
+    assert second.env.stat()["entries"] == 5
+    second.close()
+    with pytest.raises(lmdb.Error):
+        second.env.stat()
+    third = open_environment(path)
+    assert third is not first
+    third.close()
+
+
+def test_environments_and_threads(tmp_path: Path) -> None:
+    """Opening, reading and closing from many threads at once."""
+    path = tmp_path / "data.lmdb"
+    content = block(SIMPLE, 30)
+    expected = checksums(content)
+    write(KIND, path, content)
+    wrong: list[object] = []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                with KIND.open(path) as reader:
+                    if not (checksums(reader.read(0, 30)) == expected).all():
+                        wrong.append("values")
+        except CacheToolError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_reader_does_not_work_in_a_forked_child(tmp_path: Path) -> None:
+    """Its environment was closed there; the message says what to do. The parent's reader is not touched."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(SIMPLE, 3))
+    with KIND.open(path) as reader:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                reader.read(0, 1)
+            except UsageError as error:
+                reader.close()
+                code = 0 if "open it again" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert reader.read(0, 3).samples == 3
+
+
+def test_a_closed_reader_says_so(tmp_path: Path) -> None:
+    """Never a crash of the C library."""
+    write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 3))
+    reader = KIND.open(tmp_path / "data.lmdb")
+    reader.close()
+    with pytest.raises(UsageError, match="closed"):
+        reader.read(0, 1)
+
+
+def test_abort_lets_the_path_be_removed_and_used_again(tmp_path: Path) -> None:
+    """Before and after the first block."""
+    path = tmp_path / "data.lmdb"
+    for count in (0, 5):
+        writer = KIND.create(path, SIMPLE, samples=10, nbytes=10_000)
+        if count:
+            writer.write(block(SIMPLE, count))
+        writer.abort()
+        path.unlink()
+    write(KIND, path, block(SIMPLE, 2))
+
+
+@given(content=blocks(), data=st.data())
+def test_one_value_decodes_to_its_sample(content: Block, data: st.DataObject) -> None:
+    """``ValueLayout.decode`` gives what the block holds, all fields or some."""
+    layout = ValueLayout(content.schema)
+    values, starts = layout.encode(content)
+    names = data.draw(st.lists(st.sampled_from(content.schema.names), unique=True, min_size=1))
+    for index in range(content.samples):
+        value = values[starts[index] : starts[index + 1]].data
+        expected = content.sample(index)
+        for chosen in (None, names):
+            found = layout.decode(value, chosen)
+            assert list(found) == list(content.schema.names if chosen is None else names)
+            for name, got in found.items():
+                assert type(got) is type(expected[name])
+                assert np.asarray(got).dtype == np.asarray(expected[name]).dtype
+                assert np.asarray(got).shape == np.asarray(expected[name]).shape
+                assert np.asarray(got).tobytes() == np.asarray(expected[name]).tobytes()
+
+
+def test_decoded_arrays_are_copies(tmp_path: Path) -> None:
+    """They are writable and do not point into the value: LMDB's memory may go away."""
+    value = bytearray(ValueLayout(SIMPLE).encode(block(SIMPLE, 1))[0].tobytes())
+    for schema in (SIMPLE, SIMPLE.select(["x"])):
+        raw = value if schema is SIMPLE else value[:48]
+        x = ValueLayout(schema).decode(memoryview(raw))["x"]
+        before = x.copy()
+        raw[:] = bytes(len(raw))
+        assert x.tobytes() == before.tobytes()
+        x[:] = 1
+        value = bytearray(ValueLayout(SIMPLE).encode(block(SIMPLE, 1))[0].tobytes())
+
+
+def test_values_that_do_not_fit_are_corrupt() -> None:
+    """Too short, too long, negative and huge tables, with the number of the sample."""
+    schema = Schema((Field("a", "<i4"), Field("r", "<f8", (None, None)), Field("t", "str")))
+    layout = ValueLayout(schema)
+    value = layout.encode(block(schema, 1, seed=3))[0].tobytes()
+
+    def table(*numbers: int) -> bytes:
+        return value[:8] + np.array(numbers, dtype="<i8").tobytes() + value[32:]
+
+    for bad in (
+        b"",
+        value[:10],
+        value[:-1],
+        value + b"\0",
+        table(-1, 1, 0),
+        table(2**62, 2**62, 0),
+        table(2**32, 2**32, 0),
+        table(1, 1, 2**63 - 1),
+    ):
+        with pytest.raises(CorruptError, match="sample 0"):
+            layout.decode(bad)
+    fixed = ValueLayout(Schema((Field("a", "<i4"),)))
+    for bad in (b"", b"123", b"12345"):
+        with pytest.raises(CorruptError):
+            fixed.decode(bad)
+    joined, one = np.frombuffer(value + value[:-1], dtype=np.uint8), len(value)
+    with pytest.raises(CorruptError, match="shard: the value of sample 17 does not fit"):
+        layout.decode_block(
+            joined, np.array([0, one]), np.array([one, one - 1]), where="shard", numbers=np.array([5, 17])
+        )
+
+
+def test_fields_lie_aligned() -> None:
+    """Each at a multiple of its item size, at most 8, in schema order."""
+    layout = ValueLayout(Schema((Field("a", "u1"), Field("b", "<c16"), Field("c", "<u2", (3,)), Field("d", "<f4"))))
+    assert layout.fixed == {"a": 0, "b": 8, "c": 24, "d": 32}
+    assert layout.head == 36
+    assert ValueLayout(EVERY_KIND).table % 8 == 0
+
+
+def test_a_sample_above_four_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB's own limit, told before anything is written (tried with a smaller one)."""
+    monkeypatch.setattr("cachetool.formats.lmdb._MAX_VALUE", 1000)
+    writer = KIND.create(tmp_path / "data.lmdb", Schema((Field("b", "bytes"),)), samples=2, nbytes=5000)
+    with pytest.raises(UsageError, match="lmdb holds at most 1000"):
+        writer.write(Block.from_samples(Schema((Field("b", "bytes"),)), [{"b": bytes(2000)}]))
+    writer.abort()
+
+
+def test_the_header_is_read_without_lmdb(tmp_path: Path) -> None:
+    """Count and schema out of the pages."""
+    write(KIND, tmp_path / "f", block(EVERY_KIND, 7))
+    assert read_header(map_file(tmp_path / "f"), name="f") == (7, EVERY_KIND)
+    assert isinstance(KIND, LMDB)
+
+
+def test_random_samples_helper_covers_empty_values() -> None:
+    """The data of these tests has the awkward cases in it."""
+    seen = [sample(EVERY_KIND, np.random.default_rng(n)) for n in range(30)]
+    assert {len(s["text"]) for s in seen} >= {0, 1}
+    assert any(s["ragged.3"].size == 0 for s in seen)

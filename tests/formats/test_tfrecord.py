@@ -1,0 +1,345 @@
+"""What is particular to TFRecord: frames and their checksums, the Example wire format, gzip, records by others."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import struct
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.block import Block
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.digest import checksums
+from cachetool.formats.example import ExampleLayout
+from cachetool.formats.framing import scan_records
+from cachetool.formats.gzipped import GzipFile
+from cachetool.formats.protobuf import FLOAT, parse_example, read_varints, unpad_varints, varint, varints
+from cachetool.formats.tfrecord import shape_name, storage_kind
+from cachetool.schema import Field, Schema
+from tests.formats.samples import DTYPES, EVERY_KIND, block, blocks, write
+
+KIND = get_format("tfrecord")
+SIMPLE = Schema((Field("x", "<f4", (3,)), Field("n", "<i8"), Field("f", "<f4"), Field("t", "str")))
+
+
+def frame(data: bytes) -> bytes:
+    """One record, written down from the documentation of the format."""
+
+    def masked(raw: bytes) -> bytes:
+        crc = crc32c.crc32c(raw)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    length = struct.pack("<Q", len(data))
+    return length + masked(length) + data + masked(data)
+
+
+def message(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + varint(len(content)) + content
+
+
+def example(features: dict[str, bytes]) -> bytes:
+    """An Example of serialised Feature messages, minimal varints."""
+    entries = b"".join(message(1, message(1, name.encode()) + message(2, f)) for name, f in features.items())
+    return message(1, entries)
+
+
+def by_hand(raw: bytes = b"abcdefghijkl", n: bytes | None = None, f: bytes | None = None) -> dict[str, bytes]:
+    """Features of one sample of SIMPLE."""
+    return {
+        "t": message(1, message(1, b"text")),
+        "f": f if f is not None else message(2, message(1, struct.pack("<f", 1.5))),
+        "x": message(1, message(1, raw)),
+        "n": n if n is not None else message(3, message(1, varint(2**64 - 3))),
+        "unknown": message(1, b""),
+    }
+
+
+def read_all(path: Path, schema: Schema) -> Block:
+    with KIND.open(path, schema=schema) as reader:
+        return reader.read(0, reader.samples)
+
+
+def test_frames_are_those_of_tensorflow(tmp_path: Path) -> None:
+    """Lengths and both checksums, byte for byte."""
+    content = block(EVERY_KIND, 5)
+    write(KIND, tmp_path / "f", content)
+    raw = (tmp_path / "f").read_bytes()
+    starts, sizes = scan_records(np.frombuffer(raw, dtype=np.uint8), name="f")
+    assert raw == b"".join(frame(raw[a : a + n]) for a, n in zip(starts.tolist(), sizes.tolist(), strict=True))
+    assert len(starts) == 5
+
+
+def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
+    """Whatever the cuts."""
+    content = block(EVERY_KIND, 40)
+    write(KIND, tmp_path / "a", content)
+    write(KIND, tmp_path / "b", content, cuts=(3, 4, 30))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@given(content=blocks())
+def test_our_records_are_read_whole_and_parsed_alike(content: Block) -> None:
+    """The vectorised reader takes every record of ours, and agrees with the parser that takes anybody's."""
+    layout = ExampleLayout(content.schema)
+    buffer, starts, sizes = layout.encode(content)
+    decoded = layout.decode(buffer, starts, sizes)
+    assert (decoded is None) == (content.samples == 0)
+    records = [buffer[a : a + n].data for a, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    parsed = Block.from_samples(content.schema, [layout.parse(record) for record in records])
+    np.testing.assert_array_equal(checksums(parsed), checksums(content))
+    if decoded is not None:
+        np.testing.assert_array_equal(checksums(decoded), checksums(content))
+
+
+@given(content=blocks(), data=st.data())
+def test_a_damaged_record_is_never_a_crash(content: Block, data: st.DataObject) -> None:
+    """Without frames and their checksums: any byte changed gives values or CorruptError, from both readers."""
+    if not content.samples:
+        return
+    layout = ExampleLayout(content.schema)
+    buffer, starts, sizes = layout.encode(content.slice(0, 1))
+    at = data.draw(st.integers(0, len(buffer) - 1))
+    buffer[at] ^= data.draw(st.integers(1, 255))
+    decoded = layout.decode(buffer, starts, sizes)
+    assert decoded is None or decoded.samples == 1
+    try:
+        assert set(layout.parse(buffer.data)) == set(content.schema.names)
+    except CorruptError as error:
+        assert str(error)  # noqa: PT017 - both outcomes are right, other errors are not
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scalars_are_bit_exact(dtype: str, tmp_path: Path) -> None:
+    """The extremes of every type, NaN payloads, NaT, and uint64 above 2**63."""
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        values = np.array([True, False])
+    else:
+        patterns = np.random.default_rng(0).bytes(40 * kind.itemsize)
+        values = np.frombuffer(patterns + bytes(kind.itemsize) + b"\xff" * kind.itemsize, dtype=kind)
+        signalling = {"<f2": 0x7C01, "<f4": 0x7F800001, "<f8": 0x7FF0000000000001}.get(dtype)
+        if signalling is not None:
+            values = np.append(values, np.array([signalling], dtype=f"<u{kind.itemsize}").view(kind))
+    schema = Schema((Field("v", dtype),))
+    write(KIND, tmp_path / "f", Block(schema, {"v": values}))
+    assert np.asarray(read_all(tmp_path / "f", schema).columns["v"]).tobytes() == values.tobytes()
+
+
+def test_which_list_holds_a_field() -> None:
+    """Integers as int64, float32 as float, all else as bytes."""
+    kinds = {d: storage_kind(Field("x", d)) for d in DTYPES}
+    assert {d for d, k in kinds.items() if k == "int64"} == {"?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"}
+    assert {d for d, k in kinds.items() if k == "float"} == {"<f4"}
+    for field in (Field("x", "<i8", (1,)), Field("x", "<f4", (None,)), Field("x", "bytes"), Field("x", "str")):
+        assert storage_kind(field) == "bytes"
+    assert shape_name(Field("x", "<f4", (None,))) == "x/shape"
+
+
+def test_the_features_are_the_documented_ones() -> None:
+    """Every field of a sample found in the list that the documentation names."""
+    content = block(EVERY_KIND, 1, seed=5)
+    buffer, _, _ = ExampleLayout(EVERY_KIND).encode(content)
+    features, one = parse_example(buffer.data), content.sample(0)
+    assert set(features) == {*EVERY_KIND.names, *(shape_name(f) for f in EVERY_KIND if f.kind == "ragged")}
+    for field in EVERY_KIND:
+        feature, value = features[field.name], one[field.name]
+        kind = storage_kind(field)
+        if kind == "int64":
+            assert feature.numbers.tolist() == [int(np.asarray(value).astype(np.int64))]
+        elif kind == "float":
+            assert feature.numbers.tobytes() == np.asarray(value).tobytes()
+        else:
+            raw = value.encode() if field.kind == "str" else value if field.kind == "bytes" else value.tobytes()
+            assert [bytes(s) for s in feature.strings] == [raw]
+        if field.kind == "ragged":
+            assert tuple(features[shape_name(field)].numbers) == value.shape
+
+
+def test_records_by_hand(tmp_path: Path) -> None:
+    """Any order of features, packed and unpacked lists, split lists, unknown features and fields, minimal varints."""
+    unpacked = message(3, b"\x08" + varint(2**64 - 3))
+    split = message(2, message(1, b"") + message(1, struct.pack("<f", 1.5)))
+    loose = message(2, b"\x0d" + struct.pack("<f", 1.5))
+    records = [
+        example(by_hand()),
+        example(by_hand(n=unpacked)),
+        example(dict(reversed(by_hand(f=split).items()))),
+        example(by_hand(f=loose)) + message(9, b"later version") + b"\x50\x01",
+        message(1, b"\x25abcd" + example({})[2:]) + example(by_hand()),
+    ]
+    (tmp_path / "f").write_bytes(b"".join(map(frame, records)))
+    found = read_all(tmp_path / "f", SIMPLE)
+    assert found.samples == len(records)
+    for index in range(len(records)):
+        one = found.sample(index)
+        assert (one["n"], one["f"], one["t"], one["x"].tobytes()) == (-3, 1.5, "text", b"abcdefghijkl")
+
+
+def test_arrays_in_number_lists(tmp_path: Path) -> None:
+    """Others keep arrays as float_list and int64_list: taken where no value is lost, refused where one is."""
+    schema = Schema((Field("a", "<f4", (2, 2)), Field("b", "<u1", (None,)), Field("c", "?")))
+
+    def record(a: list[float], b: list[int], c: int) -> bytes:
+        floats = message(2, message(1, np.array(a, "<f4").tobytes()))
+        ints = message(3, message(1, b"".join(map(varint, b))))
+        return frame(example({"a": floats, "b": ints, "c": message(3, message(1, varint(c)))}))
+
+    (tmp_path / "f").write_bytes(record([1, 2, 3, 4], [7, 255], 1) + record([0, 0, 0, 0], [], 0))
+    found = read_all(tmp_path / "f", schema)
+    assert np.asarray(found.columns["a"]).tolist() == [[[1, 2], [3, 4]], [[0, 0], [0, 0]]]
+    assert [found.sample(i)["b"].tolist() for i in range(2)] == [[7, 255], []]
+    for number, (bad, why) in enumerate(
+        ((record([1, 2, 3], [1], 1), "reshape"), (record([1] * 4, [256], 1), "'b'"), (record([1] * 4, [1], 2), "'c'"))
+    ):
+        path = tmp_path / f"bad{number}"
+        path.write_bytes(record([1, 2, 3, 4], [7], 1) + bad)
+        with pytest.raises(CorruptError, match=f"bad{number}: sample 1: .*{why}"):
+            read_all(path, schema)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (b"", "no feature 'x'"),
+        (example({**by_hand(), "x": b""}), "no feature 'x'"),
+        (example({**by_hand(), "x": message(1, b"")}), "one byte string"),
+        (example({**by_hand(), "x": message(1, message(1, b"1234") * 3)}), "one byte string"),
+        (example(by_hand(raw=b"1234")), "reshape"),
+        (example(by_hand(raw=b"12345")), "whole number"),
+        (example(by_hand(n=message(2, message(1, b"1234")))), "'n' holds float32"),
+        (example(by_hand(n=message(3, message(1, b"\x80")))), "cut short"),
+        (example(by_hand(n=message(3, message(1, b"\x80" * 10 + b"\1")))), "more than 10"),
+        (example(by_hand(f=message(2, message(1, b"123")))), "float list"),
+        (example(by_hand())[:-3], "reaches past"),
+        (b"\x0b", "wire type 3"),
+        (b"\xff" * 20, "cut short"),
+        (message(1, message(1, message(1, b"\xff\xfe"))), "decode"),
+    ],
+)
+def test_records_that_do_not_fit_name_file_and_sample(record: bytes, why: str, tmp_path: Path) -> None:
+    """Valid frames around something else."""
+    path = tmp_path / "odd.tfrecord"
+    path.write_bytes(frame(example(by_hand())) + frame(record))
+    with pytest.raises(CorruptError, match=f"odd.tfrecord: sample 1: .*{why}"):
+        read_all(path, SIMPLE)
+
+
+def test_checksums_are_checked(tmp_path: Path) -> None:
+    """One flipped bit anywhere in any record, of equal and of different sizes: an error that names the file."""
+    for schema in (SIMPLE, SIMPLE.select(["x", "n"])):
+        path = tmp_path / f"{len(schema)}.tfrecord"
+        write(KIND, path, block(schema, 4))
+        whole = path.read_bytes()
+        for at in range(len(whole)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            with pytest.raises(CorruptError, match=path.name):
+                read_all(path, schema)
+
+
+def test_a_huge_length_allocates_nothing(tmp_path: Path) -> None:
+    """A length with a right checksum that no file could hold."""
+    length = struct.pack("<Q", 2**62)
+    (tmp_path / "f").write_bytes(length + frame(b"x" * 8)[8:12] + bytes(100))
+    with pytest.raises(CorruptError, match="damaged length"):
+        KIND.open(tmp_path / "f", schema=SIMPLE)
+    crc = crc32c.crc32c(length)
+    right = struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    (tmp_path / "f").write_bytes(frame(b"fine") + length + right + bytes(100))
+    with pytest.raises(CorruptError, match="cut short: sample 1 needs 4611686018427387904 bytes"):
+        KIND.open(tmp_path / "f", schema=SIMPLE)
+    (tmp_path / "g").write_bytes(gzip.compress(length + right + bytes(100)))
+    with pytest.raises(CorruptError, match="cut short"):
+        KIND.open(tmp_path / "g", schema=SIMPLE)
+
+
+def test_reading_needs_a_schema(tmp_path: Path) -> None:
+    """The file does not say."""
+    write(KIND, tmp_path / "f", block(SIMPLE, 1))
+    with pytest.raises(UsageError, match="schema="):
+        KIND.open(tmp_path / "f")
+    with pytest.raises(CorruptError, match="missing"):
+        KIND.open(tmp_path / "nowhere", schema=SIMPLE)
+
+
+def test_gzip_opens_with_gzip(tmp_path: Path) -> None:
+    """The compressed file is a plain gzip of the plain file, with no extents."""
+    content = block(EVERY_KIND, 30)
+    write(KIND, tmp_path / "plain", content)
+    assert write(KIND, tmp_path / "packed", content, compression="gzip").extents is None
+    assert gzip.decompress((tmp_path / "packed").read_bytes()) == (tmp_path / "plain").read_bytes()
+
+
+def test_gzip_by_others_in_several_members(tmp_path: Path) -> None:
+    """Members joined anywhere, as ``cat a.gz b.gz`` does."""
+    content = block(SIMPLE, 50)
+    write(KIND, tmp_path / "plain", content)
+    raw = (tmp_path / "plain").read_bytes()
+    cuts = [0, 5, 1000, 1001, len(raw)]
+    (tmp_path / "f").write_bytes(b"".join(gzip.compress(raw[a:b]) for a, b in itertools.pairwise(cuts)))
+    np.testing.assert_array_equal(checksums(read_all(tmp_path / "f", SIMPLE)), checksums(content))
+
+
+def test_gzip_jumps_to_any_place(tmp_path: Path) -> None:
+    """Forwards, backwards, across pieces and kept states: what was compressed."""
+    rng = np.random.default_rng(0)
+    raw = np.repeat(rng.integers(0, 256, size=3_000_000).astype("u1"), 5).tobytes()
+    (tmp_path / "f").write_bytes(gzip.compress(raw, 1))
+    stream = GzipFile(tmp_path / "f")
+    assert stream.read(len(raw) - 3, 10) == raw[-3:]
+    for _ in range(60):
+        at, size = int(rng.integers(len(raw))), int(rng.choice([0, 1, 1000, 700_000]))
+        assert stream.read(at, size) == raw[at : at + size]
+    assert stream.read(len(raw) + 5, 10) == b""
+    stream.close()
+    stream.close()
+
+
+def test_a_length_that_looks_like_gzip(tmp_path: Path) -> None:
+    """A first record of 0x8b1f bytes begins with the two bytes of gzip."""
+    schema = Schema((Field("b", "bytes"),))
+    layout = ExampleLayout(schema)
+    content = Block.from_samples(schema, [{"b": bytes(0x8B1F - layout.overhead)}])
+    write(KIND, tmp_path / "f", content)
+    assert (tmp_path / "f").read_bytes()[:2] == b"\x1f\x8b"
+    np.testing.assert_array_equal(checksums(read_all(tmp_path / "f", schema)), checksums(content))
+
+
+def test_a_record_above_two_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader of protocol buffers takes it (tried with a smaller limit)."""
+    monkeypatch.setattr("cachetool.formats.example.MAX_RECORD", 1000)
+    with pytest.raises(UsageError, match="tfrecord holds at most 1000"):
+        KIND.create(tmp_path / "f", Schema((Field("x", "u1", (2000,)),)), samples=1, nbytes=5000)
+    schema = Schema((Field("b", "bytes"),))
+    writer = KIND.create(tmp_path / "f", schema, samples=1, nbytes=5000)
+    with pytest.raises(UsageError, match="tfrecord holds at most 1000"):
+        writer.write(Block.from_samples(schema, [{"b": bytes(2000)}]))
+    writer.abort()
+
+
+@given(values=st.lists(st.integers(0, 2**64 - 1), max_size=20), width=st.integers(10, 10))
+def test_varints_of_any_width(values: list[int], width: int) -> None:
+    """Minimal and padded ones mean the same."""
+    expected: list[Any] = np.array(values, dtype=np.uint64).view(np.int64).tolist()
+    minimal = np.frombuffer(b"".join(map(varint, values)), dtype=np.uint8)
+    assert read_varints(minimal).tolist() == expected
+    padded = varints(np.array(values, dtype=np.uint64), width)
+    assert read_varints(padded.reshape(-1)).tolist() == expected
+    back = unpad_varints(padded)
+    assert back is not None
+    assert back.tolist() == expected
+    assert b"".join(varint(v, width) for v in values) == padded.tobytes()
+
+
+def test_a_float_list_keeps_its_bits() -> None:
+    """A signalling NaN stays one."""
+    nan = struct.pack("<I", 0x7F800001)
+    feature = parse_example(memoryview(example({"f": message(2, message(1, nan))})))["f"]
+    assert (feature.kind, feature.numbers.tobytes()) == (FLOAT, nan)

@@ -1,0 +1,95 @@
+"""LMDB files of ours, read with py-lmdb and nothing of cachetool."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+import cachetool.formats.lmdb
+from cachetool.formats import get_format
+from cachetool.schema import Field, Schema
+from tests.formats.samples import EVERY_KIND, block, write
+
+KIND = get_format("lmdb")
+
+
+def test_the_documented_reader_reads(tmp_path: Path) -> None:
+    """The ten lines in the module's docstring, run as they stand, in a process without cachetool."""
+    lines = (cachetool.formats.lmdb.__doc__ or "").splitlines()
+    first = next(n for n, line in enumerate(lines) if "env = lmdb.open" in line)
+    code = textwrap.dedent("\n".join(line for line in lines[first:] if line.startswith("    ")))
+    assert len(code.splitlines()) <= 10
+    schema = Schema(tuple(f for f in EVERY_KIND if f.kind == "fixed"))
+    content = block(schema, 4)
+    write(KIND, tmp_path / "data.lmdb", content)
+    code = (
+        "import json, lmdb, math, numpy, sys\n"
+        + code
+        + "\nassert 'cachetool' not in sys.modules and count == 4\n"
+        + "print(json.dumps({name: [str(v.dtype), list(v.shape), v.tobytes().hex()] for name, v in sample.items()}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    expected = content.sample(0)
+    assert json.loads(done.stdout) == {
+        name: [str(value.dtype), list(value.shape), value.tobytes().hex()] for name, value in expected.items()
+    }
+
+
+def test_variable_fields_by_the_documented_layout(tmp_path: Path) -> None:
+    """Table after the fixed fields, then the bytes of each field, everything at multiples of 8."""
+    schema = Schema((Field("a", "<i2"), Field("r", "<f4", (None, None)), Field("t", "str")))
+    content = block(schema, 30, largest=40)
+    write(KIND, tmp_path / "data.lmdb", content)
+    with (
+        lmdb.open(str(tmp_path / "data.lmdb"), subdir=False, readonly=True, lock=False) as env,
+        env.begin() as txn,
+    ):
+        assert env.lib_version()[0] == 0
+        assert int(txn.get(b"__len__")) == 30
+        assert json.loads(txn.get(b"__schema__")) == schema.to_json()
+        assert [key for key, _ in txn.cursor()] == [*(b"%012d" % n for n in range(30)), b"__len__", b"__schema__"]
+        for n in range(30):
+            value, one = txn.get(b"%012d" % n), content.sample(n)
+            assert np.frombuffer(value, "<i2", 1)[0] == one["a"]
+            rows, columns, length = np.frombuffer(value, "<i8", 3, 8).tolist()
+            np.testing.assert_array_equal(
+                np.frombuffer(value, "<u4", rows * columns, 32).reshape(rows, columns), one["r"].view("<u4")
+            )
+            at = -(-(32 + 4 * rows * columns) // 8) * 8
+            assert value[at:] == one["t"].encode()
+            assert length == len(value) - at
+
+
+def test_lmdb_verifies_the_file(tmp_path: Path) -> None:
+    """py-lmdb's own checker of the structure finds nothing."""
+    write(KIND, tmp_path / "data.lmdb", block(EVERY_KIND, 300, largest=60))
+    done = subprocess.run(
+        [sys.executable, "-m", "lmdb", "verify", str(tmp_path / "data.lmdb")],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_others_may_go_on_writing(tmp_path: Path) -> None:
+    """The file is an ordinary LMDB file, cut to its size or not."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(EVERY_KIND, 50))
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=2**26) as env:
+        with env.begin(write=True) as txn:
+            txn.put(b"zz", bytes(100_000))
+            txn.delete(b"%012d" % 7)
+        with env.begin() as txn:
+            assert len(txn.get(b"zz")) == 100_000
+            assert txn.stat()["entries"] == 52
