@@ -182,7 +182,7 @@ def _replace(
             )
         if verify:
             _verify(staging.path, kind, old.schema, facts.written.checksums)
-        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data)
+        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
         return staging.commit(row, origin=_origin(cache, old), replaces=old.id)
 
 

@@ -205,7 +205,7 @@ class _Drawing:
             facts = files.finish()
             self._files = None
             staging.commit(
-                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data),
+                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
                 origin=Origin(plan.source, self._source.url, self._held.turn, ((start, upto),)),
                 close=lambda connection: draws.finish(
                     connection, plan.job, self._held, upto, samples=facts.samples, skipped=len(skipped)

@@ -56,7 +56,7 @@ def add(cache: Cache, content: Block, format: str) -> str:
         files.write(content)
         facts = files.finish()
         return staging.commit(
-            Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data), origin=Origin()
+            Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files), origin=Origin()
         )
 
 

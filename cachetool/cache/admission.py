@@ -55,7 +55,7 @@ def admit(
     while True:
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
-            _raise_page_limit(connection, layout)
+            more = _catalog_growth(connection)
             cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
             least = minimum(connection, layout, need)
             if least > cap:
@@ -64,10 +64,12 @@ def admit(
                     f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
                 )
             usage = measure(connection, layout)
-            excess = usage.total + need + FOLDER_SLACK - cap
+            excess = usage.total + need + more + FOLDER_SLACK - cap
             # Reservations of others are on the disk already: a writer allocates its whole file first.
             lack = need + floor - layout.free_disk()
             if excess <= 0 and lack <= 0:
+                if more:
+                    _double_page_limit(connection)
                 holder.register(connection)
                 insert(connection)
                 return
@@ -84,7 +86,7 @@ def admit(
                     min_epochs=room.min_epochs,
                     keep_job=room.job if room.keep_own else None,
                 )
-                retire(connection, [victim.id for victim in victims], why=f"room for a writer, {room.policy}")
+                retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy)
             trash = sweep(connection, holder)
             held = leaseholders(connection)
             writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
@@ -109,13 +111,16 @@ def _meta(connection: Connection, key: str) -> int:
     return int(connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
 
 
-def _raise_page_limit(connection: Connection, layout: Layout) -> None:
-    """Double the catalog's page limit when three quarters are in use and the cap has room for what that is charged."""
+def _catalog_growth(connection: Connection) -> int:
+    """Bytes that the catalog's allowance must grow by, once three quarters of its page limit are in use; else 0."""
     limit = _meta(connection, "pages")
     # Another process may have raised it: the pragma is this connection's alone.
     connection.execute(f"PRAGMA max_page_count = {limit}")
     count = int(connection.execute("PRAGMA page_count").fetchone()[0])
-    more = allowance(2 * limit) - allowance(limit)
-    if 4 * count > 3 * limit and measure(connection, layout).total + more <= _meta(connection, "max_size"):
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (2 * limit,))
-        connection.execute(f"PRAGMA max_page_count = {2 * limit}")
+    return allowance(2 * limit) - allowance(limit) if 4 * count > 3 * limit else 0
+
+
+def _double_page_limit(connection: Connection) -> None:
+    limit = 2 * _meta(connection, "pages")
+    connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (limit,))
+    connection.execute(f"PRAGMA max_page_count = {limit}")

@@ -7,6 +7,7 @@ admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=F
 ::
 
     shards   staging -> ready -> retiring -> trash -> (row gone)
+                        \\-> quarantine: bad bytes that exist nowhere else, kept but in no snapshot
     claims   held by a live worker, or open (holder NULL) after it died; below a source's frontier all else is done
     leases   one row a snapshot: who may still read the shards visible at which version
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ __all__ = ["Catalog", "Connection", "Row", "allowance"]
 Connection = sqlite3.Connection
 Row = sqlite3.Row
 
-SCHEMA_VERSION = 1
 PAGE_BYTES = 4096
 FIRST_PAGES = 128
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
@@ -61,7 +61,18 @@ _MIGRATIONS = (
     );
     CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, subject TEXT, text TEXT);
     """,
+    # Integrity: which conversions came from one shard, what was evicted why, bytes fetched and served.
+    """
+    ALTER TABLE shards ADD COLUMN lineage TEXT;
+    ALTER TABLE sources ADD COLUMN fetched INTEGER NOT NULL DEFAULT 0;
+    CREATE TABLE evictions (
+        reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER, PRIMARY KEY (reason, policy)
+    ) WITHOUT ROWID;
+    CREATE INDEX claims_by_source ON claims (source, turn);
+    INSERT INTO meta VALUES ('served', 0);
+    """,
 )
+SCHEMA_VERSION = len(_MIGRATIONS)
 
 
 def allowance(pages: int) -> int:
@@ -84,17 +95,8 @@ class Catalog:
 
     def create(self, *, max_size: int, min_free: int) -> None:
         """Make the tables of a new cache; harmless when another process was first."""
-        connection = self._open(new=True)
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                for number, script in enumerate(_MIGRATIONS, start=1):
-                    for statement in script.split(";"):
-                        connection.execute(statement)
-                    connection.execute(f"PRAGMA user_version = {number}")
-                meta = {"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": FIRST_PAGES}
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-            connection.execute("COMMIT")
+            self._open(meta={"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": FIRST_PAGES})
         except sqlite3.Error as error:
             raise self._error(error) from error
 
@@ -160,38 +162,68 @@ class Catalog:
         if connection.in_transaction:  # a full disk makes SQLite roll back by itself
             connection.execute("ROLLBACK")
 
-    def _open(self, *, new: bool = False) -> sqlite3.Connection:
+    def _open(self, *, meta: Mapping[str, int] | None = None) -> sqlite3.Connection:
+        """This process's connection; ``meta`` is what a new catalog begins with."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         if self._connection is not None:
             # Inherited through fork: it must be neither used nor closed here, so it is kept for ever.
             self._inherited.append(self._connection)
             self._lock = threading.RLock()
+        if meta is None and not self.path.exists():
+            raise CatalogError(f"catalog {self.path} is missing; run: cachetool verify --repair")
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        try:
+            self._prepare(connection, meta)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection, self._pid = connection, os.getpid()
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None) -> None:
         connection.row_factory = Row
         connection.execute("PRAGMA journal_mode = PERSIST")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA temp_store = MEMORY")
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found > SCHEMA_VERSION:
-            connection.close()
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
                 f" {SCHEMA_VERSION}); upgrade cachetool"
             )
-        if not found and not new:
-            connection.close()
-            raise CatalogError(f"catalog {self.path} is missing or empty, though the folder says that it is a cache")
-        if found:
-            pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
-            connection.execute(f"PRAGMA max_page_count = {int(pages)}")
-        self._connection, self._pid = connection, os.getpid()
-        return connection
+        if not found and meta is None:
+            raise CatalogError(
+                f"catalog {self.path} is empty, though the folder says that it is a cache;"
+                " run: cachetool verify --repair"
+            )
+        if found < SCHEMA_VERSION:
+            _migrate(connection, meta or {})
+        pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {int(pages)}")
 
     def _error(self, error: sqlite3.Error) -> CatalogError | CapacityError:
         if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
             return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
         return CatalogError(f"catalog {self.path}: {error}")
+
+
+def _migrate(connection: sqlite3.Connection, meta: Mapping[str, int]) -> None:
+    """Bring the tables to the newest schema, all or nothing: another process may be doing the same."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        for script in _MIGRATIONS[found:]:
+            for statement in script.split(";"):
+                connection.execute(statement)
+        if not found:
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
 
 
 def bump(connection: sqlite3.Connection) -> int:

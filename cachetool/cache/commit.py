@@ -3,32 +3,32 @@
 ::
 
     admit: row `staging` with the upper bound  ->  shards/<id>/ is made, the caller writes its files there
-      ->  shard.json last, fsync of it and of both folders
-      ->  one transaction: row `ready` with its real bytes, draws closed, what it replaces retired
+      ->  one transaction: draws closed, what it replaces retired; shard.json last, fsync of it and of both folders;
+          row `ready` with its real bytes
 
-Killed before the last transaction the row is `staging`, and recovery deletes the folder. Killed after it the shard is
-whole: everything was durable before.
+Killed before that transaction ends the row is `staging`, and recovery deletes the folder. Killed after it the shard is
+whole: everything was durable before. ``shard.json`` is written inside of it, because it records the shard's place in
+the order of commits and what is drawn of its source with it (:mod:`cachetool.cache.records`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes, write_durable
-from cachetool.cache.removal import SHARD_FILE, delete_trash, sweep
+from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, tree_bytes, write_durable
+from cachetool.cache.records import record_bound, seal, source_progress
+from cachetool.cache.removal import delete_trash, sweep
 from cachetool.errors import CacheToolError, CatalogError
 from cachetool.schema import Schema
 
-__all__ = ["Facts", "Origin", "Staging", "folder_bound", "read_shard_json"]
+__all__ = ["Facts", "Origin", "Staging", "folder_bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Facts:
     """File digest: over every byte of every file."""
     data: str
     """Name of the data file in the shard's folder."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Digest of each file in the shard's folder, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +59,11 @@ class Origin:
     """Ranges of positions of the turn, whether used or skipped."""
     sole: bool = False
     """Whether the data exists nowhere else, so that eviction must ask."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else worth keeping in ``shard.json``."""
 
 
-def folder_bound(schema: Schema) -> int:
-    """Upper bound of a shard's folder and ``shard.json``: the folder one block, the file its schema and some lines."""
-    return 16384 + 2 * len(json.dumps(schema.to_json()))
-
-
-def read_shard_json(folder: Path) -> dict[str, Any]:
-    """``shard.json`` of a shard, its own checksum and id checked. Raises ``ValueError`` when they do not hold."""
-    value = json.loads((folder / SHARD_FILE).read_bytes())
-    claimed = value.pop("checksum", None)
-    if claimed != _checksum(value):
-        raise ValueError(f"{folder / SHARD_FILE} does not match its checksum")
-    if value["id"] != folder.name:
-        raise ValueError(f"{folder / SHARD_FILE} belongs to shard {value['id']}")
-    return dict(value)
-
-
-def _checksum(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def folder_bound(schema: Schema, nbytes: int) -> int:
+    """Upper bound of a shard's folder and ``shard.json``, for files of ``nbytes`` in it."""
+    return 4096 + record_bound(schema.to_json(), nbytes)
 
 
 class Staging:
@@ -93,7 +78,11 @@ class Staging:
         self._catalog, self._layout, self._holder = catalog, layout, holder
         self._schema, self._format = schema, format
         self._open = True
-        self.path.mkdir(mode=0o700)
+        try:
+            self.path.mkdir(mode=0o700)
+        except BaseException:
+            self.abort()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -117,30 +106,27 @@ class Staging:
         ``replaces`` names a ready shard that goes in the same transaction: no snapshot sees both or neither, and this
         one inherits its age, its epochs and its pull. Raises :class:`CatalogError` when that shard is ready no more.
         """
-        value = self._describe(facts, origin)
-        write_durable(self.path / SHARD_FILE, json.dumps({**value, "checksum": _checksum(value)}, indent=1).encode())
-        fsync_folder(self.path)
-        fsync_folder(self._layout.shards)
-        real = tree_bytes(self.path)
-        if real > self.bound:
-            raise CacheToolError(f"a {self._format} shard took {real} bytes, {self.bound} were reserved: a bug")
         now = time.time()
         with self._catalog.write() as connection:
-            seq, epochs, used, job = next_seq(connection), 0, now, None
+            if self._state(connection) != "staging":
+                raise CatalogError(f"the reservation of shard {self.id} was taken back: its lock file was deleted")
+            seq, epochs, used, job, lineage = next_seq(connection), 0, now, None, self.id
             version = bump(connection)
             if replaces is not None:
                 old = connection.execute(
-                    "SELECT seq, epochs, used, job FROM shards WHERE id = ? AND state = 'ready'", (replaces,)
+                    "SELECT seq, epochs, used, job, lineage FROM shards WHERE id = ? AND state = 'ready'", (replaces,)
                 ).fetchone()
                 if old is None:
                     raise CatalogError(f"shard {replaces} was evicted while it was converted")
-                seq, epochs, used, job = old
+                seq, epochs, used, job, lineage = old
                 connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, replaces))
+            if close is not None:
+                close(connection)
             row = {
                 "seq": seq,
+                "lineage": lineage,
                 "samples": facts.samples,
                 "payload": facts.payload,
-                "bytes": real,
                 "since": version,
                 "created": now,
                 "epochs": epochs,
@@ -154,40 +140,52 @@ class Staging:
             }
             columns = ", ".join(f"{name} = :{name}" for name in row)
             connection.execute(
-                f"UPDATE shards SET state = 'ready', holder = NULL, job = coalesce(job, :job), {columns}"
-                " WHERE id = :id",
-                {**row, "job": job, "id": self.id},
+                "UPDATE shards SET state = 'ready', holder = NULL, bytes = :bytes, job = coalesce(job, :job),"
+                f" {columns} WHERE id = :id",
+                {**row, "job": job, "id": self.id, "bytes": self._seal(connection, facts, origin, row)},
             )
-            if close is not None:
-                close(connection)
             trash = sweep(connection, self._holder) if replaces is not None else []
         self._open = False
         delete_trash(self._catalog, self._layout, trash)
         return self.id
 
     def abort(self) -> None:
-        """Delete what was written and return the reservation; the row stays until the files are gone."""
+        """Delete what was written and return the reservation."""
         self._open = False
-        remove_tree(self.path, first=SHARD_FILE)
         with self._catalog.write() as connection:
-            connection.execute("DELETE FROM shards WHERE id = ? AND state = 'staging'", (self.id,))
+            connection.execute("UPDATE shards SET state = 'trash' WHERE id = ? AND state = 'staging'", (self.id,))
+            state = self._state(connection)
+        if state in ("trash", None):  # not a row that is ready: a commit may have failed after it was durable
+            delete_trash(self._catalog, self._layout, [self.id])
 
-    def _describe(self, facts: Facts, origin: Origin) -> dict[str, Any]:
-        return {
+    def _state(self, connection: Connection) -> str | None:
+        row = connection.execute("SELECT state FROM shards WHERE id = ?", (self.id,)).fetchone()
+        return None if row is None else str(row["state"])
+
+    def _seal(self, connection: Connection, facts: Facts, origin: Origin, row: Mapping[str, Any]) -> int:
+        """Write ``shard.json`` and make everything durable; gives the bytes on disk of the whole shard."""
+        dataset = connection.execute(
+            "SELECT name, d.created FROM shards s JOIN datasets d ON d.name = s.dataset WHERE s.id = ?", (self.id,)
+        ).fetchone()
+        value = {
             "layout": 1,
             "id": self.id,
+            "dataset": dataset["name"] if dataset else None,
+            "declared": dataset["created"] if dataset else None,
             "format": self._format,
             "data": facts.data,
             "schema": self._schema.to_json(),
-            "samples": facts.samples,
-            "payload": facts.payload,
-            "content": facts.content,
-            "digest": facts.digest,
-            "created": time.time(),
-            "source": origin.source,
-            "url": origin.url,
-            "turn": origin.turn,
+            "files": dict(facts.files),
+            **row,
             "draws": [list(part) for part in origin.draws],
             "sole": origin.sole,
-            **dict(origin.extra),
+            "url": origin.url,
+            "progress": source_progress(connection, origin.source),
         }
+        write_durable(self.path / SHARD_FILE, seal(value))
+        fsync_folder(self.path)
+        fsync_folder(self._layout.shards)
+        real = tree_bytes(self.path)
+        if real > self.bound:
+            raise CacheToolError(f"a {self._format} shard took {real} bytes, {self.bound} were reserved: a bug")
+        return real

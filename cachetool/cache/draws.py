@@ -16,7 +16,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
@@ -27,6 +27,7 @@ __all__ = [
     "Claim",
     "Job",
     "SourceRow",
+    "add_source",
     "claim",
     "close_job",
     "drawn",
@@ -96,6 +97,17 @@ def source_row(connection: Connection, source: str) -> SourceRow | None:
     """The source with this id."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     return None if row is None else SourceRow.of(row)
+
+
+def add_source(connection: Connection, row: SourceRow, nbytes: int) -> None:
+    """Write a source, or what is new about a known one, with the bytes that its listing is charged."""
+    columns = {**asdict(row), "options": json.dumps(dict(row.options)), "bytes": nbytes, "created": time.time()}
+    names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+    connection.execute(
+        f"INSERT INTO sources ({names}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET options = excluded.options,"
+        " identity = excluded.identity, units = excluded.units, samples = excluded.samples, bytes = excluded.bytes",
+        columns,
+    )
 
 
 def drawn(connection: Connection, source: SourceRow) -> int:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -28,10 +29,18 @@ class Holder:
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
-        self.id = secrets.token_hex(8)
-        self.path = folder / f"{self.id}.lock"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            self.id = secrets.token_hex(8)
+            self.path = folder / f"{self.id}.lock"
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            # A recovery elsewhere may take the file for that of a dead process until it is locked: then another one.
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.path.exists():
+                    return
+            except BlockingIOError:
+                pass
+            os.close(self._fd)
 
     def register(self, connection: Connection) -> None:
         """Write this process into the catalog unless it is there; inside a transaction."""
@@ -78,16 +87,52 @@ def dead_holders(connection: Connection, folder: Path) -> list[str]:
     return [each for each in ids if not (own is not None and each == own.id) and not _alive(folder / f"{each}.lock")]
 
 
-def _alive(path: Path) -> bool:
+def remove_stale_locks(connection: Connection, folder: Path) -> None:
+    """Remove lock files of processes that died before they came into the catalog; inside ``BEGIN IMMEDIATE``."""
+    with _lock:  # no other thread makes a holder now, whose lock our test of its file would drop
+        known = {row["id"] for row in connection.execute("SELECT id FROM holders")}
+        for path in _others(folder):
+            if path.stem not in known:
+                _alive(path, remove=True)
+
+
+def live_locks(folder: Path) -> list[int]:
+    """Pids of the other processes that hold a lock here, whether or not a catalog knows them; 0 where it is unknown."""
+    with _lock:
+        return [pid for pid in map(_owner, _others(folder)) if pid is not None]
+
+
+def _others(folder: Path) -> list[Path]:
+    own = existing_holder(folder)
+    return [path for path in folder.glob("*.lock") if own is None or path.name != own.path.name]
+
+
+def _alive(path: Path, *, remove: bool = False) -> bool:
+    """Whether a process holds the lock; ``remove`` the file while it is certain that none does."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        if remove:
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
         return True
     else:
         return False
     finally:
         os.close(fd)
+
+
+def _owner(path: Path) -> int | None:
+    """Pid of the process that holds the lock, 0 when the kernel does not say (another machine, a container)."""
+    if not _alive(path):
+        return None
+    if sys.platform != "linux":
+        return 0
+    with open(path, "rb") as file:
+        # struct flock on 64-bit Linux: short type, short whence, long start, long length, int pid
+        asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found = struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+        return int(found[4]) if found[0] != fcntl.F_UNLCK else None

@@ -4,11 +4,12 @@
 
     ROOT/                0700
       CACHEDIR.TAG       backup tools leave the folder out
-      cachetool.json     layout version: a newer one is refused
+      cachetool.json     layout version: a newer one is refused; the cap, for when the catalog is lost
       catalog.sqlite3    the truth, and its journal beside it
       holders/<id>.lock  one per live process
       shards/<id>/       one immutable shard each
       listings/<id>/     what a source holds
+      listings/<id>.json how far it was drawn, when no shard says so any more
 
 This module knows paths and bytes on disk; it knows nothing of what the catalog says.
 """
@@ -25,6 +26,7 @@ from cachetool.errors import CatalogError, UsageError
 
 __all__ = [
     "LAYOUT_VERSION",
+    "SHARD_FILE",
     "Layout",
     "default_root",
     "disk_bytes",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 LAYOUT_VERSION = 1
+SHARD_FILE = "shard.json"
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
 
 
@@ -59,6 +62,10 @@ class Layout:
         self.holders = root / "holders"
         self.shards = root / "shards"
         self.listings = root / "listings"
+
+    def record(self, source: str) -> Path:
+        """Where the newest record of a source is kept once the shard that held it is gone."""
+        return self.listings / f"{source}.json"
 
     def check(self) -> bool:
         """Whether a usable cache is here; False when nothing is. Changes nothing.
@@ -99,13 +106,21 @@ class Layout:
         for folder in self._folders:
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def mark(self) -> None:
-        """Say that a whole cache is here."""
-        if not self.marker.exists():
-            aside = self.root / f"cachetool.json.{os.getpid()}"
-            write_durable(aside, json.dumps({"layout": LAYOUT_VERSION}).encode())
-            os.replace(aside, self.marker)
+    def mark(self, **settings: int) -> None:
+        """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it was made with."""
+        aside = self.root / f"cachetool.json.{os.getpid()}"
+        aside.unlink(missing_ok=True)
+        write_durable(aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
+        os.replace(aside, self.marker)
         fsync_folder(self.root)
+
+    def settings(self) -> dict[str, int]:
+        """What :meth:`mark` was last told; as far as it can be read."""
+        try:
+            found = json.loads(self.marker.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return {name: found[name] for name in ("max_size", "min_free") if isinstance(found.get(name), int)}
 
     @property
     def _folders(self) -> tuple[Path, ...]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, bump, event
-from cachetool.cache.holders import Holder, dead_holders
-from cachetool.cache.layout import Layout, fsync_folder, remove_tree
+from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
+from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
+from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
+from cachetool.cache.records import keep_newest
 
 __all__ = ["Removal", "candidates", "delete_trash", "leaseholders", "recover", "retire", "sweep"]
-
-SHARD_FILE = "shard.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,28 @@ def candidates(connection: Connection) -> list[Candidate]:
     return [Candidate(**{**dict(row), "sole": bool(row["sole"])}) for row in rows]
 
 
-def retire(connection: Connection, ids: Sequence[str], *, why: str) -> None:
-    """Take ready shards out of every snapshot to come; inside a transaction. Raises the version once."""
-    if not ids:
-        return
-    version = bump(connection)
+def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str) -> int:
+    """Take ready shards out of every snapshot to come, and count them as evicted; inside a transaction.
+
+    ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for) or ``corrupt``. Raises the version once,
+    and gives it.
+    """
+    version = bump(connection) if ids else 0
+    now = time.time()
     for each in ids:
+        row = connection.execute(
+            "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready' RETURNING samples, bytes",
+            (version, each),
+        ).fetchone()
+        if row is None:
+            continue
+        event(connection, now, "evict", each, f"{reason}, {policy}")
         connection.execute(
-            "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'", (version, each)
+            "INSERT INTO evictions VALUES (?, ?, 1, ?, ?) ON CONFLICT (reason, policy) DO UPDATE SET"
+            " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",
+            (reason, policy, row["samples"], row["bytes"]),
         )
-        event(connection, time.time(), "evict", each, why)
+    return version
 
 
 def sweep(connection: Connection, holder: Holder) -> list[str]:
@@ -76,7 +88,8 @@ def sweep(connection: Connection, holder: Holder) -> list[str]:
     holder.register(connection)
     rows = connection.execute(
         "UPDATE shards SET state = 'trash', holder = ? WHERE state = 'retiring'"
-        " AND NOT EXISTS (SELECT 1 FROM leases WHERE leases.version < shards.until) RETURNING id",
+        " AND NOT EXISTS (SELECT 1 FROM leases l WHERE l.version < shards.until AND l.dataset = shards.dataset)"
+        " RETURNING id",
         (holder.id,),
     )
     return [row["id"] for row in rows]
@@ -89,6 +102,8 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
     """
     if not ids:
         return 0, 0, 0
+    with catalog.write() as connection:
+        keep_newest(connection, layout, ids)
     for each in ids:
         remove_tree(layout.shards / each, first=SHARD_FILE)
     fsync_folder(layout.shards)
@@ -126,6 +141,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
     """
     with catalog.write() as connection:
         dead = dead_holders(connection, layout.holders)
+        remove_stale_locks(connection, layout.holders)
         if not dead:
             return 0
         own = holder()
@@ -142,6 +158,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         for each in dead:
             connection.execute("DELETE FROM holders WHERE id = ?", (each,))
             (layout.holders / f"{each}.lock").unlink(missing_ok=True)
+        remove_unfinished(layout, dead)
         sweep(connection, own)
         rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (own.id,)).fetchall()
     delete_trash(catalog, layout, [row["id"] for row in rows])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,10 +15,12 @@ from cachetool.cache import holders, snapshots
 from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound
-from cachetool.cache.draws import SourceRow, source_row
+from cachetool.cache.draws import SourceRow, add_source, source_row
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, fsync_folder, tree_bytes
+from cachetool.cache.layout import Layout
+from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.policies import choose
+from cachetool.cache.records import record_bound
 from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
@@ -75,7 +75,7 @@ class CacheDir:
             size, min_free = self._wanted["max_size"] or 0, self._wanted["min_free"] or 0
             self.layout.make()
             self._catalog.create(max_size=size, min_free=min_free)
-            self.layout.mark()
+            self._mark()
             self._exists = True
             if self._notify is not None:
                 self._notify(f"new cache {self.root}, cap {format_size(size)}")
@@ -90,8 +90,12 @@ class CacheDir:
             with catalog.write() as connection:
                 for key, value in wanted.items():
                     connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+            self._mark()
         self._wanted = dict.fromkeys(self._wanted)
         return holders.holder_of(self.layout.holders)
+
+    def _mark(self) -> None:
+        self.layout.mark(**{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
 
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""
@@ -186,7 +190,7 @@ class CacheDir:
     ) -> Staging:
         """Reserve ``bound`` bytes and open a folder for a shard. Raises what :func:`admission.admit` raises."""
         shard = secrets.token_hex(8)
-        bound += folder_bound(schema)
+        bound += folder_bound(schema, bound)
 
         def insert(connection: Connection) -> None:
             connection.execute(
@@ -202,7 +206,7 @@ class CacheDir:
 
     def least_cap(self, bound: int, schema: Schema) -> int:
         """The smallest cap that can ever hold one shard of ``bound`` bytes beside the cache's own files."""
-        need = bound + folder_bound(schema)
+        need = bound + folder_bound(schema, bound)
         if not self._exists:
             return self.layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
         with self.catalog.read() as connection:
@@ -220,28 +224,17 @@ class CacheDir:
         return self.layout.listings / source
 
     def add_source(self, row: SourceRow, listing: Path) -> None:
-        """Take in a source: its listing is charged, copied beside the others and made durable."""
-        size = tree_bytes(listing)
-        target = self.listing(row.id)
+        """Take in a source: its listing and room for its record are charged, then it is copied beside the others."""
+        known = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (row.dataset,))
+        record = record_bound(json.loads(known["schema"]) if known else [])
 
         def insert(connection: Connection) -> None:
-            columns = {**asdict(row), "options": json.dumps(dict(row.options)), "bytes": size, "created": time.time()}
-            names = ", ".join(columns)
-            marks = ", ".join(f":{name}" for name in columns)
-            connection.execute(f"INSERT OR REPLACE INTO sources ({names}) VALUES ({marks})", columns)
+            add_source(connection, row, listing_bound(listing) + record)
 
-        admit(self.catalog, self.layout, self.holder, size, insert, room=Room(wait=0))
-        aside = self.layout.listings / f"{row.id}.{self.holder.id}"
-        shutil.copytree(listing, aside)
-        for path in aside.iterdir():
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(aside, target)
-        fsync_folder(self.layout.listings)
+        admit(self.catalog, self.layout, self.holder, listing_bound(listing) + record, insert, room=Room(wait=0))
+        real = take_in(self.layout, row.id, listing, self.holder.id)
+        with self.catalog.write() as connection:
+            connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
 
     def evict(
         self,
@@ -278,7 +271,7 @@ class CacheDir:
             )
             if dry_run:
                 return Removal(tuple(plan), 0, 0, 0, usage.total, target, tuple(leaseholders(connection)))
-            retire(connection, [victim.id for victim in plan], why=f"evict to {format_size(target)}, {policy}")
+            retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
         shards, samples, freed = self._sweep_until(target, wait)
         used = self.usage().total
         result = Removal(tuple(plan), shards, samples, freed, used, target)

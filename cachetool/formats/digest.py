@@ -4,7 +4,8 @@
   changes: a fixed array or scalar is its C-order little-endian bytes; a ragged array is its shape as little-endian
   int64, then those bytes; bytes and str are the raw bytes (UTF-8).
 - :class:`ContentDigest`: over those checksums in sample order. Equal for equal data after any chain of conversions.
-- :func:`file_digest`: over every byte of every file of a shard. Finds every flipped bit.
+- :func:`file_digest`: over every byte of every file of a shard. Finds every flipped bit; :func:`file_digests` in which
+  file.
 
 They guard against accidents, not against an adversary: xxh3 is no cryptographic hash.
 """
@@ -15,9 +16,8 @@ import itertools
 import os
 import stat
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from cachetool.errors import CorruptError, UsageError
 from cachetool.formats.runs import as_bytes
 from cachetool.schema import Field, Schema
 
-__all__ = ["ContentDigest", "canonical", "checksums", "file_digest"]
+__all__ = ["ContentDigest", "canonical", "checksums", "file_digest", "file_digests", "joined_digest"]
 
 _CHUNK = 2**20
 
@@ -112,18 +112,29 @@ class ContentDigest:
 
 
 def file_digest(folder: Path, *, skip: Collection[str] = ("shard.json",)) -> str:
-    """xxh3-128 over every byte of every file under ``folder`` and their names, sorted; 32 hexadecimal digits.
+    """xxh3-128 over every byte of every file under ``folder`` and their names; 32 hexadecimal digits.
 
-    ``skip`` names files of the top folder that are left out. A ``folder`` that is a single file is digested without
-    its name. Raises :class:`CorruptError` when something is neither a plain file nor a folder, and OSError.
+    A ``folder`` that is a single file is digested without its name. Otherwise as :func:`file_digests`.
     """
+    return joined_digest(file_digests(folder, skip=skip)) if folder.is_dir() else _digest_file(folder)
+
+
+def file_digests(folder: Path, *, skip: Collection[str] = ("shard.json",)) -> dict[str, str]:
+    """xxh3-128 of every file under ``folder``, by name, sorted.
+
+    ``skip`` names files of the top folder that are left out. Raises :class:`CorruptError` when something is neither a
+    plain file nor a folder, and OSError.
+    """
+    return {name: _digest_file(folder / name) for name in sorted(_files(folder, "")) if name not in skip}
+
+
+def joined_digest(files: Mapping[str, str]) -> str:
+    """:func:`file_digest` of a folder of which :func:`file_digests` are known."""
     hasher = xxhash.xxh3_128()
-    if folder.is_dir():
-        for name in sorted(_files(folder, "")):
-            if name not in skip:
-                _add_file(hasher, folder / name, name)
-    else:
-        _add_file(hasher, folder, "")
+    for name, digest in sorted(files.items()):
+        raw = os.fsencode(name)
+        # Lengths before names: no two different folders can give the same stream.
+        hasher.update(struct.pack("<Q", len(raw)) + raw + digest.encode())
     return str(hasher.hexdigest())
 
 
@@ -141,16 +152,14 @@ def _files(folder: Path, prefix: str) -> list[str]:
     return names
 
 
-def _add_file(hasher: Any, path: Path, name: str) -> None:
+def _digest_file(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise CorruptError(f"{path} is not a plain file")
-        # Lengths before names and contents: no two different folders can give the same stream.
-        raw = os.fsencode(name)
-        hasher.update(struct.pack("<QQ", len(raw), status.st_size) + raw)
         buffer = bytearray(_CHUNK)
         view = memoryview(buffer)
         while count := file.readinto(buffer):
             hasher.update(view[:count])
+    return str(hasher.hexdigest())

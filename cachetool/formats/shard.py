@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cachetool.block import Block
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.base import Format, Reader, Written
-from cachetool.formats.digest import ContentDigest, checksums, file_digest
+from cachetool.formats.digest import ContentDigest, checksums, file_digests, joined_digest
 from cachetool.formats.files import allocated_bound, fsync_folder
 from cachetool.formats.reading import ExtentsReader, extents_bound, load_extents, write_extents
 from cachetool.schema import Schema
@@ -34,6 +34,8 @@ class ShardFacts:
     """Content digest: equal for equal samples in any format."""
     digest: str
     """File digest over all files of the folder."""
+    files: dict[str, str]
+    """Digest of each of them."""
     data: str
     """Name of the data file."""
     written: Written
@@ -74,11 +76,13 @@ class ShardFiles:
         fsync_folder(self.folder)
         content = ContentDigest(self.schema)
         content.update(written.checksums)
+        files = file_digests(self.folder)
         return ShardFacts(
             samples=written.samples,
             payload=written.payload,
             content=content.hexdigest(),
-            digest=file_digest(self.folder),
+            digest=joined_digest(files),
+            files=files,
             data=self.data.name,
             written=written,
         )

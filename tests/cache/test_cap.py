@@ -65,7 +65,7 @@ def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put
     fits = (cache.max_size - cache.usage().total) // 250_000
     for _ in range(fits):
         put(200_000)
-    put(cache.max_size - cache.usage().total - 50_000)
+    put(cache.max_size - cache.usage().total - 70_000)
     with pytest.raises(CapBlocked, match=r"cache is full \(.* of 4.0 MB\)"):
         put(200_000)
 
@@ -76,7 +76,7 @@ def test_a_pull_never_evicts_its_own_shards(cache: CacheDir, put: Put) -> None:
     room = Room(evict=True, job="me", keep_own=True, wait=0)
     while cache.max_size - cache.usage().total > 300_000 or set(older) & {shard.id for shard in cache.shards()}:
         mine.append(put(200_000, job="me", room=room))
-    put(cache.max_size - cache.usage().total - 50_000, job="me")
+    put(cache.max_size - cache.usage().total - 70_000, job="me")
     mine = [shard.id for shard in cache.shards()]
     with pytest.raises(CapBlocked):
         put(200_000, job="me", room=room)
@@ -144,7 +144,7 @@ def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
         with cache.catalog.write() as connection:
             connection.executemany(
                 "INSERT INTO shards (id, dataset, format, state, bytes, seq) VALUES (?, '', 'lmdb', 'ready', 0, 1)",
-                [(f"{n:0200d}",) for n in range(1000)],
+                [(f"{n:0200d}",) for n in range(800)],
             )
         before = cache.usage().overhead
         put_shard(cache, 1000)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.cache.commit import read_shard_json
+from cachetool.cache.records import read_shard_json
 from cachetool.errors import CatalogError, UsageError
 
 from .conftest import SCHEMA, put_shard
@@ -75,7 +75,7 @@ def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: 
     with pytest.raises(CatalogError, match="not a database"):
         open_cache(root).datasets()
     (root / "catalog.sqlite3").unlink()
-    with pytest.raises(CatalogError, match="missing or empty"):
+    with pytest.raises(CatalogError, match="is missing; run: cachetool verify --repair"):
         open_cache(root).datasets()
 
 

@@ -69,7 +69,7 @@ def test_an_older_snapshot_keeps_what_retires_under_it(cache: CacheDir, put: Put
 
 
 def test_the_last_ready_shard_stays(cache: CacheDir, put: Put, job: str) -> None:
-    put(cache.max_size - cache.usage().total - 50_000)
+    put(cache.max_size - cache.usage().total - 70_000)
     hungry(cache, job)
     with cache.snapshot() as snapshot:
         assert len(snapshot.shards) == 1

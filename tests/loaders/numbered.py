@@ -86,7 +86,7 @@ def put(
         )
         files.write(block)
         facts = files.finish()
-        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data)
+        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
         return staging.commit(row, origin=Origin())
 
 

@@ -1,0 +1,55 @@
+"""Listings of sources inside the cache: charged before they are copied, whole or not there at all.
+
+::
+
+    a folder elsewhere  -- copied -->  listings/<source>.<holder>/  -- fsync, rename -->  listings/<source>/
+
+Killed in between, the copy is removed with everything else of a dead holder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes
+
+__all__ = ["listing_bound", "remove_unfinished", "take_in"]
+
+_BLOCK = 4096
+
+
+def listing_bound(listing: Path) -> int:
+    """Upper bound of what a copy of this folder takes on the cache's disk, whose blocks may be larger than here."""
+    return _BLOCK + sum(-(-path.stat().st_size // _BLOCK) * _BLOCK + _BLOCK for path in listing.iterdir())
+
+
+def take_in(layout: Layout, source: str, listing: Path, owner: str) -> int:
+    """Copy a listing to where that of ``source`` lies, durably; gives its bytes on disk."""
+    target, aside = layout.listings / source, layout.listings / f"{source}.{owner}"
+    remove_tree(aside)
+    try:
+        shutil.copytree(listing, aside)
+        for path in aside.iterdir():
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_folder(aside)
+        remove_tree(target)
+        os.replace(aside, target)
+    except BaseException:
+        remove_tree(aside)
+        raise
+    fsync_folder(layout.listings)
+    return tree_bytes(target)
+
+
+def remove_unfinished(layout: Layout, owners: Collection[str]) -> None:
+    """Delete copies that these holders left unfinished."""
+    for name in os.listdir(layout.listings):
+        if name.rpartition(".")[2] in owners:
+            remove_tree(layout.listings / name)

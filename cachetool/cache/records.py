@@ -1,0 +1,140 @@
+"""What a lost catalog is rebuilt from: ``shard.json`` of every shard, and one record more of each source.
+
+``shard.json`` says what its shard holds and, under ``progress``, all that the catalog knew of its source once the shard
+was committed: the row, and which draws were done. It is written inside the committing transaction, so the record with
+the highest ``since`` tells of every draw that was ever committed. That one is never deleted::
+
+    shards/<id>/shard.json  -- the shard goes, and none of its source that stays is newer -->  listings/<source>.json
+
+A rename, which needs no room on a full disk. Every record carries its own checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache.catalog import Connection
+from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, write_durable
+
+__all__ = [
+    "Record",
+    "keep_newest",
+    "read_shard_json",
+    "record_bound",
+    "seal",
+    "source_progress",
+    "unseal",
+    "write_source_record",
+]
+
+Record = dict[str, Any]
+
+MOST_PENDING = 256
+"""Ranges of open draws in a record. Of more, the smallest are left out: after a rebuild they wait for the next pass."""
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """A record as a file's bytes, with its checksum in it."""
+    return json.dumps({**value, "checksum": _checksum(value)}, indent=1).encode()
+
+
+def unseal(path: Path) -> Record:
+    """The record in a file. Raises ``ValueError`` when it is not what :func:`seal` made, and OSError."""
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict) or value.pop("checksum", None) != _checksum(value):
+        raise ValueError(f"{path} does not match its checksum")
+    return value
+
+
+def read_shard_json(folder: Path) -> Record:
+    """``shard.json`` of a shard, its own checksum and id checked. Raises ``ValueError`` when they do not hold."""
+    value = unseal(folder / SHARD_FILE)
+    if value.get("id") != folder.name:
+        raise ValueError(f"{folder / SHARD_FILE} belongs to shard {value.get('id')}")
+    return value
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def record_bound(schema: Sequence[Mapping[str, Any]], nbytes: int = 0) -> int:
+    """Upper bound of a record on disk, for a schema in its JSON form and a shard of ``nbytes``: a block more than its
+    lines, its schema, its source with :data:`MOST_PENDING` ranges, and the digests of its files."""
+    # A format makes at most three files a field, and one for every 32 MiB.
+    return 32768 + 4 * len(json.dumps(schema)) + 512 * len(schema) + (nbytes >> 16)
+
+
+def source_progress(connection: Connection, source: str | None) -> Record | None:
+    """The row of a source and which draws of its present pass are not done; inside a transaction."""
+    row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
+    if row is None:
+        return None
+    claims = connection.execute(
+        "SELECT start, stop FROM claims WHERE source = ? AND turn = ? ORDER BY start", (row["id"], row["turn"])
+    )
+    pending = merged((each["start"], each["stop"]) for each in claims)
+    if len(pending) > MOST_PENDING:
+        pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
+    return {**dict(row), "options": json.loads(row["options"]), "pending": pending}
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Ranges ``[start, stop)`` sorted, those that touch or overlap as one."""
+    out: list[list[int]] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1][1] = max(out[-1][1], stop)
+        elif start < stop:
+            out.append([start, stop])
+    return out
+
+
+def keep_newest(connection: Connection, layout: Layout, ids: Iterable[str]) -> None:
+    """Before shards are deleted: move ``shard.json`` of those that tell the newest of their source out of the way.
+
+    Inside a writing transaction, so that two processes cannot put an older record over a newer one.
+    """
+    for each in ids:
+        row = connection.execute(
+            "SELECT source, since FROM shards WHERE id = ? AND state = 'trash'", (each,)
+        ).fetchone()
+        if row is None or row["source"] is None or row["since"] is None:
+            continue
+        newer = connection.execute(
+            "SELECT 1 FROM shards WHERE source = ? AND state IN ('ready', 'retiring') AND since > ? LIMIT 1", tuple(row)
+        ).fetchone()
+        path = layout.record(row["source"])
+        if newer is not None or _version(path) >= row["since"]:
+            continue
+        try:
+            os.rename(layout.shards / each / SHARD_FILE, path)
+        except FileNotFoundError:
+            continue  # killed between this and the end of the deletion: it was done then
+        fsync_folder(layout.listings)
+
+
+def write_source_record(connection: Connection, layout: Layout, source: str) -> None:
+    """Record a source anew, where what its shards say of it is no longer true; inside a writing transaction."""
+    progress = source_progress(connection, source)
+    if progress is None:
+        return
+    version = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0]
+    path = layout.record(source)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, "progress": progress}))
+    os.replace(aside, path)
+    fsync_folder(layout.listings)
+
+
+def _version(path: Path) -> int:
+    try:
+        return int(unseal(path)["since"])
+    except (OSError, ValueError, KeyError):
+        return 0
