@@ -204,9 +204,10 @@ class CacheDir:
             self.catalog, self.layout, self.holder, id=shard, schema=schema, format=format, bound=bound
         )  # fmt: skip
 
-    def least_cap(self, bound: int, schema: Schema) -> int:
-        """The smallest cap that can ever hold one shard of ``bound`` bytes beside the cache's own files."""
-        need = bound + folder_bound(schema, bound)
+    def least_cap(self, bound: int, schema: Schema, *, listing: int = 0) -> int:
+        """The smallest cap that can ever hold one shard of ``bound`` bytes, and a new listing of ``listing`` bytes,
+        beside the cache's own files."""
+        need = bound + folder_bound(schema, bound) + listing
         if not self._exists:
             return self.layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
         with self.catalog.read() as connection:
