@@ -31,12 +31,13 @@ from cachetool.errors import BadObject, UsageError
 from cachetool.schema import MAX_RANK, storage_dtype
 from cachetool.sources.keys import Part
 
-__all__ = ["Value", "decode"]
+__all__ = ["Value", "decode", "npy_layout", "parse_npy"]
 
 Value = np.ndarray[Any, Any] | int | float | str | bytes | memoryview
 """A field's value; a Python number stands for one that was written without a type."""
 
-_MAX_HEADER = 64 * 1024
+MAX_HEADER = 64 * 1024
+"""Bytes of the longest header of a ``.npy`` file that is read."""
 _INT64 = range(-(2**63), 2**63)
 _INFLATED = 64 * 2**20
 _RATIO = 100
@@ -73,15 +74,7 @@ def parse_npy(data: memoryview) -> np.ndarray[Any, Any]:
     Layout: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. The file must hold exactly the
     array: bytes that are missing or left over are refused.
     """
-    found = _HEADER.match(data[:8])
-    if found is None:
-        raise BadObject("not a .npy file (it does not begin with \\x93NUMPY)")
-    wide = 2 if found.group(1) == b"\x01" else 4
-    length = int.from_bytes(data[8 : 8 + wide], "little")
-    start = 8 + wide + length
-    if length > _MAX_HEADER or start > len(data):
-        raise BadObject("not a .npy file (its header is cut short or too long)")
-    dtype, fortran, shape = _npy_header(bytes(data[8 + wide : start]))
+    dtype, fortran, shape, start = npy_layout(data)
     if start + math.prod(shape) * dtype.itemsize != len(data):
         raise BadObject(
             f"{len(data) - start} bytes follow the header of a {dtype} array {shape},"
@@ -89,6 +82,20 @@ def parse_npy(data: memoryview) -> np.ndarray[Any, Any]:
         )
     flat = np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+
+
+def npy_layout(head: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
+    """What the beginning of a ``.npy`` file says: dtype, whether in Fortran's order, shape, where the values begin."""
+    found = _HEADER.match(head[:8])
+    if found is None:
+        raise BadObject("not a .npy file (it does not begin with \\x93NUMPY)")
+    wide = 2 if found.group(1) == b"\x01" else 4
+    length = int.from_bytes(head[8 : 8 + wide], "little")
+    start = 8 + wide + length
+    if length > MAX_HEADER or start > len(head):
+        raise BadObject("not a .npy file (its header is cut short or too long)")
+    dtype, fortran, shape = _npy_header(bytes(head[8 + wide : start]))
+    return dtype, fortran, shape, start
 
 
 @functools.lru_cache(maxsize=256)

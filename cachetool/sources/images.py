@@ -7,16 +7,20 @@ rounded. An image that claims to be far larger than its bytes can mean is refuse
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cachetool.errors import BadObject, MissingExtra
 
-__all__ = ["decode_image"]
+__all__ = ["decode_image", "image_shape"]
+
+T = TypeVar("T")
 
 MAX_PIXELS = 2**27
 """No image may be larger."""
@@ -38,7 +42,19 @@ def decode_image(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
         found = _jpeg(data)
         if found is not None:
             return found
-    return _any(data)
+    return _by_pillow(data, lambda image: np.asarray(image.convert("RGB")))
+
+
+def image_shape(data: memoryview) -> tuple[int, int, int]:
+    """The shape that :func:`decode_image` would give, out of the image's header; same errors."""
+    if bytes(data[:3]) == b"\xff\xd8\xff":
+        with contextlib.suppress(ImportError, ValueError):
+            import simplejpeg
+
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            _check(width, height, len(data))
+            return height, width, 3
+    return _by_pillow(data, lambda image: (image.height, image.width, 3))
 
 
 def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -56,7 +72,7 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     return pixels
 
 
-def _any(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
     try:
         from PIL import Image
     except ImportError:
@@ -70,7 +86,7 @@ def _any(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
             _check(image.width, image.height, len(data))
             if image.mode not in _MODES:
                 raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes")
-            return np.asarray(image.convert("RGB"))
+            return use(image)
     except Image.DecompressionBombError:
         raise BadObject("an image too large to be one") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, OverflowError) as error:

@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import BadObject, NotFound, UsageError
-from cachetool.schema import KEY, Schema
+from cachetool.schema import Schema
+from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Skipped
-from cachetool.sources.decode import NULL, Value, decode
+from cachetool.sources.decode import Value, decode
 from cachetool.sources.fetch import Fetcher
-from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.keys import Part, Stem
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
@@ -36,7 +37,6 @@ _TASK_UNITS = 32
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
-LABEL = "label"
 
 _Units = npt.NDArray[np.int64]
 _Task = tuple[int, _Units, int]
@@ -44,15 +44,11 @@ _Task = tuple[int, _Units, int]
 
 
 @dataclass(slots=True)
-class _Sample:
+class _Sample(Assembled[Value]):
     """One fetched unit: its values, or why there are none."""
 
-    key: str
-    values: dict[str, Value]
     fetched: int = 0
     nbytes: int = 0
-    names: tuple[str, ...] = ()
-    """All field names that were met, those not asked for as well."""
     error: BadObject | NotFound | None = None
 
 
@@ -74,8 +70,8 @@ class ObjectsSource:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
         self._stem = Stem(options.stem)
-        self._wanted = None if options.fields is None else frozenset(options.fields)
         self.url = store.url
+        self._assembler = Assembler(options, store.url)
         self.units = self.samples = listing.units
         self.identity = listing.identity
         threads = options.concurrency or store.concurrency
@@ -149,27 +145,25 @@ class ObjectsSource:
 
     def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
         return [
-            _Shapes(s.key, {name: shape_of(value) for name, value in s.values.items()}, s.nbytes, s.names, s.error)
+            _Shapes(
+                s.key, {name: shape_of(value) for name, value in s.values.items()}, s.nbytes, tuple(s.names), s.error
+            )
             for s in self._read_task(task, stop)
         ]
 
     def _sample(self, unit: int) -> _Sample:
         """Fetch and decode one unit. A bad or missing object is kept in the sample; a failing store raises."""
         objects = self._listing.unit(unit)
-        parts = [self._part(item) for item in objects]
-        sample = _Sample(parts[0].sample, {})
+        pairs = [(item, self._part(item)) for item in objects]
+        sample = _Sample(pairs[0][1].sample)
         try:
-            for item, part in self._needed(objects, parts):
+            for item, part in self._assembler.needed(pairs):
                 data = self._store.get(item)
                 sample.fetched += len(data)
-                self._take(sample, item, part, data)
-            if self._options.label_from_folder:
-                self._add(sample, LABEL, self._folder(sample.key))
+                self._assembler.add(sample, item.key, decode(part, data, images=self._options.decode == "image"))
+            self._assembler.finish(sample, str)
         except (BadObject, NotFound) as error:
             sample.error = error
-        sample.names = tuple(sample.values) if not sample.names else sample.names
-        if self._options.key:
-            sample.values[KEY] = sample.key
         sample.nbytes = sum(map(nbytes_of, sample.values.values()))
         return sample
 
@@ -177,44 +171,6 @@ class ObjectsSource:
         part = self._stem.split(item.key)
         assert not isinstance(part, str), f"{item.key!r} was listed as part of a sample"
         return part
-
-    def _needed(self, objects: list[Object], parts: list[Part]) -> list[tuple[Object, Part]]:
-        """Objects that can hold a field asked for: those named so, and files of many fields unless all are found."""
-        pairs = list(zip(objects, parts, strict=True))
-        if self._wanted is None:
-            return pairs
-        rename = self._options.rename
-        named = [p for p in pairs if p[1].kind not in CONTAINERS and rename.get(p[1].field, p[1].field) in self._wanted]
-        if len(named) == len(self._wanted):
-            return named
-        chosen = {item.key for item, _ in named}
-        return [pair for pair in pairs if pair[0].key in chosen or pair[1].kind in CONTAINERS]
-
-    def _take(self, sample: _Sample, item: Object, part: Part, data: memoryview) -> None:
-        try:
-            for found, value in decode(part, data, images=self._options.decode == "image"):
-                name = self._options.rename.get(found, found)
-                sample.names += (name,)
-                if self._wanted is not None and name not in self._wanted:
-                    continue
-                if value is NULL:
-                    raise BadObject(f"{found[:100]!r} is null; choose other fields with --fields")
-                self._add(sample, name, value)
-        except BadObject as error:
-            raise BadObject(f"{item.key!r}: {error}") from error.__cause__
-
-    def _add(self, sample: _Sample, name: str, value: Value) -> None:
-        if name in sample.values or name == KEY:
-            raise BadObject(
-                f"sample {sample.key!r} has field {name[:100]!r} twice; rename one with --rename, or see --stem"
-            )
-        sample.values[name] = value
-
-    def _folder(self, key: str) -> str:
-        folder = key.rpartition("/")[0]
-        if not folder:
-            raise BadObject(f"{key!r} lies in no folder below {self.url}, which --label-from-folder could take")
-        return folder.rpartition("/")[2]
 
 
 def _size(task: _Task) -> int:

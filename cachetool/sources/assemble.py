@@ -1,0 +1,93 @@
+"""From the parts of one sample to its fields: which parts are needed, what their fields are called, what is added.
+
+Used for objects of a store and for members of tar files, and for values as well as for the shapes that stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cachetool.errors import BadObject
+from cachetool.schema import KEY
+from cachetool.sources.decode import NULL
+from cachetool.sources.keys import CONTAINERS, Part
+from cachetool.sources.options import SourceOptions
+
+__all__ = ["Assembled", "Assembler"]
+
+LABEL = "label"
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class Assembled(Generic[V]):
+    """The fields of one sample."""
+
+    key: str
+    values: dict[str, V] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    """All field names that were met, those not asked for as well."""
+
+
+class Assembler:
+    """Makes samples as the options of a source say."""
+
+    def __init__(self, options: SourceOptions, where: str) -> None:
+        """``where`` the samples lie, for messages."""
+        self._options, self._where = options, where
+        self._wanted = None if options.fields is None else frozenset(options.fields)
+
+    def needed(self, parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
+        """Those that can hold a field asked for: named so, and files of many fields unless all are found."""
+        if self._wanted is None:
+            return list(parts)
+        rename = self._options.rename
+        named = [
+            part.kind not in CONTAINERS and rename.get(part.field, part.field) in self._wanted for _, part in parts
+        ]
+        whole = sum(named) == len(self._wanted)
+        return [
+            pair for pair, is_named in zip(parts, named, strict=True) if is_named or (not whole and _has_many(pair[1]))
+        ]
+
+    def add(self, sample: Assembled[V], name: str, fields: Iterable[tuple[str, V]]) -> None:
+        """Add the fields of the part ``name``. Raises :class:`BadObject` naming it."""
+        try:
+            for found, value in fields:
+                new = self._options.rename.get(found, found)
+                sample.names.append(new)
+                if self._wanted is not None and new not in self._wanted:
+                    continue
+                if value is NULL:
+                    raise BadObject(f"{found[:100]!r} is null; choose other fields with --fields")
+                _set(sample, new, value)
+        except BadObject as error:
+            raise BadObject(f"{name!r}: {error}") from error.__cause__
+
+    def finish(self, sample: Assembled[V], text: Callable[[str], V]) -> None:
+        """Add the label and the key, ``text`` making values of them. Raises :class:`BadObject` without a folder."""
+        if self._options.label_from_folder:
+            folder = sample.key.rpartition("/")[0]
+            if not folder:
+                raise BadObject(
+                    f"{sample.key!r} lies in no folder below {self._where}, which --label-from-folder could take"
+                )
+            _set(sample, LABEL, text(folder.rpartition("/")[2]))
+        if self._options.key:
+            sample.values[KEY] = text(sample.key)
+
+
+def _has_many(part: Part) -> bool:
+    return part.kind in CONTAINERS
+
+
+def _set(sample: Assembled[V], name: str, value: V) -> None:
+    if name in sample.values or name == KEY:
+        raise BadObject(
+            f"sample {sample.key!r} has field {name[:100]!r} twice; rename one with --rename, or see --stem"
+        )
+    sample.values[name] = value
