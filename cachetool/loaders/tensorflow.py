@@ -51,11 +51,14 @@ def make_dataset(
 ) -> tf.data.Dataset:
     """Batches of the samples that are in the cache when an epoch begins.
 
-    Each time the dataset is iterated over (each epoch of ``model.fit``, each turn of ``repeat``) it takes a new
-    snapshot, so it grows with the cache. Its length is unknown to TensorFlow: ``model.fit`` over a repeated one needs
-    ``steps_per_epoch``. With a ``shuffle_buffer`` of so many records the files are shuffled too, by ``seed`` and epoch;
-    without one the samples come oldest first. ``repeat`` goes on for ever. ``run`` names a training run of several
-    processes: they get the same snapshot for the same epoch.
+    Each time the dataset is iterated over (and at each turn of ``repeat``) it takes a new snapshot: it grows with the
+    cache. With a ``shuffle_buffer`` of so many records the files are shuffled too, by ``seed`` and epoch; without one
+    the samples come oldest first. ``repeat`` goes on for ever. ``run`` names a training run of several processes: they
+    get the same snapshot for the same epoch.
+
+    Its length is unknown to TensorFlow. Keras takes the number of batches of the first epoch for that of all: to see a
+    growing cache whole, call ``model.fit(..., initial_epoch=k, epochs=k + 1)`` for each epoch, or repeat the dataset
+    and give ``steps_per_epoch``.
 
     An element is a dict of batches: fixed fields as dense tensors (batch, *shape), bytes and str as ``tf.string``
     (batch,), ragged arrays as ``tf.RaggedTensor`` with as many ragged dimensions as the array has; datetime64 and
@@ -96,9 +99,14 @@ def make_dataset(
         out = out.shuffle(shuffle_buffer, seed=seed)
     out = out.batch(batch_size, drop_remainder=drop_remainder)
     out = out.map(lambda records: parse_batch(records, schema), num_parallel_calls=tf.data.AUTOTUNE)
-    # Prefetching ends with the epoch: behind `repeat` it would take the next snapshot before the last batches are out.
+    # Prefetching ends with the epoch: behind `repeat`, where TensorFlow puts one by itself, it would take the next
+    # snapshot before the last batches of this one are out.
     out = out.prefetch(tf.data.AUTOTUNE)
-    return out.repeat() if repeat else out
+    if repeat:
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        out = out.repeat().with_options(options)
+    return out
 
 
 def _files(view: View) -> tuple[list[str], list[str]]:

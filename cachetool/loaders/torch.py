@@ -146,10 +146,10 @@ class _MapDataset(Dataset[Sample]):
         view = self._views.at(version) if version else self._views.plain()
         base = encode(version, 0)
         at = np.array([index - base for index in indices], dtype=np.int64)
-        if version and (int(at.min()) < 0 or decode(int(at.max()))[0]):
-            raise UsageError("one batch has indices of two snapshots; draw a batch from one epoch of one sampler")
         if not version:
             at[at < 0] += view.samples
+        elif int(at.min()) < 0 or decode(int(at.max()))[0]:
+            raise UsageError("one batch has indices of two snapshots; draw a batch from one epoch of one sampler")
         tensors: dict[str, torch.Tensor] = {}
 
         def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -1,0 +1,48 @@
+"""Loaders are tried in processes of their own: workers are forked there, and no framework is loaded into pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachetool.cache import CacheDir, open_cache
+from tests.loaders.numbered import put
+
+REPOSITORY = Path(__file__).parents[2]
+Script = Callable[..., dict[str, Any]]
+
+
+def run_script(name: str, *arguments: object) -> Any:
+    """What a script in ``scripts/`` prints: one line of JSON."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        "PYTHONPATH": str(REPOSITORY),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "scripts" / name), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[CacheDir]:
+    """An LMDB cache of three shards of 20 samples."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as opened:
+        for start in (0, 20, 40):
+            put(opened, range(start, start + 20))
+        yield opened

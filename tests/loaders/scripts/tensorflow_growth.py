@@ -1,0 +1,180 @@
+"""``make_dataset`` over caches that grow. ``tensorflow_growth.py ROOT``, ROOT an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cachetool import CacheToolError
+from cachetool.cache import CacheDir, open_cache
+from cachetool.convert import export
+from cachetool.loaders import subscription
+from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
+from tests.loaders.numbered import EVERY, SMALL, leases, put, sample
+
+
+def plain(value: Any) -> Any:
+    """Nested lists of Python values of anything that TensorFlow or NumPy gives."""
+    if isinstance(value, tf.RaggedTensor):
+        return value.to_list()
+    value = value.numpy() if hasattr(value, "numpy") else value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "mM":
+        value = value.view("<i8")
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return value.encode() if isinstance(value, str) else value
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (CacheToolError, tf.errors.OpError) as error:
+        return str(error)
+    return ""
+
+
+def numbers(batches: Iterator[Any]) -> list[int]:
+    return [n for batch in batches for n in batch["number"].numpy().tolist()]
+
+
+def summary(found: list[int]) -> list[int]:
+    return [min(found), max(found), len(found), len(set(found))]
+
+
+def dtypes(root: Path, out: dict[str, Any]) -> None:
+    """Every dtype, plain and compressed, equal to what was written and in its order."""
+    with open_cache(root / "every", max_size="20MB") as cache:
+        put(cache, range(5), schema=EVERY, format="tfrecord")
+        put(cache, range(5, 10), schema=EVERY, format="tfrecord", compression="gzip")
+        wrong = []
+        seen = 0
+        for batch in make_dataset(cache, batch_size=4):
+            for field in EVERY:
+                for i in range(len(batch["raw"])):
+                    if plain(batch[field.name][i]) != plain(sample(EVERY, seen + i)[field.name]):
+                        wrong.append([field.name, seen + i])
+            seen += len(batch["raw"])
+        out["every dtype"] = [wrong, seen]
+        spec = make_dataset(cache, batch_size=4, drop_remainder=True).element_spec
+        out["fixed spec"] = [str(spec["array int16"].dtype.name), list(spec["array int16"].shape)]
+        out["ragged spec"] = [spec["cube"].ragged_rank, spec["cube"].dtype.name]
+        export(cache, root / "files", to="tfrecord")
+        folder = [plain(b["cube"]) for b in make_dataset(root / "files", batch_size=4)]
+        out["folder"] = folder == [plain(b["cube"]) for b in make_dataset(cache, batch_size=4)]
+        chosen = next(iter(make_dataset(cache, batch_size=4, fields=["words", "deep"])))
+        out["fields"] = list(chosen)
+
+
+def growth(cache: CacheDir, out: dict[str, Any]) -> None:
+    for start in (0, 1000, 2000):
+        put(cache, range(start, start + 1000), format="tfrecord")
+    taken = []
+    newest = subscription.CacheSubscription.newest
+    subscription.CacheSubscription.newest = lambda self, **more: taken.append(more) or newest(self, **more)
+    dataset = make_dataset(cache.root, batch_size=10, fields=["number"], shuffle_buffer=200, seed=5)
+    out["leases before"] = len(leases(cache))
+    taken.clear()
+    first = []
+    for step, batch in enumerate(dataset):
+        first += numbers(iter([batch]))
+        if step == 0:
+            out["leases in the epoch"] = len(leases(cache))
+            put(cache, range(3000, 4000), format="tfrecord")
+    out["epoch 1"], out["leases after"] = summary(first), len(leases(cache))
+    out["epochs served"] = [shard.epochs for shard in cache.shards()]
+    second = numbers(iter(dataset))
+    out["epoch 2"], out["shuffled"] = summary(second), second[:1000] != sorted(second[:1000])
+    out["snapshots taken"] = len(taken)
+    again = make_dataset(cache, batch_size=50, fields=["number"], shuffle_buffer=200, seed=6)
+    same = [numbers(iter(make_dataset(cache, batch_size=50, shuffle_buffer=200, seed=6).take(4))) for _ in range(2)]
+    out["seed"] = [same[0] == same[1], same[0] == numbers(iter(again.take(4))), same[0] == second[:200]]
+    ordered = numbers(iter(make_dataset(cache, batch_size=100)))
+    out["in order"] = ordered == list(range(4000))
+
+    iterator = iter(dataset)
+    next(iterator)
+    held = len(leases(cache))
+    del iterator
+    out["abandoned"] = [held, len(leases(cache))]
+
+    # An epoch reads to its end what is evicted meanwhile; the next one does without.
+    found = []
+    for step, batch in enumerate(dataset):
+        found += numbers(iter([batch]))
+        if step == 0:
+            out["waits"] = bool(refused(lambda: cache.evict(cache.usage().total - 1)))
+            out["on disk"] = len(list(cache.layout.shards.iterdir()))
+    out["epoch 3"], out["on disk later"] = summary(found), len(list(cache.layout.shards.iterdir()))
+    out["epoch 4"] = summary(numbers(iter(dataset)))
+
+    endless = iter(make_dataset(cache, batch_size=1000, repeat=True))
+    turns = [numbers(iter([next(endless)]))[0] for _ in range(3)]
+    put(cache, range(4000, 5000), format="tfrecord")
+    turns += [numbers(iter([next(endless)]))[0] for _ in range(4)]
+    out["repeat"] = turns
+    del endless
+    out["leases at the end"] = len(leases(cache))
+
+
+def fit(cache: CacheDir, out: dict[str, Any]) -> None:
+    """``model.fit`` over it: every epoch is a pass over what is there."""
+    seen: list[int] = []
+    model = keras.Sequential([keras.Input((4, 3)), keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(loss="mse", optimizer="sgd")
+    dataset = make_dataset(cache, batch_size=100, shuffle_buffer=100, fields=["x", "number"])
+
+    class Count(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen[-1] += 1
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append(0)
+
+    pairs = dataset.map(lambda s: (s["x"], tf.cast(s["number"], tf.float32) / 5000))
+    for epoch in range(2):
+        model.fit(pairs, initial_epoch=epoch, epochs=epoch + 1, verbose=0, callbacks=[Count()])
+        put(cache, range(5000, 5500), format="tfrecord")
+    out["fit"] = seen
+    out["own pipeline"] = int(
+        parse_batch(
+            next(iter(tf.data.TFRecordDataset(str(cache.shards()[0].data)).batch(3))), SMALL
+        )["number"][2]
+    )  # fmt: skip
+    out["spec"] = sorted(feature_spec(SMALL))
+
+
+def errors(root: Path, out: dict[str, Any]) -> None:
+    with open_cache(root / "mixed", max_size="20MB") as cache:
+        put(cache, range(5), format="tfrecord")
+        dataset = make_dataset(cache, batch_size=2)
+        out["no batch"] = refused(lambda: make_dataset(cache, batch_size=0))
+        out["unknown field"] = refused(lambda: make_dataset(cache, batch_size=2, fields=["no"]))
+        out["unknown dataset"] = refused(lambda: make_dataset(cache, batch_size=2, dataset="no"))
+        put(cache, range(5, 10), format="hdf5")
+        out["other format"] = refused(lambda: make_dataset(cache, batch_size=2))
+        out["other format later"] = refused(lambda: list(dataset))
+        out["left by errors"] = len(leases(cache))
+
+
+def main(name: str) -> None:
+    root, out = Path(name), {}
+    dtypes(root, out)
+    with open_cache(root / "growing", max_size="50MB") as cache:
+        growth(cache, out)
+        fit(cache, out)
+    errors(root, out)
+    out["tfrecord package"] = "tfrecord" in sys.modules
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,186 @@
+"""Views, open parts and gathering, without any framework."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import resource
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachetool.block import Block
+from cachetool.cache import CacheDir, open_cache
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats import format_names
+from cachetool.loaders.board import Board
+from cachetool.loaders.gather import Parts, gather, open_by_extents, open_by_library
+from cachetool.loaders.view import Part, View
+from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
+
+
+def view_of(cache: CacheDir, dataset: str = "default") -> View:
+    return View.of_shards(cache.version, dataset, cache.schema(dataset), cache.shards(dataset))
+
+
+def gathered(view: View, indices: list[int], parts: Parts) -> list[str]:
+    at = np.array(indices, dtype=np.int64)
+    block = Block(view.schema, gather(view, at, parts, view.schema))
+    return [digest(view.schema, block.sample(i)) for i in range(block.samples)]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
+    """Every format, every dtype, plain and compressed: 77 samples in 7 parts."""
+    with open_cache(tmp_path_factory.mktemp("mixed") / "cache", max_size="50MB") as cache:
+        compressed = [("hdf5", "gzip"), ("zarr", "zstd"), ("tfrecord", "gzip")]
+        for at, (name, compression) in enumerate([*((name, None) for name in format_names()), *compressed]):
+            put(cache, range(11 * at, 11 * at + 11), format=name, schema=EVERY, compression=compression)
+        yield view_of(cache)
+
+
+EXPECTED = [digest(EVERY, sample(EVERY, n)) for n in range(77)]
+OPEN = {
+    "extents": Parts(open_by_extents),
+    "library": Parts(open_by_library),
+    "one at a time": Parts(open_by_extents, limit=1),
+}
+
+
+@pytest.mark.parametrize("how", OPEN)
+@settings(max_examples=20)
+@given(indices=st.lists(st.integers(0, 76), max_size=40))
+def test_any_samples_in_any_order_out_of_any_format(how: str, mixed: View, indices: list[int]) -> None:
+    """By extents and through the library; also with fewer open parts than a batch touches."""
+    assert gathered(mixed, indices, OPEN[how]) == [EXPECTED[i] for i in indices]
+
+
+def test_a_chosen_field_alone_is_read(cache: CacheDir) -> None:
+    view = view_of(cache)
+    columns = gather(view, np.array([59, 0, 20]), Parts(open_by_extents), SMALL.select(["number"]))
+
+    assert list(columns) == ["number"]
+    assert np.asarray(columns["number"]).tolist() == [59, 0, 20]
+
+
+@pytest.mark.parametrize("indices", [[60], [-1], [0, 61, 2]])
+def test_an_index_outside_is_refused(indices: list[int], cache: CacheDir) -> None:
+    with pytest.raises(IndexError, match="of a dataset of 60"):
+        gathered(view_of(cache), indices, Parts(open_by_extents))
+
+
+def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(20), format="hdf5")
+        view = view_of(cache)
+        data = view.parts[0].folder / "data.h5"
+        data.write_bytes(data.read_bytes()[:2500])
+
+        with pytest.raises(CorruptError, match=r"data\.h5 is cut short: it has 2500 bytes"):
+            gathered(view, [19], Parts(open_by_extents))
+
+
+def test_an_evicted_part_is_an_error_and_an_open_one_still_reads(cache: CacheDir) -> None:
+    view, parts = view_of(cache), Parts(open_by_extents)
+    before = gathered(view, [3], parts)
+    cache.evict(cache.usage().total - 1)
+    assert not view.parts[0].folder.exists()
+
+    assert gathered(view, [3], parts) == before
+    parts.keep(view_of(cache))
+    for opener in (open_by_extents, open_by_library):
+        with pytest.raises(UsageError, match=f"shard {view.parts[0].id} was evicted"):
+            gathered(view, [3], Parts(opener))
+    with pytest.raises(UsageError, match="was evicted"):
+        gathered(view, [3], parts)
+
+
+def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
+    view, parts = view_of(cache), Parts(open_by_library, limit=2)
+    gathered(view, list(range(60)), parts)
+    assert len(parts._open) == 2
+
+    assert len(pickle.loads(pickle.dumps(parts))._open) == 0
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(gathered(view, [45, 7], parts)))
+    child.start()
+    child.join()
+    assert answers.get() == [digest(SMALL, sample(SMALL, n)) for n in (45, 7)]
+    assert Parts(open_by_extents).limit <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def part(name: str, samples: int, content: str = "") -> Part:
+    return Part(name, "lmdb", samples, content or name, Path(name), Path(name) / "extents.bin")
+
+
+def view(*parts: Part) -> View:
+    return View(1, "default", SMALL, parts)
+
+
+@given(sizes=st.lists(st.integers(0, 5), max_size=8))
+def test_a_view_finds_the_part_of_each_sample(sizes: list[int]) -> None:
+    made = view(*(part(str(i), size) for i, size in enumerate(sizes)))
+    numbers, within = made.find(np.arange(sum(sizes)))
+
+    assert made.samples == sum(sizes)
+    expected = [(i, j) for i, size in enumerate(sizes) for j in range(size)]
+    assert list(zip(numbers.tolist(), within.tolist(), strict=True)) == expected
+
+
+def test_a_view_extends_another_only_when_no_index_changed_its_meaning() -> None:
+    a, b, c = part("a", 5), part("b", 5), part("c", 5)
+
+    assert view(a, b).extends(view(a))
+    assert view(a, b).extends(view(a, b))
+    assert view(replace(a, id="converted"), b).extends(view(a))
+    assert not view(a).extends(view(a, b))
+    assert not view(b, c).extends(view(a, b))
+    assert not view(replace(a, id="other", content="other"), b).extends(view(a))
+
+
+def test_views_of_other_parts_have_other_fingerprints() -> None:
+    views = [view(), view(part("a", 5)), view(part("b", 5)), view(part("a", 6)), view(part("a", 5), part("b", 5))]
+
+    assert len({v.fingerprint for v in views}) == len(views)
+    assert all(0 <= v.fingerprint < 2**63 for v in views)
+
+
+def test_a_board_keeps_the_last_snapshots_and_copies_go_their_own_way() -> None:
+    board = Board()
+    assert board.current == 0
+    for version in range(1, 31):
+        board.publish(version, version * 7)
+    board.publish(30, 210)
+    copy = pickle.loads(pickle.dumps(board))
+    board.publish(31, 5)
+
+    assert (copy.current, board.current) == (30, 31)
+    assert [board.fingerprint(v) for v in (15, 16, 30, 31, 32)] == [None, 112, 210, 5, None]
+    assert copy.fingerprint(31) is None
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_sees_what_its_parent_writes_on_the_board(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    board, ready, answers = Board(), context.SimpleQueue(), context.SimpleQueue()
+    child = context.Process(target=answer, args=(board, ready, answers))
+    child.start()
+    assert answers.get() == [0, None]
+    board.publish(9, 2**62)
+    ready.put(True)
+
+    assert answers.get() == [9, 2**62]
+    child.join()
+
+
+def answer(board: Board, ready: object, answers: object) -> None:
+    """The child of the test above: the current version and its fingerprint, twice."""
+    answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]
+    ready.get()  # type: ignore[attr-defined]
+    answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]

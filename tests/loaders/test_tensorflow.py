@@ -1,0 +1,74 @@
+"""``make_dataset``; TensorFlow runs in a process of its own, once for all tests here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.loaders.conftest import run_script
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script saw."""
+    out: dict[str, Any] = run_script("tensorflow_growth.py", tmp_path_factory.mktemp("tensorflow"))
+    return out
+
+
+def test_every_dtype_and_shape_comes_back_equal_and_in_order(seen: dict[str, Any]) -> None:
+    assert seen["every dtype"] == [[], 10]
+    assert seen["fixed spec"] == ["int16", [4, 2, 3]]
+    assert seen["ragged spec"] == [3, "float64"]
+    assert seen["in order"]
+    assert seen["fields"] == ["words", "deep"]
+
+
+def test_a_folder_of_converted_files_is_read_like_a_cache(seen: dict[str, Any]) -> None:
+    assert seen["folder"]
+
+
+def test_every_epoch_reads_what_is_in_the_cache_when_it_begins(seen: dict[str, Any]) -> None:
+    assert seen["epoch 1"] == [0, 2999, 3000, 3000]  # first number, last number, samples, different samples
+    assert seen["epoch 2"] == [0, 3999, 4000, 4000]
+    assert seen["snapshots taken"] == 2  # Python's one turn an epoch
+    assert seen["epochs served"] == [1, 1, 1, 0]
+    assert seen["repeat"] == [1000, 2000, 3000, 1000, 2000, 3000, 4000]
+    assert seen["fit"] == [40, 45]
+
+
+def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
+    assert seen["shuffled"]
+    assert seen["seed"] == [True, True, False]
+
+
+def test_a_lease_lasts_as_long_as_the_epoch_or_its_iterator(seen: dict[str, Any]) -> None:
+    assert seen["leases before"] == 0
+    assert seen["leases in the epoch"] == 1
+    assert seen["leases after"] == 0
+    assert seen["abandoned"] == [1, 0]
+    assert seen["leases at the end"] == 0
+
+
+def test_an_evicted_shard_stays_until_the_epoch_is_over(seen: dict[str, Any]) -> None:
+    assert seen["waits"]
+    assert seen["on disk"] == 4
+    assert seen["epoch 3"] == [0, 3999, 4000, 4000]
+    assert seen["on disk later"] == 3
+    assert seen["epoch 4"] == [1000, 3999, 3000, 3000]
+
+
+def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> None:
+    for message in (seen["other format"], seen["other format later"]):
+        assert "shards in hdf5" in message
+        assert "cachetool convert --to tfrecord" in message
+    assert "batch_size must be at least 1" in seen["no batch"]
+    assert "no field 'no'" in seen["unknown field"]
+    assert "no dataset 'no'" in seen["unknown dataset"]
+    assert seen["left by errors"] == 0
+
+
+def test_the_pieces_serve_a_pipeline_of_ones_own(seen: dict[str, Any]) -> None:
+    assert seen["own pipeline"] == 1002
+    assert seen["spec"] == ["number", "ragged", "ragged/shape", "raw", "words", "x"]
+    assert not seen["tfrecord package"]
