@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws
-from cachetool.cache.layout import tree_bytes
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CapBlocked, CapTooSmall, UsageError
@@ -115,7 +114,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         kind = get_format(options.to or _format_of(cache, options.dataset) or "lmdb")
         shard_bytes = _shard_bytes(cache, options)
         per_shard = _samples_per_shard(schema, shard_bytes, found["mean"], options.samples)
-        new = 0 if listing == cache.listing(id) else tree_bytes(listing)
+        new = None if listing == cache.listing(id) else listing
         _refuse_small_cap(cache, schema, kind.name, per_shard, shard_bytes, mean=found["mean"], listing=new)
         cache.declare(options.dataset, schema)
         if listing != cache.listing(id):
@@ -278,7 +277,7 @@ def _samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int 
 
 
 def _refuse_small_cap(
-    cache: CacheDir, schema: Schema, format: str, samples: int, shard_bytes: int, *, mean: int, listing: int
+    cache: CacheDir, schema: Schema, format: str, samples: int, shard_bytes: int, *, mean: int, listing: Path | None
 ) -> None:
     nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes, mean)
     least = cache.least_cap(shard_bound(get_format(format), schema, samples, nbytes), schema, listing=listing)

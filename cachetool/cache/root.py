@@ -204,10 +204,12 @@ class CacheDir:
             self.catalog, self.layout, self.holder, id=shard, schema=schema, format=format, bound=bound
         )  # fmt: skip
 
-    def least_cap(self, bound: int, schema: Schema, *, listing: int = 0) -> int:
-        """The smallest cap that can ever hold one shard of ``bound`` bytes, and a new listing of ``listing`` bytes,
+    def least_cap(self, bound: int, schema: Schema, *, listing: Path | None = None) -> int:
+        """The smallest cap that can ever hold one shard of ``bound`` bytes, and a source whose ``listing`` is new,
         beside the cache's own files."""
-        need = bound + folder_bound(schema, bound) + listing
+        need = bound + folder_bound(schema, bound)
+        if listing is not None:
+            need += listing_bound(listing) + record_bound(schema.to_json()) + FOLDER_SLACK
         if not self._exists:
             return self.layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
         with self.catalog.read() as connection:
