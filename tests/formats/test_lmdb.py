@@ -19,7 +19,7 @@ from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb import LMDB, open_environment
 from cachetool.formats.lmdb_file import PUTS, map_size, read_header
-from cachetool.formats.lmdb_pages import read_leaves
+from cachetool.formats.lmdb_pages import LeafNodes, read_leaves
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, blocks, on_disk, sample, write
@@ -116,6 +116,41 @@ def test_pages_agree_with_lmdb(tmp_path: Path) -> None:
     assert list(zip(cut(nodes.key_starts, nodes.key_sizes), cut(nodes.starts, nodes.sizes), strict=True)) == expected
 
 
+def test_a_value_that_reaches_past_the_file_is_corrupt(tmp_path: Path) -> None:
+    """LMDB would read on behind its map."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, Block(Schema((Field("x", "u1", (9000,)),)), {"x": np.zeros((3, 9000), dtype=np.uint8)}))
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"%012d" % 2) - 8  # the node: data size in its first four bytes
+    assert int.from_bytes(raw[at : at + 4], "little") == 9000
+    raw[at : at + 4] = (9_000_000).to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"data\.lmdb.*past the file"):
+        KIND.open(path)
+
+
+def test_the_file_ends_with_its_last_page(tmp_path: Path) -> None:
+    """Nothing of what was allocated too much stays."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(SIMPLE, 5), spare=10_000)
+    environment = open_environment(path)
+    assert path.stat().st_size == (environment.env.info()["last_pgno"] + 1) * environment.env.stat()["psize"]
+    environment.close()
+
+
+def test_extents_that_lead_elsewhere_are_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few samples are read back through their extents before a shard counts as written."""
+    real = read_leaves
+
+    def astray(buffer: np.ndarray, *, name: str) -> LeafNodes:
+        nodes = real(buffer, name=name)
+        return LeafNodes(nodes.key_starts, nodes.key_sizes, nodes.starts - 4, nodes.sizes)
+
+    monkeypatch.setattr("cachetool.formats.lmdb.read_leaves", astray)
+    with pytest.raises(CorruptError, match=r"data\.lmdb just written: sample"):
+        write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 20))
+
+
 def test_files_that_are_not_ours_are_told_apart(tmp_path: Path) -> None:
     """Somebody's LMDB, an empty LMDB, the format of engine 1.0, and a shard with a sample gone."""
     foreign, empty, newer, gap = (tmp_path / f"{name}.lmdb" for name in ("foreign", "empty", "newer", "gap"))
@@ -189,6 +224,28 @@ def test_environments_and_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_forked_child_opens_its_own_environment(tmp_path: Path) -> None:
+    """What it inherited is closed there, and only there."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(SIMPLE, 3))
+    parent = open_environment(path)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            child = open_environment(path)
+            code = 2 if child is parent or child.env.stat()["entries"] != 5 else 0
+            parent.env.stat()
+            code = 3
+        except lmdb.Error:
+            pass
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert parent.env.stat()["entries"] == 5
+    parent.close()
 
 
 def test_a_reader_does_not_work_in_a_forked_child(tmp_path: Path) -> None:

@@ -99,6 +99,20 @@ def test_our_records_are_read_whole_and_parsed_alike(content: Block) -> None:
         np.testing.assert_array_equal(checksums(decoded), checksums(content))
 
 
+def test_a_shape_that_does_not_fit_its_values_is_corrupt(tmp_path: Path) -> None:
+    """Right frames, right lengths, wrong numbers in ``r/shape``; huge ones too, whose product wraps around."""
+    schema = Schema((Field("r", "<i2", (None, None)),))
+    content = Block.from_samples(schema, [{"r": np.zeros((2, 3), "<i2")}])
+    buffer, _, _ = ExampleLayout(schema).encode(content)
+    at = buffer.tobytes().index(varint(2, 9) + varint(3, 9))
+    for rows, columns in ((3, 3), (2**62, 4), (2**61 + 2, 3), (0, 3)):
+        raw = bytearray(buffer.tobytes())
+        raw[at : at + 18] = varint(rows, 9) + varint(columns, 9)
+        (tmp_path / "f").write_bytes(frame(bytes(raw)))
+        with pytest.raises(CorruptError, match="f: sample 0"):
+            read_all(tmp_path / "f", schema)
+
+
 @given(content=blocks(), data=st.data())
 def test_a_damaged_record_is_never_a_crash(content: Block, data: st.DataObject) -> None:
     """Without frames and their checksums: any byte changed gives values or CorruptError, from both readers."""
