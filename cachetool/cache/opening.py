@@ -59,8 +59,7 @@ def open_root(
             raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE --cache {path}")
         if size is None:
             size = layout.free_disk() // 2
-            if notify is not None:
-                notify(f"no --max-size given: the cap is half of the free disk, {format_size(size)}")
+            notify = _explained(notify)
     if size is not None:
         least = layout.fixed_bytes() + allowance(FIRST_PAGES)
         if size < least:
@@ -71,6 +70,13 @@ def open_root(
         if size is not None and size != cache.catalog.meta("max_size"):
             _refuse_while_used(cache, size)
     return cache
+
+
+def _explained(notify: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """``notify`` with the reason of a cap that nobody named; it is called once the cache is really made."""
+    if notify is None:
+        return None
+    return lambda line: notify(f"{line}: half of the free disk; --max-size sets another")
 
 
 def _refuse_while_used(cache: CacheDir, size: int) -> None:

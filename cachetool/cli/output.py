@@ -59,8 +59,8 @@ class Output:
         """The one JSON document of a command, on stdout."""
         _write(json.dumps(value, indent=2, default=str) + "\n")
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
-        """A table on stdout. Columns whose name begins with ``>`` are set flush right."""
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table on stdout, after a blank line. Columns whose name begins with ``>`` are set flush right."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -68,7 +68,7 @@ class Output:
 
         # A pipe has no width: give each row its full line there, so that nothing is cut for grep and awk.
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, title=title and Text(plain(title)), title_justify="left", pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name in columns:
             table.add_column(
                 Text(name.removeprefix(">")), justify="right" if name[0] == ">" else "left", overflow="fold"
@@ -77,7 +77,7 @@ class Output:
             table.add_row(*(Text(plain(cell)) for cell in row))
         with console.capture() as drawn:
             console.print(table)
-        _write("\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
+        _write("\n" + "\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
 
     def progress(self) -> AbstractContextManager[Report]:
         """While it is entered: something to call with each ``Progress`` of a verb."""

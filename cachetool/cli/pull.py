@@ -157,8 +157,8 @@ def pull(
         out.line(f"skipped {result.skipped}:")
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:
             out.line(f"  {skip['key']}: {skip['reason']}")
-    if result.reason:
-        out.line(result.reason)
+    if result.reason != "done":
+        out.line(f"stopped: {result.reason}")
 
 
 def _renames(pairs: list[str]) -> dict[str, str]:

@@ -110,6 +110,8 @@ def _abbreviated(field: Field, value: Any) -> str:
         return value
     import numpy as np
 
-    text = np.array2string(np.asarray(value), threshold=8, edgeitems=2, precision=4, separator=" ")
-    flat = " ".join(text.split())
-    return flat if field.is_scalar or field.kind == "fixed" else f"{np.shape(value)} {flat}"
+    array = np.asarray(value)
+    if array.ndim == 0:
+        return str(array)
+    text = np.array2string(array.reshape(-1), threshold=8, edgeitems=4, precision=4, max_line_width=200)
+    return f"{array.size} values: {text}" if field.kind == "fixed" else f"{array.shape}: {text}"

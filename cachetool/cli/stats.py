@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -41,7 +42,7 @@ def stats(
 def _print(out: Output, found: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
     share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
-    out.line(f"cache {found['root']}")
+    out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(
         f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %),"
         f" {found['samples']} samples in {found['shards']} shards, {found['evicted']} evicted so far,"

@@ -47,22 +47,34 @@ def main() -> None:
     pipe = _Pipe(out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
     signal.signal(signal.SIGTERM, _interrupt)
-    task = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_watch, daemon=True).start()
     try:
+        task = json.loads(sys.stdin.buffer.readline())
+        threading.Thread(target=_watch, daemon=True).start()  # from here on Interrupted may be raised
         outcome = {"result": _call(task, pipe)}
     except CacheToolError as error:
         outcome = to_json(error)
     except MemoryError:
         outcome = to_json(CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size"))
-    except Exception:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
-        outcome = to_json(CacheToolError(f"a bug in a worker:\n{traceback.format_exc()}"))
+    except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
+        if os.environ.get("CACHETOOL_DEBUG"):
+            traceback.print_exc()
+        outcome = to_json(_bug(error))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         pipe.put(outcome)
     except BrokenPipeError:
         os._exit(1)  # nobody listens any more
     os._exit(0)  # no thread of a library may keep the process, or crash it on its way out
+
+
+def _bug(error: Exception) -> CacheToolError:
+    """What a user sees of a bug: two lines, the place of it among them."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    what = " ".join(str(error).split())
+    return CacheToolError(
+        f"a bug in a worker: {type(error).__name__}: {what} ({os.path.basename(frame.filename)} line {frame.lineno})\n"
+        "CACHETOOL_DEBUG=1 shows where it happened"
+    )
 
 
 def _call(task: Message, pipe: _Pipe) -> Message:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+import cachetool.cli.app
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,34 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pulled(remote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with 30 of the samples of ``remote``, ten a shard, under a cap of 8 MB; not to be changed."""
+    cache = tmp_path_factory.mktemp("pulled") / "cache"
+    line = ["pull", str(remote), "--samples", "30", "--shard-size", "10400", "--workers", "1", "--max-size", "8MB"]
+    subprocess.run([sys.executable, "-m", "cachetool", *line, "--cache", str(cache)], check=True, capture_output=True)
+    return cache
+
+
 @pytest.fixture
-def filled(run: Run, remote: Path, tmp_path: Path) -> Path:
-    """A cache with 30 of the samples of ``remote``, ten a shard, under a cap of 8 MB."""
-    ran = run("pull", remote, "--samples", "30", "--shard-size", "10400", "--workers", "1", "--max-size", "8MB")
-    assert ran.code == 0, ran.stderr
+def filled(pulled: Path, tmp_path: Path) -> Path:
+    """A copy of ``pulled``, as the cache that ``run`` uses."""
+    shutil.copytree(pulled, tmp_path / "cache")
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """As ``run``, but within this process: for command lines whose answer needs no process of its own."""
+
+    def start(*args: str | Path) -> Ran:
+        code = cachetool.cli.app.run([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CACHETOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    before = signal.getsignal(signal.SIGTERM)
+    yield start
+    signal.signal(signal.SIGTERM, before)

@@ -65,18 +65,18 @@ def test_plain_hdf5_opens_without_cachetool(run: Run, filled: Path, tmp_path: Pa
     ],
 )
 def test_what_cannot_be_converted_leaves_the_cache_as_it_was(
-    run: Run, filled: Path, line: str, code: int, says: str
+    here: Run, filled: Path, line: str, code: int, says: str
 ) -> None:
     before = tree(filled)
-    ran = run(*line.split())
+    ran = here(*line.split())
 
     assert ran.code == code, ran.stderr
     assert says in ran.error
     assert tree(filled) == before
 
 
-def test_without_a_cache_nothing_is_made(run: Run, tmp_path: Path) -> None:
-    ran = run("convert", "--to", "hdf5")
+def test_without_a_cache_nothing_is_made(here: Run, tmp_path: Path) -> None:
+    ran = here("convert", "--to", "hdf5")
 
     assert ran.code == 2
     assert "no cache" in ran.error

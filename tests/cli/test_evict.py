@@ -21,15 +21,15 @@ def du(folder: Path, *options: str) -> int:
     return int(done.stdout.split()[0])
 
 
-def test_the_oldest_shards_go_until_the_folder_is_small_enough(run: Run, filled: Path) -> None:
-    before = [shard["id"] for shard in run("ls", "--json").document["shards"]]
-    used = run("stats", "--json").document["used"]
+def test_the_oldest_shards_go_until_the_folder_is_small_enough(here: Run, filled: Path) -> None:
+    before = [shard["id"] for shard in here("ls", "--json").document["shards"]]
+    used = here("stats", "--json").document["used"]
     target = used - 20_000
 
-    ran = run("evict", "--max-size", str(target), "--json")
+    ran = here("evict", "--max-size", str(target), "--json")
 
     assert ran.code == 0, ran.stderr
-    after = [shard["id"] for shard in run("ls", "--json").document["shards"]]
+    after = [shard["id"] for shard in here("ls", "--json").document["shards"]]
     assert 0 < len(after) < len(before)
     assert after == before[-len(after) :]
     assert ran.document["removed_shards"] == len(before) - len(after)
@@ -38,12 +38,12 @@ def test_the_oldest_shards_go_until_the_folder_is_small_enough(run: Run, filled:
     assert {path.name for path in (filled / "shards").iterdir()} == set(after)
 
 
-def test_a_dry_run_shows_the_victims_and_touches_nothing(run: Run, filled: Path) -> None:
+def test_a_dry_run_shows_the_victims_and_touches_nothing(here: Run, filled: Path) -> None:
     before = tree(filled)
-    oldest = run("ls", "--json").document["shards"][0]["id"]
-    target = run("stats", "--json").document["used"] - 1000
+    oldest = here("ls", "--json").document["shards"][0]["id"]
+    target = here("stats", "--json").document["used"] - 1000
 
-    ran = run("evict", "--max-size", str(target), "--dry-run")
+    ran = here("evict", "--max-size", str(target), "--dry-run")
 
     assert ran.code == 0, ran.stderr
     assert oldest in ran.stdout
@@ -51,24 +51,24 @@ def test_a_dry_run_shows_the_victims_and_touches_nothing(run: Run, filled: Path)
     assert tree(filled) == before
 
 
-def test_a_cache_that_is_small_enough_stays_as_it_is(run: Run, filled: Path) -> None:
-    ran = run("evict", "--max-size", "1TB", "--json")
+def test_a_cache_that_is_small_enough_stays_as_it_is(here: Run, filled: Path) -> None:
+    ran = here("evict", "--max-size", "1TB", "--json")
 
     assert ran.code == 0
     assert (ran.document["removed_shards"], ran.document["plan"]) == (0, [])
 
 
-def test_shards_under_a_reader_stay_and_the_reader_is_named(run: Run, filled: Path) -> None:
+def test_shards_under_a_reader_stay_and_the_reader_is_named(here: Run, filled: Path) -> None:
     with cachetool.open_cache(filled, create=False) as cache, cache.snapshot() as snapshot:
         target = cache.stats().used - 1000
-        ran = run("evict", "--max-size", str(target), "--json")
+        ran = here("evict", "--max-size", str(target), "--json")
 
         assert ran.code == 4
         assert "reads default" in ran.error
         assert ran.document["error"] == "CapBlocked"
         assert all(shard.data.exists() for shard in snapshot.shards)
-        assert len(run("ls", "--json").document["shards"]) == 2  # the next epoch does without it
-    assert run("evict", "--max-size", str(target)).code == 0
+        assert len(here("ls", "--json").document["shards"]) == 2  # the next epoch does without it
+    assert here("evict", "--max-size", str(target)).code == 0
     assert len(list((filled / "shards").iterdir())) == 2
 
 
@@ -82,10 +82,10 @@ def test_shards_under_a_reader_stay_and_the_reader_is_named(run: Run, filled: Pa
     ],
 )
 def test_what_cannot_be_evicted_leaves_the_cache_as_it_was(
-    run: Run, filled: Path, line: str, code: int, says: str
+    here: Run, filled: Path, line: str, code: int, says: str
 ) -> None:
     before = tree(filled)
-    ran = run(*line.split())
+    ran = here(*line.split())
 
     assert ran.code == code, ran.stderr
     assert says in ran.error

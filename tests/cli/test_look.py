@@ -14,18 +14,20 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
 
-def test_looking_changes_nothing(run: Run, filled: Path) -> None:
-    before = tree(filled)
-    shard = run("ls", "--json").document["shards"][0]["id"]
-    for line in (["ls"], ["stats"], ["show", shard], ["show", f"{shard}:3"], ["ls", "--dataset", "default"]):
-        assert run(*line).code == 0
-
+def test_looking_changes_nothing(here: Run, filled: Path) -> None:
+    before, shards = tree(filled), tree(filled / "shards")
+    shard = here("ls", "--json").document["shards"][0]["id"]
+    for line in (["ls"], ["stats"], ["show", shard], ["ls", "--dataset", "default"]):
+        assert here(*line).code == 0
     assert tree(filled) == before
 
+    assert here("show", f"{shard}:3").code == 0  # leases a snapshot for as long as it reads
+    assert tree(filled / "shards") == shards
 
-def test_ls_lists_each_shard_on_a_line_of_its_own(run: Run, filled: Path) -> None:
-    shards = run("ls", "--json").document["shards"]
-    lines = run("ls").stdout.splitlines()
+
+def test_ls_lists_each_shard_on_a_line_of_its_own(here: Run, filled: Path) -> None:
+    shards = here("ls", "--json").document["shards"]
+    lines = here("ls").stdout.splitlines()
 
     assert [shard["samples"] for shard in shards] == [10, 10, 10]
     for shard in shards:
@@ -33,29 +35,29 @@ def test_ls_lists_each_shard_on_a_line_of_its_own(run: Run, filled: Path) -> Non
         assert Path(shard["path"]).is_dir()
 
 
-def test_show_tells_the_fields_of_a_shard_by_the_beginning_of_its_id(run: Run, filled: Path) -> None:
-    shard = run("ls", "--json").document["shards"][0]["id"]
-    ran = run("show", shard[:6])
+def test_show_tells_the_fields_of_a_shard_by_the_beginning_of_its_id(here: Run, filled: Path) -> None:
+    shard = here("ls", "--json").document["shards"][0]["id"]
+    ran = here("show", shard[:6])
 
     assert ran.code == 0, ran.stderr
     assert "float32 (4, 8, 8)" in ran.stdout
     assert "10 samples as lmdb" in ran.stdout
-    assert [field["name"] for field in run("show", shard, "--json").document["schema"]] == [
-        "__key__",
+    assert [field["name"] for field in here("show", shard, "--json").document["schema"]] == [
         "label",
         "volume",
+        "__key__",
     ]
 
 
-def test_show_tells_the_values_of_a_sample(run: Run, filled: Path) -> None:
-    shard = run("ls", "--json").document["shards"][0]["id"]
-    document = run("show", f"{shard}:4", "--json").document
+def test_show_tells_the_values_of_a_sample(here: Run, filled: Path) -> None:
+    shard = here("ls", "--json").document["shards"][0]["id"]
+    document = here("show", f"{shard}:4", "--json").document
     number = document["fields"]["label"]
 
     assert document["index"] == 4
     assert document["fields"]["__key__"] == f"scan{number:03d}"
     assert np.array_equal(np.full((4, 8, 8), number), document["fields"]["volume"])
-    text = run("show", f"{shard}:4").stdout
+    text = here("show", f"{shard}:4").stdout
     assert f"scan{number:03d}" in text
     assert max(map(len, text.splitlines())) < 200
 
@@ -64,16 +66,19 @@ def test_show_tells_the_values_of_a_sample(run: Run, filled: Path) -> None:
     ("shard", "says"),
     [("zzz", "'zzz'"), ("", "3 shards"), ("{}:10", "0 to 9"), ("{}:-1", "'-1'"), ("{}:x", "'x'"), ("{}:", "''")],
 )
-def test_show_of_what_is_not_there_says_what_is(run: Run, filled: Path, shard: str, says: str) -> None:
-    first = run("ls", "--json").document["shards"][0]["id"]
-    ran = run("show", shard.format(first))
+def test_show_of_what_is_not_there_says_what_is(here: Run, filled: Path, shard: str, says: str) -> None:
+    first = here("ls", "--json").document["shards"][0]["id"]
+    ran = here("show", shard.format(first))
 
     assert ran.code == 2
     assert says in ran.error
 
 
-def test_stats_equals_a_recount_from_the_disk(run: Run, filled: Path) -> None:
-    document = run("stats", "--json").document
+def test_stats_equals_a_recount_from_the_disk(here: Run, remote: Path, tmp_path: Path) -> None:
+    ran = here("pull", remote, "--samples", "30", "--shard-size", "10400", "--max-size", "8MB")
+    assert ran.code == 0, ran.stderr
+    filled = tmp_path / "cache"
+    document = here("stats", "--json").document
     folders = [path for path in (filled / "shards").iterdir() if path.is_dir()]
     files = [path.lstat() for folder in folders for path in (folder, *folder.rglob("*"))]
 
@@ -85,8 +90,8 @@ def test_stats_equals_a_recount_from_the_disk(run: Run, filled: Path) -> None:
     assert (source["units"], source["drawn"], source["coverage"], source["seed"]) == (60, 30, 0.5, 0)
 
 
-def test_stats_prints_the_cap_the_datasets_and_the_coverage(run: Run, filled: Path) -> None:
-    ran = run("stats")
+def test_stats_prints_the_cap_the_datasets_and_the_coverage(here: Run, filled: Path) -> None:
+    ran = here("stats")
 
     assert ran.code == 0
     assert "of 8.0 MB used" in ran.stdout
@@ -94,19 +99,19 @@ def test_stats_prints_the_cap_the_datasets_and_the_coverage(run: Run, filled: Pa
     assert "50.0 %" in ran.stdout
 
 
-def test_stats_names_who_reads(run: Run, filled: Path) -> None:
+def test_stats_names_who_reads(here: Run, filled: Path) -> None:
     import os
 
     import cachetool
 
     with cachetool.open_cache(filled, create=False) as cache, cache.snapshot():
-        assert f"pid {os.getpid()}" in run("stats").stdout
-    assert f"pid {os.getpid()}" not in run("stats").stdout
+        assert f"pid {os.getpid()}" in here("stats").stdout
+    assert f"pid {os.getpid()}" not in here("stats").stdout
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "show x"])
-def test_without_a_cache_the_way_to_one_is_told(run: Run, tmp_path: Path, command: str) -> None:
-    ran = run(*command.split())
+def test_without_a_cache_the_way_to_one_is_told(here: Run, tmp_path: Path, command: str) -> None:
+    ran = here(*command.split())
 
     assert ran.code == 2
     assert "cachetool pull SOURCE" in ran.error

@@ -31,8 +31,8 @@ COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "demo")
         ("show", "Missing argument 'SHARD[:INDEX]'"),
     ],
 )
-def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(run: Run, line: str, says: str) -> None:
-    ran = run(*line.split())
+def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(here: Run, line: str, says: str) -> None:
+    ran = here(*line.split())
 
     assert ran.code == 2
     assert says in ran.error
@@ -43,8 +43,8 @@ def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(run: Run,
 @pytest.mark.parametrize(
     "line", ["pul --json", "pull a --nope --json", "evict --json", "pull a --samples -1 --json", "ls --json"]
 )
-def test_with_json_an_error_is_also_the_one_document_on_stdout(run: Run, line: str) -> None:
-    ran = run(*line.split())
+def test_with_json_an_error_is_also_the_one_document_on_stdout(here: Run, line: str) -> None:
+    ran = here(*line.split())
 
     assert ran.code == 2
     assert ran.document.keys() == {"error", "message", "exit_code"}
@@ -52,8 +52,15 @@ def test_with_json_an_error_is_also_the_one_document_on_stdout(run: Run, line: s
     assert ran.document["message"].splitlines()[0] in ran.error
 
 
-def test_json_after_two_dashes_is_an_argument(run: Run) -> None:
-    ran = run("pull", "--samples", "0", "--", "--json")
+def test_a_process_ends_with_the_exit_code_and_the_two_lines(run: Run) -> None:
+    ran = run("pul")
+
+    assert ran.code == 2
+    assert "Did you mean 'pull'?" in ran.error
+
+
+def test_json_after_two_dashes_is_an_argument(here: Run) -> None:
+    ran = here("pull", "--samples", "0", "--", "--json")
 
     assert ran.code == 2
     assert ran.stdout == ""
@@ -80,25 +87,25 @@ def test_json_after_two_dashes_is_an_argument(run: Run) -> None:
     ],
 )
 def test_a_value_that_cannot_be_used_is_quoted_and_leaves_no_cache_behind(
-    run: Run, tmp_path: Path, line: str, says: str
+    here: Run, tmp_path: Path, line: str, says: str
 ) -> None:
-    ran = run(*line.split())
+    ran = here(*line.split())
 
     assert ran.code == 2
     assert says in ran.error
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done(run: Run) -> None:
-    ran = run()
+def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done(here: Run) -> None:
+    ran = here()
 
     assert ran.code == 2
     assert "Usage: cachetool" in ran.stdout
     assert ran.stderr == ""
 
 
-def test_the_help_lists_every_command_in_one_line_each(run: Run) -> None:
-    ran = run("--help")
+def test_the_help_lists_every_command_in_one_line_each(here: Run) -> None:
+    ran = here("--help")
 
     assert ran.code == 0
     for command in COMMANDS:
@@ -108,8 +115,8 @@ def test_the_help_lists_every_command_in_one_line_each(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_two_examples_and_fits_80_columns(run: Run, command: str) -> None:
-    ran = run(command, "--help", env={"COLUMNS": "80"})
+def test_the_help_of_a_command_has_two_examples_and_fits_80_columns(here: Run, command: str) -> None:
+    ran = here(command, "--help")
 
     assert ran.code == 0
     assert len(re.findall(rf"^    cachetool {command}\b", ran.stdout, flags=re.MULTILINE)) == 2
@@ -119,14 +126,14 @@ def test_the_help_of_a_command_has_two_examples_and_fits_80_columns(run: Run, co
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo"}))
-def test_every_command_on_a_cache_takes_cache(run: Run, command: str) -> None:
-    assert re.search(r"--cache DIR", run(command, "--help").stdout)
+def test_every_command_on_a_cache_takes_cache(here: Run, command: str) -> None:
+    assert re.search(r"--cache DIR", here(command, "--help").stdout)
 
 
-def test_the_version_is_printed(run: Run) -> None:
+def test_the_version_is_printed(here: Run) -> None:
     import cachetool
 
-    assert run("--version").stdout == f"cachetool {cachetool.__version__}\n"
+    assert here("--version").stdout == f"cachetool {cachetool.__version__}\n"
 
 
 def test_windows_is_refused_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
