@@ -16,10 +16,9 @@ and later. To read it::
     import h5py, json
     with h5py.File("data.h5", "r") as file:
         n = json.loads(file.attrs["cachetool"])["samples"]
-        images, names, ends = file["image"], file["name"], file["name.offsets"]
         for i in range(n):
-            image = images[i]                                          # fixed shape
-            name = bytes(names[ends[i]:ends[i + 1]]).decode()          # str
+            image = file["image"][i]                                                                         # fixed
+            name = bytes(file["name"][slice(*file["name.offsets"][i:i + 2])]).decode()                       # str
             audio = file["audio"][slice(*file["audio.offsets"][i:i + 2])].reshape(file["audio.shapes"][i])   # ragged
 
 HDF5 places a contiguous dataset when it is made, by its size, which is only known in the end. So the library makes the
@@ -32,9 +31,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,16 +120,12 @@ def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype("<i8") if dtype.kind in "mM" else dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _Skeleton:
-    """The metadata of a file: all of it but the arrays' bytes."""
+class _Skeleton(NamedTuple):
+    """All of a file but the arrays' bytes."""
 
-    size: int
-    """Of the whole file."""
-    starts: dict[str, int]
-    """Where the bytes of each array begin; 0 for an array without bytes."""
-    writes: Sequence[tuple[int, bytes]]
-    """Positions and bytes, in the order in which they must be written."""
+    size: int  # of the whole file
+    starts: dict[str, int]  # where the bytes of each array begin; 0 for an array without bytes
+    writes: Sequence[tuple[int, bytes]]  # metadata: positions and bytes, in the order in which they must be written
 
 
 def _skeleton(about: dict[str, Any], plans: Sequence[ArrayPlan], rows: Callable[[ArrayPlan], int]) -> _Skeleton:
@@ -142,17 +136,17 @@ def _skeleton(about: dict[str, Any], plans: Sequence[ArrayPlan], rows: Callable[
     record = Recorder(image.write, image.read)
     with _new_file(record) as file:
         file.attrs[ATTRIBUTE] = json.dumps(about)
-        made = h5p.create(h5p.DATASET_CREATE)
-        made.set_layout(h5d.CONTIGUOUS)
-        made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        made.set_fill_time(h5d.FILL_TIME_NEVER)
-        made.set_obj_track_times(False)
+        how = h5p.create(h5p.DATASET_CREATE)
+        how.set_layout(h5d.CONTIGUOUS)
+        how.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        how.set_fill_time(h5d.FILL_TIME_NEVER)
+        how.set_obj_track_times(False)
         links = h5p.create(h5p.LINK_CREATE)
         links.set_create_intermediate_group(True)
         for plan in plans:
             kind = h5t.py_create(_stored(plan.dtype), logical=True)
             space = h5s.create_simple((rows(plan), *plan.row))
-            dataset = h5d.create(file.id, plan.name.encode(), kind, space, dcpl=made, lcpl=links)
+            dataset = h5d.create(file.id, plan.name.encode(), kind, space, dcpl=how, lcpl=links)
             starts[plan.name] = dataset.get_offset() or 0
             _mark_time(file, plan)
     record.check()
@@ -203,13 +197,12 @@ class _Plain(ColumnarWriter):
         return {plan.name: (self.path.name, final.starts[plan.name]) for plan in self.plans}
 
     def _move(self, start: int, target: int, nbytes: int) -> None:
-        # A target never lies in bytes still to be moved: in both layouts HDF5 gives room in the same order, from the end
-        # of the file or from gaps before it, and in this one no array takes more.
+        # A target never lies in bytes still to be moved: in both layouts HDF5 gives room in the same order, from the
+        # file's end or from gaps before it, and in this one no array takes more.
         if target == start or not nbytes:
             return
         assert target < start, f"HDF5 placed fewer bytes behind more: {target} > {start}"
-        buffer = memoryview(bytearray(min(nbytes, _MOVE_BYTES)))
-        done = 0
+        buffer, done = memoryview(bytearray(min(nbytes, _MOVE_BYTES))), 0
         while done < nbytes:
             count = os.preadv(self._file.fd, [buffer[: nbytes - done]], start + done)
             if not count:
@@ -301,8 +294,7 @@ class _Reader(ColumnarReader):
                 found, samples = parse_header(file.attrs.get(ATTRIBUTE), path=path, schema=schema)
                 reader = cls(path, found, samples, file)
                 size = os.path.getsize(path)
-                for plan in reader.plans.values():
-                    reader._datasets[plan.name] = reader._dataset(plan, size)
+                reader._datasets = {name: reader._dataset(plan, size) for name, plan in reader.plans.items()}
                 reader._check_lengths()
                 return reader
         except BaseException:
@@ -329,8 +321,7 @@ class _Reader(ColumnarReader):
         what = f"{self.path}: {plan.name!r}"
         parts = plan.name.split("/")
         for depth in range(1, len(parts) + 1):
-            link = self._file.get("/".join(parts[:depth]), getlink=True)
-            if link is None:
+            if (link := self._file.get("/".join(parts[:depth]), getlink=True)) is None:
                 raise CorruptError(f"{what} is missing")
             if not isinstance(link, h5py.HardLink):
                 raise CorruptError(f"{what} lies behind a {type(link).__name__}, which is refused")

@@ -64,8 +64,10 @@ from cachetool.formats.zarr_files import (
     chunk_key,
     folder_bound,
     inner_rows,
+    plain_chunks,
     plain_file,
-    shard_end,
+    plain_file_bytes,
+    plain_index,
 )
 from cachetool.schema import Schema
 
@@ -156,8 +158,7 @@ class _Plain(ColumnarWriter):
         least = max(STREAM_BYTES, nbytes // _MOST_STREAMED)
         try:
             for plan in self.streamed(least):
-                size, end = shard_end(plan, self.capacity)
-                self._files[plan.name] = self._folder.file(chunk_key(plan), size + len(end))
+                self._files[plan.name] = self._folder.file(chunk_key(plan), plain_file_bytes(plan, self.capacity))
         except BaseException:
             self._abort()
             raise
@@ -172,19 +173,20 @@ class _Plain(ColumnarWriter):
         # Files written so far first: they give back what they were allocated too much.
         for plan in self.plans:
             if (file := self._files.get(plan.name)) is not None:
-                size, end = shard_end(plan, self.rows(plan))
-                file.write_at(size, [end])
-                file.finish(size + len(end))
-                if not size:
+                chunks, chunk_nbytes = plain_chunks(plan, self.rows(plan))
+                end = plain_index(chunks, chunk_nbytes)
+                file.write_at(chunks * chunk_nbytes, [end])
+                file.finish(chunks * chunk_nbytes + len(end))
+                if not chunks:
                     file.path.unlink()
         metadata = _Metadata()
         for plan in self.plans:
             rows = self.rows(plan)
-            size, end = shard_end(plan, rows)
-            if size and plan.name not in self._files:
+            chunks, chunk_nbytes = plain_chunks(plan, rows)
+            if chunks and plan.name not in self._files:
                 pieces = [as_bytes(index[plan.name])] if plan.is_index else self._held.pop(plan.name)
-                pad = bytes(size - sum(len(piece) for piece in pieces))
-                self._folder.put(chunk_key(plan), [*pieces, pad, end])
+                pad = bytes(chunks * chunk_nbytes - sum(len(piece) for piece in pieces))
+                self._folder.put(chunk_key(plan), [*pieces, pad, plain_index(chunks, chunk_nbytes)])
             inner = inner_rows(plan, rows)
             metadata.array(plan, rows, inner=inner, shard=-(-max(rows, 1) // inner) * inner)
         _finish(self._folder, metadata, self.schema, self.samples)

@@ -27,8 +27,10 @@ __all__ = [
     "chunk_key",
     "folder_bound",
     "inner_rows",
+    "plain_chunks",
     "plain_file",
-    "shard_end",
+    "plain_file_bytes",
+    "plain_index",
 ]
 
 INNER_BYTES = 2**18
@@ -57,16 +59,22 @@ def inner_rows(plan: ArrayPlan, rows: int) -> int:
     return max(1, min(rows, -(-INNER_BYTES // plan.row_nbytes) if plan.row_nbytes else rows))
 
 
-def shard_end(plan: ArrayPlan, rows: int) -> tuple[int, bytes]:
-    """Bytes of the chunks of a plain array of ``rows`` rows, the last one filled up, and the index behind them."""
+def plain_chunks(plan: ArrayPlan, rows: int) -> tuple[int, int]:
+    """Number and size in bytes of the chunks of a plain array of ``rows`` rows; the last one is filled up."""
     if not rows or not plan.row_nbytes:
-        return 0, b""
+        return 0, 0
     inner = inner_rows(plan, rows)
-    chunks = -(-rows // inner)
-    return chunks * inner * plan.row_nbytes, _index(chunks, inner * plan.row_nbytes)
+    return -(-rows // inner), inner * plan.row_nbytes
 
 
-def _index(chunks: int, chunk_nbytes: int) -> bytes:
+def plain_file_bytes(plan: ArrayPlan, rows: int) -> int:
+    """Bytes of the shard file of a plain array; 0 when it has none."""
+    chunks, chunk_nbytes = plain_chunks(plan, rows)
+    return chunks * (chunk_nbytes + 16) + 4 if chunks else 0
+
+
+def plain_index(chunks: int, chunk_nbytes: int) -> bytes:
+    """The index of a shard file of raw chunks in order."""
     import crc32c
 
     table = np.empty((chunks, 2), dtype="<u8")
@@ -175,7 +183,7 @@ def check_shard_file(root: str, key: str, *, chunks: int, used: int, chunk_nbyte
     with open(path, "rb") as file:
         file.seek(size - end)
         tail = file.read(end)
-    if plain and tail != _index(chunks, chunk_nbytes):
+    if plain and tail != plain_index(chunks, chunk_nbytes):
         raise CorruptError(f"{path}: the index of its chunks is damaged")
     table = np.frombuffer(tail, dtype="<u8", count=2 * used).reshape(used, 2)
     missing = (table == _NO_CHUNK).any(axis=1)
