@@ -13,7 +13,7 @@ class Progress:
     """Where a piece of work stands."""
 
     phase: str
-    """``list``, ``schema``, ``pull`` or ``convert``."""
+    """``list``, ``schema``, ``pull``, ``convert`` or ``verify``."""
     done: int
     """Objects listed, or samples."""
     total: int | None = None

@@ -89,14 +89,15 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pid = 0
+        self._inode = 0
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
 
-    def create(self, *, max_size: int, min_free: int) -> None:
+    def create(self, *, max_size: int, min_free: int, pages: int = FIRST_PAGES) -> None:
         """Make the tables of a new cache; harmless when another process was first."""
         try:
-            self._open(meta={"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": FIRST_PAGES})
+            self._open(meta={"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": pages})
         except sqlite3.Error as error:
             raise self._error(error) from error
 
@@ -105,12 +106,41 @@ class Catalog:
         with self._lock:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
-            self._connection = None
+                self._connection = None
+
+    def trouble(self) -> str | None:
+        """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
+        cachetool. Raises :class:`CatalogError` or :class:`CapacityError` when that cannot be found out."""
+        if not self.path.exists():
+            return "it is missing"
+        try:
+            connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+            try:
+                schema = connection.execute("PRAGMA user_version").fetchone()[0]
+                if schema > SCHEMA_VERSION:
+                    return None
+                if not schema:
+                    return "it is empty"
+                found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+                keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
+            finally:
+                connection.close()
+        except sqlite3.Error as error:
+            name = getattr(error, "sqlite_errorname", "")
+            if name in ("SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):
+                return str(error)
+            raise self._error(error) from error
+        if found != ["ok"]:
+            return "; ".join(found)
+        lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
+        return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
         with self._lock:
             try:
+                if self._connection is not None and self._pid == os.getpid() and not self._is_there():
+                    self.close()
                 return self._open().execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise self._error(error) from error
@@ -145,6 +175,12 @@ class Catalog:
             try:
                 connection = self._open()
                 connection.execute(begin)
+                if not self._is_there():
+                    # Rebuilt by another process since it was opened: this connection leads to a deleted file.
+                    connection.execute("ROLLBACK")
+                    self.close()
+                    connection = self._open()
+                    connection.execute(begin)
             except sqlite3.Error as error:
                 raise self._error(error) from error
             try:
@@ -156,6 +192,12 @@ class Catalog:
             except BaseException:
                 self._rollback(connection)
                 raise
+
+    def _is_there(self) -> bool:
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     @staticmethod
     def _rollback(connection: sqlite3.Connection) -> None:
@@ -178,7 +220,7 @@ class Catalog:
         except BaseException:
             connection.close()
             raise
-        self._connection, self._pid = connection, os.getpid()
+        self._connection, self._pid, self._inode = connection, os.getpid(), self.path.stat().st_ino
         return connection
 
     def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None) -> None:
@@ -203,8 +245,13 @@ class Catalog:
         connection.execute(f"PRAGMA max_page_count = {int(pages)}")
 
     def _error(self, error: sqlite3.Error) -> CatalogError | CapacityError:
-        if getattr(error, "sqlite_errorname", "") == "SQLITE_FULL":
+        name = getattr(error, "sqlite_errorname", "")
+        if name == "SQLITE_FULL":
             return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
+        if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+            return CapacityError(f"catalog {self.path}: {error}; is the disk full, failing or read-only?")
+        if name == "SQLITE_NOTADB" or name.startswith("SQLITE_CORRUPT"):
+            return CatalogError(f"catalog {self.path}: {error}; run: cachetool verify --repair")
         return CatalogError(f"catalog {self.path}: {error}")
 
 

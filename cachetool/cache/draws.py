@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "job_row",
     "next_turn",
     "open_job",
+    "reopen",
     "source_row",
 ]
 
@@ -232,6 +233,17 @@ def _insert(
         (source.id, source.turn, start, stop, holder, job),
     )
     return int(cursor.lastrowid or 0)
+
+
+def reopen(connection: Connection, source: SourceRow, turn: int, ranges: Iterable[tuple[int, int]]) -> int:
+    """Open draws again whose samples were lost; gives how many. Those of an earlier pass come back in a later one."""
+    if turn != source.turn:
+        return 0
+    count = 0
+    for start, stop in ranges:
+        _insert(connection, source, start, stop, None, None)
+        count += stop - start
+    return count
 
 
 def next_turn(connection: Connection, source: str) -> bool:

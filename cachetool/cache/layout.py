@@ -83,7 +83,7 @@ class Layout:
         if not entries:
             return False
         if self.marker.name not in entries:
-            made = (self.tag.name, self.catalog.name, f"{self.marker.name}.", *(p.name for p in self._folders))
+            made = (self.tag.name, self.catalog.name, f"{self.marker.name}.", *(p.name for p in self.folders))
             if self.tag.name in entries and all(entry.startswith(made) for entry in entries):
                 return False  # killed while it was made: made again
             raise UsageError(f"folder {self.root} holds other things and is no cache; name an empty or a new folder")
@@ -103,7 +103,7 @@ class Layout:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.tag.exists():
             self.tag.write_bytes(_TAG)
-        for folder in self._folders:
+        for folder in self.folders:
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def mark(self, **settings: int) -> None:
@@ -123,13 +123,14 @@ class Layout:
         return {name: found[name] for name in ("max_size", "min_free") if isinstance(found.get(name), int)}
 
     @property
-    def _folders(self) -> tuple[Path, ...]:
+    def folders(self) -> tuple[Path, ...]:
+        """The folders under the root."""
         return (self.holders, self.shards, self.listings)
 
     def fixed_bytes(self) -> int:
         """Bytes of the root, its folders and small files, as the disk has them now; the catalog is charged apart."""
         total = 0
-        for path in (self.root, *self._folders, self.tag, self.marker):
+        for path in (self.root, *self.folders, self.tag, self.marker):
             try:
                 total += disk_bytes(path.lstat())
             except FileNotFoundError:

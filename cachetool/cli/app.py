@@ -25,6 +25,7 @@ from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
 from cachetool.cli.pull import pull
 from cachetool.cli.show import show
 from cachetool.cli.stats import stats
+from cachetool.cli.verify import verify
 from cachetool.errors import CacheToolError, Interrupted
 
 __all__ = ["app", "main", "run"]
@@ -52,7 +53,7 @@ def _root(
         raise typer.Exit(2)
 
 
-for _verb in (pull, convert, evict, stats, ls, show, demo):
+for _verb in (pull, convert, evict, stats, ls, show, verify, demo):
     app.command()(_verb)
 
 

@@ -1,0 +1,290 @@
+"""A catalog made anew from the shards, when the old one is lost, garbled, or older than they are.
+
+::
+
+    every shards/<id>/shard.json, checksum and id checked   ->  shards in their order, datasets, draws done
+    the newest record of each source, in those or beside its listing  ->  sources, draws of shards evicted since
+    cachetool.json                                          ->  the cap
+
+Of two shards with the same samples (a conversion that replaced one, a commit that was cut off and drawn again) the one
+committed last stays. What has no ``shard.json`` was never committed, or was being deleted, and goes. What has one that
+is not whole is never adopted: it is put into quarantine. Epochs served, events and counters are taken over from the old
+catalog as far as that can be read; else they begin again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache.catalog import FIRST_PAGES, PAGE_BYTES, Catalog, Connection, event
+from cachetool.cache.holders import holder_of, live_locks
+from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, fsync_folder, remove_tree, tree_bytes
+from cachetool.cache.records import Record, merged, read_shard_json, record_bound, unseal
+from cachetool.errors import CacheToolError, CatalogError, UsageError
+from cachetool.schema import Schema
+
+__all__ = ["Rebuilt", "quarantine_folder", "rebuild"]
+
+_ID = re.compile(r"[0-9a-f]{16}")
+_ROW_BYTES = 600
+"""What a shard takes in the catalog, roughly, indices included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What the shards gave."""
+
+    shards: int
+    samples: int
+    sources: int
+    bad: tuple[tuple[str, str], ...]
+    """Folders that were put into quarantine, and why."""
+    deleted: tuple[str, ...]
+    """Folders that were never committed, or whose samples a newer shard holds."""
+    max_size: int
+    cap_lost: bool
+    """Whether the cap had to be guessed: half of what the disk has free, beside the shards."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the folders hold, newest knowledge first."""
+
+    shards: list[Record] = field(default_factory=list)
+    schemas: dict[str, tuple[float, Any]] = field(default_factory=dict)
+    progress: dict[str, tuple[int, Record]] = field(default_factory=dict)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+    def learn(self, value: Record) -> None:
+        """Keep the newest record of a source."""
+        progress = value.get("progress")
+        if progress is not None and self.progress.get(progress["id"], (-1,))[0] < value["since"]:
+            self.progress[progress["id"]] = (value["since"], progress)
+
+
+def rebuild(layout: Layout) -> Rebuilt:
+    """Replace the catalog. Raises :class:`CatalogError` while another process uses the cache."""
+    holder_of(layout.holders)  # whoever rebuilds at the same moment sees this process, and one of the two gives up
+    old = Catalog(layout.catalog)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(
+            CacheToolError
+        ):  # one that can be locked keeps others out; a garbled one does so itself
+            stack.enter_context(old.write())
+        if others := live_locks(layout.holders):
+            who = ", ".join(f"pid {pid}" if pid else "a process elsewhere" for pid in others)
+            raise CatalogError(
+                f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
+            )
+        salvaged = _salvage(old)
+        found = _scan(layout)
+        kept, superseded = _without_doubles(found.shards)
+        settings = {**salvaged["meta"], **layout.settings()}
+        cap_lost = "max_size" not in settings
+        if cap_lost:
+            settings["max_size"] = layout.free_disk() // 2 + sum(tree_bytes(layout.shards / v["id"]) for v in kept)
+        for name in (*found.unfinished, *superseded):
+            remove_tree(layout.shards / name, first=SHARD_FILE)
+        # From here until the rename there is no catalog: killed there, the next repair begins again.
+        for path in (layout.catalog.with_name(layout.catalog.name + "-journal"), layout.catalog):
+            path.unlink(missing_ok=True)
+        _write(layout, found, kept, salvaged, settings)
+    old.close()
+    return Rebuilt(
+        shards=len(kept),
+        samples=sum(value["samples"] for value in kept),
+        sources=len(found.progress),
+        bad=tuple(found.bad),
+        deleted=(*found.unfinished, *superseded),
+        max_size=settings["max_size"],
+        cap_lost=cap_lost,
+    )
+
+
+def _scan(layout: Layout) -> _Found:
+    """Read every ``shard.json`` and every record beside the listings."""
+    found = _Found()
+    for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
+        if not _ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
+            continue  # not ours: left alone
+        folder = Path(entry.path)
+        if not (folder / SHARD_FILE).exists():
+            found.unfinished.append(entry.name)
+            continue
+        try:
+            value = _checked(folder)
+            schema = found.schemas.setdefault(
+                value["dataset"], (value["declared"] or value["created"], value["schema"])
+            )
+            if schema[1] != value["schema"]:
+                raise ValueError(f"its schema is not that of dataset {value['dataset']}")
+        except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+            found.bad.append((entry.name, str(error)))
+            continue
+        found.learn(value)
+        for name in ("progress", "schema", "files"):  # thousands of shards: keep what the catalog needs
+            value.pop(name, None)
+        found.shards.append(value)
+    for path in layout.listings.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # then the shards alone must do
+            found.learn(unseal(path))
+    return found
+
+
+def _checked(folder: Path) -> Record:
+    value = read_shard_json(folder)
+    if value["layout"] > LAYOUT_VERSION:
+        raise ValueError(f"{folder / SHARD_FILE} was written by a newer cachetool")
+    Schema.from_json(value["schema"])
+    if not (folder / value["data"]).exists():
+        raise ValueError(f"{folder / value['data']} is missing")
+    return value
+
+
+def _without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
+    """Shards in the order of their commits without those whose samples a newer one holds, and the ids of these."""
+    kept: list[Record] = []
+    superseded: list[str] = []
+    lineages: set[str] = set()
+    drawn: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
+        mine = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
+        others = drawn.setdefault((value["source"], value["turn"]), [])
+        doubled = any(start < b and a < stop for start, stop in mine for a, b in others)
+        if doubled or value["lineage"] in lineages:
+            superseded.append(value["id"])
+            continue
+        others += mine
+        lineages.add(value["lineage"])
+        kept.append(value)
+    return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
+
+
+def _salvage(old: Catalog) -> dict[str, Any]:
+    """What only the old catalog knows, as far as it can be read."""
+    queries = {
+        "meta": "SELECT key, value FROM meta WHERE key IN ('max_size', 'min_free', 'served')",
+        "epochs": "SELECT id, epochs, used FROM shards",
+        "evictions": "SELECT reason, policy, shards, samples, bytes FROM evictions",
+        "events": "SELECT at, kind, subject, text FROM events ORDER BY id",
+    }
+    read: dict[str, list[tuple[Any, ...]]] = {}
+    for name, query in queries.items():
+        read[name] = []
+        with contextlib.suppress(CacheToolError):
+            read[name] = [tuple(row) for row in old.rows(query)]
+    return {
+        "meta": {key: value for key, value in read["meta"] if isinstance(value, int)},
+        "epochs": {id: (epochs, used) for id, epochs, used in read["epochs"]},
+        "evictions": read["evictions"],
+        "events": read["events"],
+    }
+
+
+def _write(
+    layout: Layout, found: _Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
+) -> None:
+    aside = layout.catalog.with_name(layout.catalog.name + ".new")
+    journal = aside.with_name(aside.name + "-journal")
+    for path in (aside, journal):
+        path.unlink(missing_ok=True)
+    pages = FIRST_PAGES
+    while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(found.bad)):
+        pages *= 2
+    catalog = Catalog(aside)
+    catalog.create(max_size=settings["max_size"], min_free=settings.get("min_free", 0), pages=pages)
+    with catalog.write() as connection:
+        newest = max([since for since, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
+        last = max((value["seq"] for value in kept), default=0)
+        for key, number in (("version", newest + 1), ("seq", last), ("served", settings.get("served", 0))):
+            connection.execute("UPDATE meta SET value = ? WHERE key = ?", (number, key))
+        for name, (declared, schema) in found.schemas.items():
+            connection.execute("INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema), declared))
+        connection.executemany(
+            "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
+            " used, source, turn, draws, content, digest, sole, lineage) VALUES (:id, :seq, :dataset, :format, 'ready',"
+            " :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :turn, :draws, :content, :digest,"
+            " :sole, :lineage)",
+            _rows(layout, kept, salvaged["epochs"]),
+        )
+        for name, why in found.bad:
+            quarantine_folder(connection, layout, name, why)
+        for _, progress in found.progress.values():
+            _add_progress(connection, layout, found, progress, kept)
+        connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?)", salvaged["evictions"])
+        for at, kind, subject, text in salvaged["events"]:
+            event(connection, at, kind, subject, text)
+        event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
+    catalog.close()
+    journal.unlink(missing_ok=True)
+    os.replace(aside, layout.catalog)
+    fsync_folder(layout.root)
+
+
+def _rows(layout: Layout, kept: list[Record], epochs: dict[str, tuple[int, float]]) -> Iterator[Record]:
+    for value in kept:
+        served, used = epochs.get(value["id"], (value["epochs"], value["used"]))
+        yield {
+            **value,
+            "bytes": tree_bytes(layout.shards / value["id"]),
+            "draws": json.dumps(value["draws"]),
+            "epochs": served or 0,
+            "used": used or value["created"],
+        }
+
+
+def quarantine_folder(connection: Connection, layout: Layout, name: str, why: str) -> None:
+    """Take a folder that cannot be adopted into the catalog: charged, shown, in no snapshot."""
+    connection.execute(
+        "INSERT OR REPLACE INTO shards (id, state, samples, payload, bytes, created, epochs, sole)"
+        " VALUES (?, 'quarantine', 0, 0, ?, ?, 0, 1)",
+        (name, tree_bytes(layout.shards / name), time.time()),
+    )
+    event(connection, time.time(), "corrupt", name, why)
+
+
+def _add_progress(connection: Connection, layout: Layout, found: _Found, progress: Record, kept: list[Record]) -> None:
+    """A source's row, and its open draws: those of the newest record without those of shards that are here."""
+    here = [
+        (start, stop)
+        for value in kept
+        if value["source"] == progress["id"] and value["turn"] == progress["turn"]
+        for start, stop in value["draws"]
+    ]
+    pending = [(start, stop) for start, stop in progress["pending"]]
+    frontier = max([progress["frontier"]] + [stop for _, stop in here])
+    if frontier > progress["frontier"]:
+        pending.append((progress["frontier"], frontier))
+    listing = layout.listings / progress["id"]
+    schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
+    row = {name: value for name, value in progress.items() if name != "pending"} | {
+        "frontier": frontier,
+        "options": json.dumps(progress["options"]),
+        "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema),
+    }
+    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+    connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
+    connection.executemany(
+        "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
+        [(progress["id"], progress["turn"], start, stop) for start, stop in _without(pending, here)],
+    )
+
+
+def _without(ranges: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[list[int]]:
+    """What of ``ranges`` lies outside of ``taken``."""
+    left = merged(ranges)
+    for start, stop in merged(taken):
+        parts = []
+        for a, b in left:
+            parts += [[a, min(b, start)], [max(a, stop), b]] if a < stop and start < b else [[a, b]]
+        left = [part for part in parts if part[0] < part[1]]
+    return left

@@ -1,0 +1,209 @@
+"""What the catalog and the disk say of each other, and how the one is made to fit the other again.
+
+Each function here is safe beside live processes: rows change inside transactions, a folder is only called stray when
+the rows read after it do not know it, and a shard only missing when its row is still there afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
+from cachetool.cache.draws import reopen, source_row
+from cachetool.cache.holders import Holder
+from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, remove_tree, tree_bytes
+from cachetool.cache.rebuild import quarantine_folder
+from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
+from cachetool.cache.removal import delete_trash, retire, sweep
+
+__all__ = [
+    "GivenUp",
+    "Stray",
+    "charge",
+    "correct_row",
+    "give_up",
+    "quarantined",
+    "remove_stray",
+    "row_differs",
+    "stale",
+    "strays",
+]
+
+_SHARD = re.compile(r"[0-9a-f]{16}")
+_ASIDE = re.compile(r"(cachetool\.json|catalog\.sqlite3\.new|catalog\.sqlite3\.new-journal)(\.\d+)?")
+_BOUND = ("dataset", "format", "samples", "payload", "content", "digest", "since", "seq", "source", "turn")
+"""Columns of a row that ``shard.json`` has too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something in the cache's folder that the catalog does not know."""
+
+    path: Path
+    ours: bool
+    """Whether cachetool made it; what it did not make is named and left alone."""
+    bytes: int
+
+
+def stale(catalog: Catalog, layout: Layout) -> str | None:
+    """Why this catalog must be older than the shards, or None: a whole shard, or a record of a source, that it has
+    never heard of."""
+    present = [entry.name for entry in os.scandir(layout.shards) if _SHARD.fullmatch(entry.name)]
+    rows = {row["id"] for row in catalog.rows("SELECT id FROM shards")}
+    for name in present:
+        if name not in rows and _readable(layout.shards / name) is not None:
+            return f"shard {name} is whole and not in the catalog"
+    for path in layout.listings.glob("*.json"):
+        try:
+            since = unseal(path)["since"]
+        except (OSError, ValueError, KeyError):
+            continue
+        if since > catalog.meta("version"):
+            return f"{path.name} was written at version {since}, the catalog is at {catalog.meta('version')}"
+    return None
+
+
+def _readable(folder: Path) -> Record | None:
+    try:
+        return read_shard_json(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
+    """Everything that no row accounts for, largest first."""
+    with os.scandir(layout.shards) as entries:
+        shards = [Path(entry.path) for entry in entries]
+    with os.scandir(layout.listings) as entries:
+        listings = [Path(entry.path) for entry in entries]
+    with catalog.read() as connection:
+        known = {row["id"] for row in connection.execute("SELECT id FROM shards")}
+        sources = {row["id"] for row in connection.execute("SELECT id FROM sources")}
+        holders = {row["id"] for row in connection.execute("SELECT id FROM holders")}
+    found = [(path, bool(_SHARD.fullmatch(path.name))) for path in shards if path.name not in known]
+    for path in listings:
+        source, _, owner = path.name.partition(".")
+        if not (source in sources and owner in ("", "json", *holders)):
+            found.append((path, bool(_SHARD.fullmatch(source))))
+    names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
+    names.add(f"{layout.catalog.name}-journal")
+    for path in layout.root.iterdir():
+        if path.name not in names and not _being_written(path.name):
+            found.append((path, bool(_ASIDE.fullmatch(path.name))))
+    found += [(path, False) for path in layout.holders.iterdir() if path.suffix != ".lock"]
+    # Deleted meanwhile: it was on its way out when we looked.
+    there = [Stray(path, ours, _bytes(path)) for path, ours in found if os.path.lexists(path)]
+    return sorted(there, key=lambda stray: (-stray.bytes, stray.path))
+
+
+def _being_written(name: str) -> bool:
+    """Whether this is a file that a live process of this machine is about to rename."""
+    if not name.startswith("cachetool.json."):
+        return False
+    try:
+        os.kill(int(name.rpartition(".")[2]), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return tree_bytes(path) if path.is_dir() and not path.is_symlink() else disk_bytes(path.lstat())
+    except FileNotFoundError:
+        return 0
+
+
+def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
+    """Delete what was never committed; keep, charged and in no snapshot, a shard whose ``shard.json`` cannot be read.
+    Gives what was done."""
+    with catalog.write() as connection:
+        if stray.path.parent == layout.shards:
+            if connection.execute("SELECT 1 FROM shards WHERE id = ?", (stray.path.name,)).fetchone():
+                return "in the catalog by now"
+            if (stray.path / SHARD_FILE).exists():
+                quarantine_folder(connection, layout, stray.path.name, f"{SHARD_FILE} is not whole")
+                return "in quarantine"
+        if stray.path.is_dir() and not stray.path.is_symlink():
+            remove_tree(stray.path)
+        else:
+            stray.path.unlink(missing_ok=True)
+    return "deleted"
+
+
+def row_differs(row: Row, value: Record) -> list[str]:
+    """Names of the columns in which a row and its ``shard.json`` disagree."""
+    wrong = [name for name in _BOUND if row[name] != value[name]]
+    if json.loads(row["draws"] or "[]") != value["draws"] or bool(row["sole"]) != value["sole"]:
+        wrong.append("draws")
+    return wrong
+
+
+def correct_row(catalog: Catalog, id: str, value: Record) -> None:
+    """Write what ``shard.json`` says into the shard's row."""
+    columns = {name: value[name] for name in _BOUND} | {"draws": json.dumps(value["draws"]), "sole": int(value["sole"])}
+    with catalog.write() as connection:
+        connection.execute(
+            f"UPDATE shards SET {', '.join(f'{name} = :{name}' for name in columns)} WHERE id = :id",
+            {**columns, "id": id},
+        )
+
+
+def charge(catalog: Catalog, id: str, nbytes: int) -> None:
+    """Correct the bytes that a shard is charged."""
+    with catalog.write() as connection:
+        connection.execute("UPDATE shards SET bytes = ? WHERE id = ?", (nbytes, id))
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """What was done about a bad shard."""
+
+    action: str
+    source: str | None = None
+    """The source whose draws were opened."""
+    draws: int = 0
+
+
+def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str) -> GivenUp:
+    """Take a bad shard out of every snapshot to come.
+
+    One that can be pulled again is evicted and its draws are open again, so that the next pull fetches exactly those;
+    one that exists nowhere else is put into quarantine: kept, charged, shown, never read.
+    """
+    with catalog.write() as connection:
+        row = connection.execute("SELECT * FROM shards WHERE id = ? AND state = 'ready'", (id,)).fetchone()
+        if row is None:
+            return GivenUp("it is leaving already")
+        event(connection, time.time(), "corrupt", id, why)
+        source = source_row(connection, row["source"] or "")
+        if source is None or row["sole"]:
+            connection.execute("UPDATE shards SET state = 'quarantine', until = ? WHERE id = ?", (bump(connection), id))
+            return GivenUp("in quarantine")
+        retire(connection, [id], reason="corrupt", policy="verify")
+        count = reopen(connection, source, row["turn"], json.loads(row["draws"]))
+        write_source_record(connection, layout, source.id)
+        trash = sweep(connection, holder)
+    delete_trash(catalog, layout, trash)
+    done = "removed" if id in trash else "it leaves when its readers end"
+    return GivenUp(f"{done}, {count} draws are open again", source.id, count)
+
+
+def quarantined(connection: Connection) -> Iterator[dict[str, Any]]:
+    """Shards in quarantine: id, dataset, samples, bytes, and why."""
+    for row in connection.execute(
+        "SELECT id, dataset, samples, bytes FROM shards WHERE state = 'quarantine'"
+    ).fetchall():
+        why = connection.execute(
+            "SELECT text FROM events WHERE kind = 'corrupt' AND subject = ? ORDER BY id DESC LIMIT 1", (row["id"],)
+        ).fetchone()
+        yield {**dict(row), "why": why["text"] if why else ""}
