@@ -315,6 +315,7 @@ def _check_array(what: str, plan: ArrayPlan, array: Any) -> None:
         and settings["index_location"] == "end"
         and [codec["name"] for codec in settings["index_codecs"]] == ["bytes", "crc32c"]
         and inner[0] == "bytes"
+        and settings["codecs"][0].get("configuration", {}).get("endian", "little") == "little"
         and (inner[1:] == [] or (len(inner) == 2 and inner[1] in _COMPRESSIONS))
         and array.chunks[1:] == array.shards[1:] == row
         and array.metadata.encode_chunk_key((0,) * len(array.shape)) == chunk_key(plan).rpartition("/")[2]

@@ -1,0 +1,313 @@
+"""Zarr folders as zarr alone sees them, and folders that must not be believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from google_crc32c import value as crc32c
+
+from cachetool.block import Block, Ragged
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.digest import checksums
+from cachetool.schema import Field, Schema
+from tests.formats.samples import EVERY_KIND, block, write
+
+ZARR = get_format("zarr")
+
+DOCUMENTED = Schema(
+    (Field("image", "<f4", (4, 6)), Field("a/label", "<i8"), Field("name", "str"), Field("audio", "<i2", (None, None)))
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data.zarr"
+
+
+@pytest.mark.parametrize("compression", [None, *ZARR.compressions])
+def test_the_documented_reader_needs_only_zarr(path: Path, compression: str | None) -> None:
+    """The lines of the module's docstring, in a process that cannot import cachetool; no warning is given."""
+    content = block(DOCUMENTED, 31, largest=9)
+    write(ZARR, path, content, compression=compression)
+    program = """
+import sys, hashlib, warnings
+sys.modules["cachetool"] = None
+warnings.simplefilter("error")
+import zarr
+digest = hashlib.sha256()
+group = zarr.open_group(sys.argv[1], mode="r")
+n = group.attrs["cachetool"]["samples"]
+images, names, ends = group["image"], group["name"], group["name.offsets"][:]
+for i in range(n):
+    image = images[i]
+    label = group["a/label"][i]
+    name = bytes(names[ends[i]:ends[i + 1]]).decode()
+    audio = group["audio"][slice(*group["audio.offsets"][i:i + 2])].reshape(group["audio.shapes"][i])
+    for part in (image.tobytes(), label.tobytes(), name.encode(), str(audio.shape).encode(), audio.tobytes()):
+        digest.update(part)
+print(digest.hexdigest())
+"""
+    expected = hashlib.sha256()
+    for i in range(31):
+        sample = content.sample(i)
+        audio = sample["audio"]
+        for part in (sample["image"], sample["a/label"], sample["name"].encode(), str(audio.shape).encode(), audio):
+            expected.update(part if isinstance(part, bytes) else part.tobytes())
+
+    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
+
+    assert (out.stdout.strip(), out.stderr) == (expected.hexdigest(), "")
+
+
+def test_zarr_finds_every_array_of_its_type_and_the_extents_are_its_bytes(path: Path) -> None:
+    content = block(EVERY_KIND, 17)
+
+    written = write(ZARR, path, content)
+
+    assert written.extents is not None
+    group: Any = zarr.open_group(path, mode="r")
+    assert group.attrs["cachetool"] == {"layout": 1, "samples": 17, "schema": EVERY_KIND.to_json()}
+    for field in EVERY_KIND:
+        array, column = group[field.name], content.columns[field.name]
+        values = column.values if isinstance(column, Ragged) else column
+        stored = array[...]
+        assert (stored.dtype, stored.shape) == (field.numpy, values.shape)
+        assert stored.tobytes() == values.tobytes()
+        assert array.compressors == ()
+        extents = written.extents.fields[field.name]
+        if extents.column is None:
+            file = path.parent / written.extents.files[extents.file]
+            assert file.name == ("zarr.json" if not values.size else "c.0" + ".0" * (values.ndim - 1))
+            offsets, sizes = extents.locate(np.arange(17))
+            raw = file.read_bytes()
+            assert b"".join(raw[a : a + n] for a, n in zip(offsets, sizes, strict=True)) == values.tobytes()
+
+
+def test_every_node_of_a_nested_name_is_a_group(path: Path) -> None:
+    write(ZARR, path, block(Schema((Field("a/b/c", "<f4", (2,)), Field("a/d", "str"), Field("__key__", "str"))), 3))
+
+    group: Any = zarr.open_group(path, mode="r")
+
+    found = sorted(name for name, _ in group.members(max_depth=None))
+    assert found == ["__key__", "__key__.offsets", "a", "a/b", "a/b/c", "a/d", "a/d.offsets"]
+
+
+@pytest.mark.parametrize("nbytes", [1, 3000, 2**17, 2**18 - 1, 2**18 + 1, 2**20])
+@pytest.mark.parametrize("samples", [1, 5, 400])
+def test_inner_chunks_are_whole_samples_of_at_least_256_kib_in_one_file(path: Path, nbytes: int, samples: int) -> None:
+    samples = min(samples, 2**24 // nbytes)
+    schema = Schema((Field("x", "|u1", (nbytes,)),))
+    content = Block(schema, {"x": np.random.default_rng(0).integers(0, 256, (samples, nbytes), dtype=np.uint8)})
+
+    write(ZARR, path, content, cuts=(samples // 3,))
+
+    group: Any = zarr.open_group(path, mode="r")
+    array = group["x"]
+    inner = array.chunks[0]
+    assert array.chunks[1] == nbytes
+    assert inner == samples or inner * nbytes >= 2**18 > (inner - 1) * nbytes
+    assert sorted(p.name for p in (path / "x").iterdir()) == ["c.0.0", "zarr.json"]
+    raw = (path / "x" / "c.0.0").read_bytes()
+    chunks = math.ceil(samples / inner)
+    assert len(raw) == chunks * inner * nbytes + 16 * chunks + 4
+    index = raw[-16 * chunks - 4 : -4]
+    assert np.frombuffer(index, "<u8").tolist() == [
+        n for i in range(chunks) for n in (i * inner * nbytes, inner * nbytes)
+    ]
+    assert int.from_bytes(raw[-4:], "little") == crc32c(index)
+    assert np.array_equal(array[:], content.columns["x"])  # type: ignore[arg-type]
+
+
+def test_the_same_samples_make_the_same_files(tmp_path: Path) -> None:
+    content = block(EVERY_KIND, 40)
+    write(ZARR, tmp_path / "a", content)
+    write(ZARR, tmp_path / "b", content, cuts=(3, 11, 12))
+
+    assert _contents(tmp_path / "a") == _contents(tmp_path / "b")
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_files_are_few(path: Path) -> None:
+    """Two files and a folder an array, whatever its size and rank."""
+    schema = Schema((Field("x", "<f4", (2, 3, 4, 5)), Field("s", "str"), Field("none", "<f4", (0,))))
+    write(ZARR, path, block(schema, 1000))
+
+    assert sorted(_contents(path)) == [
+        "none/zarr.json",
+        "s.offsets/c.0",
+        "s.offsets/zarr.json",
+        "s/c.0",
+        "s/zarr.json",
+        "x/c.0.0.0.0.0",
+        "x/zarr.json",
+        "zarr.json",
+    ]
+
+
+@pytest.mark.parametrize("compression", ZARR.compressions)
+def test_compressed_shard_files_are_of_whole_chunks_and_none_is_left_out(
+    path: Path, compression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of zeros, which zarr would leave out, are chunks too: a missing one must mean damage."""
+    monkeypatch.setattr("cachetool.formats.zarr._SHARD_BYTES", 2**20)
+    schema = Schema((Field("x", "<f4", (2**14,)), Field("s", "bytes")))
+    x = np.repeat(np.arange(41, dtype="<f4")[:, None] // 30, 2**14, axis=1)
+    text = Ragged(np.zeros(41 * 50_000, dtype=np.uint8), np.arange(42) * 50_000)
+    content = Block(schema, {"x": x, "s": text})
+
+    written = write(ZARR, path, content, cuts=(1, 20, 40), compression=compression)
+
+    group: Any = zarr.open_group(path, mode="r")
+    assert (group["x"].chunks, group["x"].shards) == ((4, 2**14), (16, 2**14))
+    assert (group["s"].chunks, group["s"].shards) == ((2**18,), (2**20,))
+    assert sorted(p.name for p in (path / "x").iterdir()) == ["c.0.0", "c.1.0", "c.2.0", "zarr.json"]
+    assert sum(len(data) for data in _contents(path).values()) < content.nbytes / 10
+    assert np.array_equal(group["x"][:], x)
+    with ZARR.open(path) as reader:
+        assert np.array_equal(checksums(reader.read(0, 41)), written.checksums)
+
+
+def _missing(file: Path) -> None:
+    file.unlink()
+
+
+def _partial(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 20)
+
+
+def _longer(file: Path) -> None:
+    with file.open("ab") as end:
+        end.write(bytes(20))
+
+
+def _index_flipped(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+
+
+def _index_crc_flipped(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def _chunk_left_out(file: Path) -> None:
+    """As zarr writes a chunk of zeros, with a crc that is right."""
+    raw = bytearray(file.read_bytes())
+    raw[-20:-4] = b"\xff" * 16
+    raw[-4:] = crc32c(bytes(raw[-36:-4])).to_bytes(4, "little")
+    file.write_bytes(raw)
+
+
+def _swapped(file: Path) -> None:
+    """Two chunks exchanged in the index, with a crc that is right."""
+    raw = bytearray(file.read_bytes())
+    raw[-36:-20], raw[-20:-4] = raw[-20:-4], raw[-36:-20]
+    raw[-4:] = crc32c(bytes(raw[-36:-4])).to_bytes(4, "little")
+    file.write_bytes(raw)
+
+
+def _folder_instead(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def _link_outside(file: Path) -> None:
+    file.rename(file.parent.parent.parent / "outside")
+    file.symlink_to(file.parent.parent.parent / "outside")
+
+
+def _link_above(file: Path) -> None:
+    folder = file.parent
+    folder.rename(folder.parent.parent / "outside")
+    folder.symlink_to(folder.parent.parent / "outside")
+
+
+@pytest.mark.parametrize("compression", [None, *ZARR.compressions])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(_missing, _partial, _longer, _index_flipped, _index_crc_flipped, _chunk_left_out, _swapped, _folder_instead),
+        *(_link_outside, _link_above),
+    ],
+)
+def test_a_damaged_chunk_file_is_an_error_not_zeros(
+    path: Path, damage: Callable[[Path], None], compression: str | None
+) -> None:
+    """Fault 64: missing, partial, extra, replaced; named when the shard is opened or read."""
+    if damage is _swapped and compression is not None:
+        pytest.skip("only the digest of the file can tell")
+    schema = Schema((Field("x", "<f4", (2**16,)), Field("y", "<i8")))
+    content = block(schema, 2)
+    write(ZARR, path, content, compression=compression)
+
+    damage(path / "x" / "c.0.0")
+
+    with pytest.raises(CorruptError, match=r"data\.zarr(/x/|: 'x')"), ZARR.open(path) as reader:
+        reader.read(0, 2)
+
+
+@pytest.mark.parametrize("file", ["zarr.json", "x/zarr.json"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1, 2", b'{"zarr_format": 3, "node_type": "group"}'])
+def test_damaged_metadata_is_an_error(path: Path, file: str, content: bytes | None) -> None:
+    write(ZARR, path, block(Schema((Field("x", "<f4", (2,)),)), 2))
+    if content is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_bytes(content)
+
+    with pytest.raises(CorruptError, match=r"data\.zarr"):
+        ZARR.open(path)
+
+
+def _set(document: dict[str, Any], value: Any, *keys: Any) -> None:
+    for key in keys[:-1]:
+        document = document[key]
+    document[keys[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("value", "keys"),
+    [
+        ([2**40, 2], ("shape",)),
+        ([2, 3], ("shape",)),
+        ("int32", ("data_type",)),
+        ("start", ("codecs", 0, "configuration", "index_location")),
+        ([2**40, 2], ("chunk_grid", "configuration", "chunk_shape")),
+        ([1, 1], ("codecs", 0, "configuration", "chunk_shape")),
+        ("/", ("chunk_key_encoding", "configuration", "separator")),
+        ({"name": "bytes", "configuration": {"endian": "big"}}, ("codecs", 0, "configuration", "codecs", 0)),
+        ([{"name": "bytes", "configuration": {"endian": "little"}}], ("codecs",)),
+    ],
+)
+def test_metadata_that_say_something_else_are_refused(path: Path, value: Any, keys: tuple[Any, ...]) -> None:
+    """A shape bomb allocates nothing, and no array is read in another way than it was written."""
+    write(ZARR, path, block(Schema((Field("x", "<f4", (2,)),)), 2))
+    document = json.loads((path / "x" / "zarr.json").read_text())
+    _set(document, value, *keys)
+    (path / "x" / "zarr.json").write_text(json.dumps(document))
+
+    with pytest.raises(CorruptError, match=r"data\.zarr(/x/|: 'x')"):
+        ZARR.open(path)
+
+
+def test_a_field_named_like_zarrs_own_file_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"zarr\.json is Zarr's own"):
+        ZARR.create(path, Schema((Field("zarr.json/x", "<f4"),)), samples=1, nbytes=4)
+    assert not path.exists()
