@@ -262,6 +262,12 @@ class CacheDir:
             self.recover()
         with self.catalog.write() as connection:
             usage = measure(connection, self.layout)
+            own = usage.overhead + usage.listings
+            if own > target:  # before anything goes: no eviction could reach it
+                raise CapTooSmall(
+                    f"cannot shrink the cache to {format_size(target)}: without any shard it takes {own} bytes;"
+                    f" ask for {own} or more"
+                )
             leaving = connection.execute(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
@@ -336,5 +342,6 @@ class CacheDir:
             return CapBlocked(f"{left} shards go when their readers end ({sizes}): {'; '.join(held[:3])}")
         if writing:
             return CapBlocked(f"{writing} shards are being written ({sizes}); stop the pull, or try again")
-        kept = "nothing more may be evicted" if self.shards() else "an empty cache takes that much"
-        return CapTooSmall(f"cannot shrink the cache to {format_size(result.max_size)}: {kept} ({sizes})")
+        return CapTooSmall(
+            f"cannot shrink the cache to {format_size(result.max_size)}: nothing more may be evicted ({sizes})"
+        )

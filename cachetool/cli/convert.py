@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, FormatOption, JsonOption, QuietOption, WorkersOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.units import format_duration, format_size
 
 __all__ = ["convert"]
@@ -68,6 +68,7 @@ def convert(
         return
     where = f" in {result.out}" if result.out else ""
     output.line(
-        f"converted {result.samples} samples, {format_size(result.bytes)}, to {result.shards} {result.to} shards"
-        f"{where} in {format_duration(result.seconds)}{', verified' if result.verified else ''}"
+        f"converted {count(result.samples, 'sample')} to {count(result.shards, f'{result.to} shard')},"
+        f" {format_size(result.bytes)},{where} in {format_duration(result.seconds)}"
+        f"{', verified' if result.verified else ''}"
     )

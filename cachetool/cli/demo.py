@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachetool.cli.options import JsonOption, QuietOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.errors import CacheToolError, UsageError, from_json
 from cachetool.units import format_duration, format_size
 
@@ -223,6 +223,6 @@ def _epoch(cache: Cache, number: int) -> dict[str, Any]:
 
 def _describe(epoch: dict[str, Any]) -> str:
     return (
-        f"epoch {epoch['epoch']}: {epoch['samples']} samples from {epoch['shards']} shards,"
+        f"epoch {epoch['epoch']}: {count(epoch['samples'], 'sample')} from {count(epoch['shards'], 'shard')},"
         f" {format_size(epoch['bytes'])} read; the label fits the volume in {epoch['right']}"
     )

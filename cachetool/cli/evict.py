@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, MinEpochsOption, PolicyOption, QuietOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.units import format_size, parse_duration
 
 __all__ = ["evict"]
@@ -59,15 +59,16 @@ def evict(
             ["shard", "dataset", ">samples", ">bytes", "why this one"],
             [(v.id, v.dataset, v.samples, format_size(v.bytes), v.reason) for v in removal.plan],
         )
-        total = sum(victim.bytes for victim in removal.plan)
+        samples = count(sum(victim.samples for victim in removal.plan), "sample")
+        total = format_size(sum(victim.bytes for victim in removal.plan))
         out.line(
-            f"would evict {len(removal.plan)} shards with {sum(victim.samples for victim in removal.plan)} samples,"
-            f" {format_size(total)}; the cache takes {format_size(removal.used)} now"
+            f"would evict {count(len(removal.plan), 'shard')} with {samples}, {total};"
+            f" the cache takes {format_size(removal.used)} now"
         )
         for reader in removal.blocked:
             out.line(f"they stay until their reader ends: {reader}")
         return
     out.line(
-        f"evicted {removal.removed_shards} shards with {removal.removed_samples} samples,"
+        f"evicted {count(removal.removed_shards, 'shard')} with {count(removal.removed_samples, 'sample')},"
         f" {format_size(removal.freed)}; the cache takes {format_size(removal.used)} now"
     )

@@ -25,7 +25,7 @@ import typer
 from cachetool.errors import CacheToolError, to_json
 from cachetool.progress import Report, silent
 
-__all__ = ["PIPE_CLOSED", "Output", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
+__all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
 
 PIPE_CLOSED = 141
 """Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
@@ -37,6 +37,11 @@ def plain(text: object) -> str:
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def count(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Output:
@@ -55,9 +60,9 @@ class Output:
         """One line of the result on stdout."""
         _write(plain(text) + "\n")
 
-    def document(self, value: Mapping[str, Any]) -> None:
+    def document(self, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
         """The one JSON document of a command, on stdout."""
-        _write(json.dumps(value, indent=2, default=str) + "\n")
+        _write(json.dumps(value, indent=indent) + "\n")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table on stdout, after a blank line. Columns whose name begins with ``>`` are set flush right."""

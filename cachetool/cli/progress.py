@@ -20,7 +20,13 @@ __all__ = ["Bars", "Lines"]
 LINE_SECONDS = 3.0
 """At least this long between two lines of one phase."""
 
-_WORDS = {"list": "listing", "schema": "looking at samples", "pull": "pulling", "convert": "converting", "verify": "verifying"}
+_WORDS = {
+    "list": "listing",
+    "schema": "looking at samples",
+    "pull": "pulling",
+    "convert": "converting",
+    "verify": "verifying",
+}
 
 
 def describe(step: Progress, seconds: float) -> str:

@@ -16,7 +16,7 @@ from cachetool.cli.options import (
     WorkersOption,
     complete_format,
 )
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.errors import UsageError
 from cachetool.units import format_duration, format_size
 
@@ -148,11 +148,11 @@ def pull(
         out.document(result.as_dict())
         return
     out.line(
-        f"pulled {result.samples} samples, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
-        f" into {result.shards} {result.format} shards of dataset {result.dataset!r}"
+        f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
+        f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"
     )
     if result.evicted_shards:
-        out.line(f"evicted {result.evicted_shards} older shards to make room")
+        out.line(f"evicted {count(result.evicted_shards, 'older shard')} to make room")
     if result.skipped:
         out.line(f"skipped {result.skipped}:")
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachetool.cli.options import CacheOption, JsonOption, QuietOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.errors import UsageError
 from cachetool.units import format_size
 
@@ -51,7 +51,7 @@ def show(
         _show_shard(out, found)
     elif as_json:
         fields = {field.name: _json_value(values[field.name]) for field in found.schema}
-        out.document({"id": found.id, "dataset": found.dataset, "index": index, "fields": fields})
+        out.document({"id": found.id, "dataset": found.dataset, "index": index, "fields": fields}, indent=None)
     else:
         out.table(
             ["field", "type", "value"],
@@ -80,7 +80,7 @@ def _show_shard(out: Output, shard: Shard) -> None:
             }
         )
         return
-    out.line(f"shard {shard.id} of dataset {shard.dataset!r}: {shard.samples} samples as {shard.format}")
+    out.line(f"shard {shard.id} of dataset {shard.dataset!r}: {count(shard.samples, 'sample')} as {shard.format}")
     out.line(f"{format_size(shard.bytes)} on disk, {format_size(shard.payload)} of values, in {shard.data}")
     out.table(["field", "type", ">bytes a sample"], [_field_row(field) for field in shard.schema])
 
@@ -114,4 +114,4 @@ def _abbreviated(field: Field, value: Any) -> str:
     if array.ndim == 0:
         return str(array)
     text = np.array2string(array.reshape(-1), threshold=8, edgeitems=4, precision=4, max_line_width=200)
-    return f"{array.size} values: {text}" if field.kind == "fixed" else f"{array.shape}: {text}"
+    return f"{count(array.size, 'value')}: {text}" if field.kind == "fixed" else f"{array.shape}: {text}"

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.units import format_size
 
 __all__ = ["stats"]
@@ -45,7 +45,7 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(
         f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %),"
-        f" {found['samples']} samples in {found['shards']} shards, {found['evicted']} evicted so far,"
+        f" {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}, {found['evicted']} evicted so far,"
         f" {format_size(found['free_disk'])} of disk free"
     )
     out.table(

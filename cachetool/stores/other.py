@@ -33,7 +33,7 @@ def open_fsspec_store(url: str) -> FsspecStore:
         from fsspec.registry import known_implementations, registry
     except ImportError:
         if scheme in _EXTRAS:
-            raise MissingExtra(f"{scheme}:// URLs", _EXTRAS[scheme]) from None
+            raise MissingExtra(f"reading {scheme}:// URLs", _EXTRAS[scheme]) from None
         raise _unknown(scheme, SCHEMES, " (any other needs fsspec: pip install fsspec)") from None
     if "::" in url or scheme in _REFUSED or (scheme not in known_implementations and scheme not in registry):
         raise _unknown(scheme, SCHEMES, "; fsspec does not know it either")
@@ -42,7 +42,7 @@ def open_fsspec_store(url: str) -> FsspecStore:
         system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
         if scheme in _EXTRAS:
-            raise MissingExtra(f"{scheme}:// URLs", _EXTRAS[scheme]) from None
+            raise MissingExtra(f"reading {scheme}:// URLs", _EXTRAS[scheme]) from None
         raise MissingExtra(f"{place} needs a package that is not installed: {scrub(str(error))[:160]}") from None
     except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
         raise _ours(error, place) from None

@@ -99,11 +99,20 @@ def test_a_leased_shard_is_retired_and_goes_when_the_lease_ends(cache: CacheDir,
     assert cache.usage().total <= 1_400_000
 
 
-def test_evict_below_an_empty_cache_says_what_it_takes(cache: CacheDir, put: Put) -> None:
-    put()
-    with pytest.raises(CapTooSmall, match="an empty cache takes that much"):
-        cache.evict(0)
+def empty_size(cache: CacheDir) -> int:
+    """Bytes that are charged when there is no shard."""
+    usage = cache.usage()
+    return usage.overhead + usage.listings
 
+
+def test_a_target_below_an_empty_cache_is_refused_before_anything_goes(cache: CacheDir, put: Put) -> None:
+    shard = put()
+    least = empty_size(cache)
+    with pytest.raises(CapTooSmall, match=f"without any shard it takes {least} bytes"):
+        cache.evict(least - 1)
+    assert [each.id for each in cache.shards()] == [shard]
+
+    cache.evict(least)
     assert cache.shards() == []
 
 
@@ -111,7 +120,7 @@ def test_data_that_exists_nowhere_else_is_kept(cache: CacheDir, put: Put) -> Non
     sole = put(origin=Origin(sole=True))
     put()
     with pytest.raises(CapTooSmall, match="nothing more may be evicted"):
-        cache.evict(0)
+        cache.evict(empty_size(cache))
 
     assert [shard.id for shard in cache.shards()] == [sole]
 
@@ -123,7 +132,7 @@ def test_epochs_served_are_counted_and_protect(cache: CacheDir, put: Put) -> Non
     new = put()
     assert [(s.id, s.epochs) for s in cache.shards()] == [(old, 1), (new, 0)]
     with pytest.raises(CapTooSmall):
-        cache.evict(0, min_epochs=1)
+        cache.evict(empty_size(cache), min_epochs=1)
 
     assert [shard.id for shard in cache.shards()] == [new]
 

@@ -32,6 +32,9 @@ def test_half_of_the_free_disk_is_the_cap_when_none_is_given(root: Path) -> None
     cache = open_cache(root, notify=said.append)
 
     assert abs(cache.max_size - cache.layout.free_disk() // 2) < 10**9
+    assert said == []  # nothing is made yet, and nothing may come of it
+    _ = cache.catalog
+    assert len(said) == 1
     assert "half of the free disk" in said[0]
 
 

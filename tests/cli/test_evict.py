@@ -47,7 +47,7 @@ def test_a_dry_run_shows_the_victims_and_touches_nothing(here: Run, filled: Path
 
     assert ran.code == 0, ran.stderr
     assert oldest in ran.stdout
-    assert "would evict 1 shards with 10 samples" in ran.stdout
+    assert "would evict 1 shard with 10 samples" in ran.stdout
     assert tree(filled) == before
 
 
@@ -79,6 +79,8 @@ def test_shards_under_a_reader_stay_and_the_reader_is_named(here: Run, filled: P
         ("evict --max-size 1GB --policy worst", 2, "'worst'"),
         ("evict --max-size 1GB --dataset nothing", 2, "'nothing'"),
         ("evict --max-size 1GB --wait soon", 2, "'soon'"),
+        ("evict --max-size 1000", 4, "without any shard it takes"),
+        ("evict --max-size 0 --dry-run", 4, "without any shard it takes"),
     ],
 )
 def test_what_cannot_be_evicted_leaves_the_cache_as_it_was(
