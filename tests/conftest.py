@@ -1,10 +1,78 @@
-"""Profiles of the property tests: ``ci`` by default, ``pytest --hypothesis-profile thorough`` before a release."""
+"""What all tests share: an environment without anybody's credentials, servers on loopback with real data in them, and
+the profiles of the property tests (``ci`` by default, ``pytest --hypothesis-profile thorough`` before a release)."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.datasets import write_digits, write_photos
+from tests.servers import Moto, moto_server, rclone_s3
 
 # No deadlines: the machines that run this are shared, and a slow example is no failure.
 settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("ci"), max_examples=300)
 settings.load_profile("ci")
+
+_CLOUDS = (
+    "AWS_",
+    "GOOGLE_",
+    "AZURE_",
+    "CLOUDSDK_",
+    "GCE_",
+    "HF_",
+    "STORAGE_EMULATOR",
+    "CACHETOOL_",
+    "IDENTITY_",
+    "MSI_",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Take away whatever the machine has of clouds, proxies and caches; loopback is never reached by a proxy."""
+    for name in os.environ:
+        if name.startswith(_CLOUDS) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    nowhere = tmp_path_factory.getbasetemp() / "nowhere"
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "CLOUDSDK_CONFIG", "NETRC"):
+        monkeypatch.setenv(name, str(nowhere))
+
+
+@pytest.fixture(scope="session")
+def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the data of ``s3_env``: ``digits/train/`` and ``photos/``."""
+    root = tmp_path_factory.mktemp("buckets")
+    write_digits(root / "digits" / "train")
+    write_photos(root / "photos")
+    return root
+
+
+@pytest.fixture(scope="session")
+def digits(buckets: Path) -> Path:
+    """The folder of the 1,797 digits: ``0000.npy`` and ``0000.json`` each."""
+    return buckets / "digits" / "train"
+
+
+@pytest.fixture(scope="session")
+def photos(buckets: Path) -> Path:
+    """The folder of the photographs."""
+    return buckets / "photos"
+
+
+@pytest.fixture(scope="session")
+def s3_env(buckets: Path) -> Iterator[dict[str, str]]:
+    """Environment that reaches an S3 server with the buckets ``digits`` and ``photos``; it checks the keys."""
+    with rclone_s3(buckets) as env:
+        yield env
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[Moto]:
+    """An S3 server to put objects into; it has right ranges and takes any key."""
+    with moto_server() as server:
+        yield server

@@ -72,6 +72,11 @@ def s3_options(place: str, env: Environment = os.environ) -> Options:
         if _first(env, *_AWS_PROVIDERS) or env.get("AWS_EC2_METADATA_DISABLED", "").strip().lower() == "false":
             return options
         key, secret = profile.get("aws_access_key_id", ""), profile.get("aws_secret_access_key", "")
+        if key and secret and token:
+            # The client would take the token from the environment and send it with the keys of the file.
+            raise AccessDenied(
+                f"AWS_SESSION_TOKEN is set without its keys; unset it to use the profile's keys for {place}"
+            )
         token = profile.get("aws_session_token", "")
     if not (key and secret):
         raise AccessDenied(_no_aws_credentials(place, profile, env))

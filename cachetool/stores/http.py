@@ -80,7 +80,9 @@ class HttpStore:
                     left_out["hidden"] += 1
                 elif not entry.is_folder:
                     batch.append(Object(f"{folder}{entry.name}", entry.size, entry.etag))
-                elif (below := f"{folder}{entry.name}/") not in seen and below.count("/") <= _MAX_DEPTH:
+                elif (below := f"{folder}{entry.name}/") not in seen:
+                    if below.count("/") > _MAX_DEPTH:
+                        raise SourceError(f"{self.url}: more than {_MAX_DEPTH} folders inside each other, or a loop")
                     seen.add(below)
                     folders.append(below)
             yield batch

@@ -36,6 +36,8 @@ _MAX_RETRY_AFTER = 300.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _CHUNK = 2**20
+_MOST = 2**32
+"""Bytes of a body whose size nobody told."""
 _USER_AGENT = "cachetool"
 
 
@@ -85,9 +87,12 @@ class HttpClient:
         """
         began = time.monotonic()
         partial = _Partial()
-        attempt = 0
+        attempt = had = 0
         while True:
             attempt += 1
+            if len(partial.data) - had > self._limits.min_rate * (time.monotonic() - began):
+                # It broke, but it got on: what counts is the time without progress.
+                began, attempt, had = time.monotonic(), 1, len(partial.data)
             asked = None
             patience = self._limits.retry
             failure: Exception | None = None
@@ -122,19 +127,22 @@ class HttpClient:
         for _ in range(_MAX_HOPS + 1):
             origin = origin_of(url)
             connection = self._connection(origin)
+            answer: http.client.HTTPResponse | None = None
             done = False
             try:
-                answer = self._send(connection, origin, url, headers)
+                answer = self._send(connection, origin, url, headers, max(size, most))
                 target = answer.headers.get("Location")
                 if answer.status in _REDIRECTS and target:
-                    answer.close()
                     url = _next_hop(url, target)
                     continue
+                resumed = bool(partial.data) and answer.status == 206
                 body = self._body(answer, partial, size, most, url)
                 done = not answer.will_close
-                return Response(answer.status, answer.headers, body, url)
+                return Response(200 if resumed else answer.status, answer.headers, body, url)
             finally:
                 if not done:
+                    if answer is not None:
+                        answer.close()
                     connection.close()
         raise SourceError(f"{redact(url)}: more than {_MAX_HOPS} redirects")
 
@@ -151,14 +159,14 @@ class HttpClient:
         return connection
 
     def _send(
-        self, connection: Connection, origin: Origin, url: str, headers: Mapping[str, str]
+        self, connection: Connection, origin: Origin, url: str, headers: Mapping[str, str], most: int
     ) -> http.client.HTTPResponse:
         parts = urlsplit(url)
         sent = {"User-Agent": _USER_AGENT, "Accept-Encoding": "identity", "Accept": "*/*", **headers}
         if self._authorization and origin == self._home:
             sent["Authorization"] = self._authorization
         connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=sent)
-        return connection.getresponse()
+        return connection.receive(most if most >= 0 else _MOST)
 
     def _body(self, answer: http.client.HTTPResponse, partial: _Partial, size: int, most: int, url: str) -> memoryview:
         length = answer.length
@@ -180,7 +188,7 @@ class HttpClient:
         etag = answer.headers.get("ETag", "")
         partial.validator = etag if etag.startswith('"') else ""
         wanted = None if length is None else len(partial.data) + length
-        _read(answer, partial.data, wanted, size if size >= 0 and answer.status == 200 else most, url)
+        _read(answer, partial.data, wanted, _limit(size, most, answer.status), url)
         return memoryview(partial.data).toreadonly()
 
     def close(self) -> None:
@@ -197,12 +205,18 @@ def _read(answer: http.client.HTTPResponse, data: bytearray, wanted: int | None,
         if not part:
             break
         data += part
-        if 0 <= most < len(data):
+        if len(data) > most:
             raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
     if wanted is not None and len(data) < wanted:
         raise _Broken(f"the connection ended after {len(data)} of {wanted} bytes")
     if wanted is not None:
         answer.read()  # lets http.client see the end, so that the connection is used again
+
+
+def _limit(size: int, most: int, status: int) -> int:
+    if size >= 0 and status == 200:
+        return size
+    return most if most >= 0 else max(size, _MOST)
 
 
 def _drain(answer: http.client.HTTPResponse) -> None:

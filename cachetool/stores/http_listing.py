@@ -62,6 +62,8 @@ def read_index(body: memoryview, content_type: str, *, page: str) -> Iterator[En
 def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
     try:
         entries = json.loads(bytes(body))
+        if not isinstance(entries, list):
+            raise TypeError("no list")
         for entry in entries:
             folder = entry["type"] == "directory"
             modified = entry.get("mtime")

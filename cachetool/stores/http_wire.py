@@ -2,7 +2,7 @@
 
 :mod:`http.client` gives up a read after a silence, but not a server that dribbles a byte now and then. Here each read
 goes through :class:`_Reader`, which also measures the rate: a transfer that has run for ``limits.grace`` seconds below
-``limits.min_rate`` is given up, headers included.
+``limits.min_rate`` is given up; headers get no more than ``limits.grace`` seconds in any case.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from cachetool.stores.base import Limits
 from cachetool.stores.redact import redact
 
 __all__ = ["Connection", "Origin", "allowed_hosts", "origin_of"]
+
+HEADER_BYTES = 2**20
+"""All headers of an answer, interim answers (1xx) and trailers included, are less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +61,30 @@ def allowed_hosts() -> frozenset[str]:
 
 
 class _Reader(io.RawIOBase):
-    """The receiving side of a socket, with a limit on silence and a least rate."""
+    """The receiving side of a socket: limits on silence, on slowness, and on what one answer may bring in all."""
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
-        self._sock, self._limits = sock, limits
+    def __init__(self, owner: _Socket, limits: Limits) -> None:
+        self._owner, self._sock, self._limits = owner, owner.raw, limits
         self._began, self._got = time.monotonic(), 0
+        self._most, self._in_body = HEADER_BYTES, False
 
     def readable(self) -> bool:
         return True
 
+    def expect_body(self, most: int) -> None:
+        """The headers have come; the rest is a body of at most ``most`` bytes, in chunks of any size, and trailers."""
+        self._most, self._in_body = self._got + 8 * most + HEADER_BYTES, True
+
+    def close(self) -> None:
+        super().close()
+        self._owner.let_go(self)
+
     def readinto(self, buffer: Any) -> int:
         ran = time.monotonic() - self._began
-        if ran > self._limits.grace and self._got < ran * self._limits.min_rate:
+        if ran > self._limits.grace and (not self._in_body or self._got < ran * self._limits.min_rate):
             raise TimeoutError(f"{self._got} bytes in {ran:.0f} s are too slow")
+        if self._got > self._most:
+            raise http.client.HTTPException("an answer without end")
         count = self._sock.recv_into(buffer)
         self._got += count
         return count
@@ -81,15 +95,27 @@ class _Socket:
 
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
         self.raw, self._limits = sock, limits
+        self._reader: _Reader | None = None
+        self._closed = False
 
     def sendall(self, data: bytes) -> None:
         self.raw.sendall(data)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_Reader(self.raw, self._limits), 65536)
+        self._reader = _Reader(self, self._limits)
+        return io.BufferedReader(self._reader, 65536)
 
     def close(self) -> None:
-        self.raw.close()
+        # http.client closes the socket before it reads an answer that ends with the connection.
+        self._closed = True
+        if self._reader is None:
+            self.raw.close()
+
+    def let_go(self, reader: _Reader) -> None:
+        if self._reader is reader:
+            self._reader = None
+            if self._closed:
+                self.raw.close()
 
 
 class Connection(http.client.HTTPConnection):
@@ -128,6 +154,13 @@ class Connection(http.client.HTTPConnection):
             self.sock: Any = _Socket(sock, self._limits)
             return
         raise failure or OSError("no address")
+
+    def receive(self, most: int) -> http.client.HTTPResponse:
+        """The answer to the request just sent, up to its headers; its body may have at most ``most`` bytes."""
+        answer = self.getresponse()
+        if answer.fp is not None:
+            answer.fp.raw.expect_body(most)  # type: ignore[attr-defined]  # _Socket.makefile made it
+        return answer
 
     @property
     def stale(self) -> bool:

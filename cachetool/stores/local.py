@@ -32,13 +32,13 @@ class LocalStore:
 
     def __init__(self, root: str | Path) -> None:
         """``root`` must be a folder: :class:`NotFound` or :class:`UsageError` otherwise."""
-        self._root = os.path.realpath(root)
-        self.url = printable(self._root)
         self._left_out: Counter[str] = Counter()
         try:
+            self._root = os.path.realpath(root)
+            self.url = printable(self._root)
             mode = os.stat(self._root).st_mode
         except PermissionError as error:
-            raise AccessDenied(f"{self.url!r}: permission denied") from error
+            raise AccessDenied(f"{printable(str(root))!r}: permission denied") from error
         except (OSError, ValueError) as error:
             raise NotFound(f"no folder {printable(str(root))!r}") from error
         if not stat.S_ISDIR(mode):

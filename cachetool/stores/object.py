@@ -151,6 +151,8 @@ class ObjectStore:
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
         """``length`` bytes from ``start``."""
+        if length == 0:
+            return memoryview(b"")
         return self._get(item, {"range": (start, start + length)}, length)
 
     def _get(self, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 __all__ = ["SECRET_VARIABLES", "printable", "redact", "scrub", "split_url"]
 
@@ -56,8 +56,8 @@ def printable(text: str) -> str:
 def redact(url: str) -> str:
     """``url`` without user info, query and fragment, fit to be shown and stored; a plain path stays as it is."""
     scheme, rest = split_url(url)
-    if not scheme:
-        return printable(url)
+    if not scheme:  # a plain path, or chained URLs such as x::s3://...
+        return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
     if scheme != "file":
         rest = re.split(r"[?#]", rest, maxsplit=1)[0]
     place, slash, path = rest.partition("/")
@@ -77,6 +77,6 @@ def scrub(text: str) -> str:
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")
         if len(value) >= 4:
-            for form in {value, unquote(value)}:
+            for form in (value, quote(value, safe=""), quote(value), unquote(value)):
                 text = text.replace(form, "***")
     return printable(text)

@@ -23,6 +23,8 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     :class:`NotFound` for a local folder that is not there, :class:`AccessDenied` when credentials are missing.
     """
     scheme, rest = split_url(url)
+    if not scheme and "://" in url:
+        raise UsageError(f"{redact(url)!r} is neither a path nor a URL; known are a path and {', '.join(SCHEMES)}")
     if not scheme or scheme == "file":
         from cachetool.stores.local import LocalStore
 

@@ -1,0 +1,264 @@
+"""What every store does: each test runs for a folder, an S3 bucket, web servers with three kinds of listing, fsspec."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cachetool.errors import BadObject, NotFound, SourceError
+from cachetool.stores import Object, Store, open_store
+from tests.servers import folder_server
+
+CONTENT = {"a.npy": b"alpha", "b/c.json": bytes(range(256)) * 40, "b/d/e.txt": b"deep", "b/zero.bin": b""}
+ODD_NAMES = [
+    "sp ace.npy",
+    "%2e.npy",
+    "%zz.npy",
+    "hash#1.npy",
+    "hash#1",
+    "question?x=1&y.npy",
+    "plus+.npy",
+    "-lead.npy",
+    "[b]{c}~'\"<>|*.npy",
+    "back\\slash.npy",
+    "e\u0301.npy",
+    "\u00e9.npy",
+    "CASE.npy",
+    "case.npy",
+    "\U0001f600.npy",
+    "\u202egpj.npy",
+]
+
+
+@dataclass
+class Place:
+    """A remote place and what the tests do to it behind the store's back."""
+
+    url: str
+    put: Callable[[str, bytes], None]
+    delete: Callable[[str], None]
+    missing_url: str
+    """A place beside it that is not there."""
+    has_identity: bool = True
+    """Whether the listing tells when an object was replaced by one of the same size."""
+    env: dict[str, str] | None = None
+
+    def open(self) -> Store:
+        return open_store(self.url)
+
+    def items(self) -> dict[str, Object]:
+        """Everything listed, by key."""
+        with contextlib.closing(self.open()) as store:
+            return {item.key: item for page in store.list() for item in page}
+
+
+def _folder_place(root: Path, url: str, **more: object) -> Place:
+    root.mkdir()
+    ticks = iter(range(1_700_000_000, 1_800_000_000))
+
+    def put(key: str, body: bytes) -> None:
+        path = root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+        tick = next(ticks)  # a time of modification of its own, as a store that is slower than this test would give
+        os.utime(path, (tick, tick))
+
+    return Place(url, put, lambda key: (root / key).unlink(), f"{url.rstrip('/')}-missing", **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["local", "s3", "http-json", "http-html", "manifest", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Each kind of place in turn, empty."""
+    root = tmp_path / "place"
+    match request.param:
+        case "local":
+            yield _folder_place(root, str(root))
+        case "s3":
+            moto = request.getfixturevalue("moto")
+            for name, value in moto.env.items():
+                monkeypatch.setenv(name, value)
+            bucket = f"bucket-{uuid.uuid4().hex}"
+            moto.put(bucket, {})
+            client = moto.client()
+            yield Place(
+                f"s3://{bucket}/some/where/",
+                lambda key, body: moto.put(bucket, {f"some/where/{key}": body}),
+                lambda key: client.delete_object(Bucket=bucket, Key=f"some/where/{key}"),
+                f"s3://{bucket}-missing/some/where/",
+            )
+        case "http-json" | "http-html":
+            with folder_server(tmp_path, index=request.param.removeprefix("http-")) as server:
+                # An HTML index says when a file was changed, but not in a way that its headers repeat.
+                yield _folder_place(root, f"{server.url}/place/", has_identity=request.param == "http-json")
+        case "manifest":
+            with folder_server(tmp_path, index="none") as server:
+                inner = _folder_place(root, f"{server.url}/place/list.jsonl", has_identity=False)
+                inner.missing_url = f"{server.url}/place-missing/list.jsonl"
+                yield _with_manifest(inner, root)
+        case "fsspec":
+            import fsspec
+
+            system = fsspec.filesystem("memory")
+            folder = f"/{uuid.uuid4().hex}"
+            system.makedirs(folder)
+
+            def put(key: str, body: bytes) -> None:
+                system.pipe(f"{folder}/{key}", body)
+
+            yield Place(
+                f"memory:/{folder}",
+                put,
+                lambda key: system.rm(f"{folder}/{key}"),
+                "memory://missing",
+                has_identity=False,
+            )
+            system.rm(folder, recursive=True)
+
+
+def _with_manifest(place: Place, root: Path) -> Place:
+    """The manifest follows what is put, as its maker would write it anew."""
+    put_file = place.put
+    (root / "list.jsonl").write_bytes(b"")
+
+    def put(key: str, body: bytes) -> None:
+        put_file(key, body)
+        names = sorted(p for p in root.rglob("*") if p.is_file() and p.name != "list.jsonl")
+        lines = [{"key": str(p.relative_to(root)), "size": p.stat().st_size} for p in names]
+        (root / "list.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    place.put = put
+    return place
+
+
+@pytest.fixture
+def filled(place: Place) -> Place:
+    """The place with :data:`CONTENT` in it."""
+    for key, body in CONTENT.items():
+        place.put(key, body)
+    return place
+
+
+def test_the_listing_names_every_object_once_with_its_size(filled: Place) -> None:
+    with contextlib.closing(filled.open()) as store:
+        found = [item for page in store.list() for item in page]
+
+    assert sorted((item.key, item.size) for item in found) == sorted((k, len(v)) for k, v in CONTENT.items())
+
+
+def test_an_unchanged_place_is_listed_the_same_again(filled: Place) -> None:
+    assert filled.items() == filled.items()
+
+
+def test_an_empty_place_lists_nothing(place: Place) -> None:
+    assert place.items() == {}
+
+
+def test_a_place_that_is_not_there_is_not_found(filled: Place) -> None:
+    with pytest.raises(NotFound), contextlib.closing(open_store(filled.missing_url)) as store:
+        list(store.list())
+
+
+def test_get_brings_the_bytes_read_only(filled: Place) -> None:
+    items = filled.items()
+    with contextlib.closing(filled.open()) as store:
+        bodies = {key: store.get(item) for key, item in items.items()}
+
+    assert {key: bytes(body) for key, body in bodies.items()} == CONTENT
+    assert all(body.readonly for body in bodies.values())
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 10), (100, 1000), (10239, 1), (0, 10240), (5, 0)])
+def test_get_range_brings_that_part(filled: Place, start: int, length: int) -> None:
+    item = filled.items()["b/c.json"]
+    with contextlib.closing(filled.open()) as store:
+        assert bytes(store.get_range(item, start, length)) == CONTENT["b/c.json"][start : start + length]
+
+
+@pytest.mark.parametrize(("start", "length"), [(10000, 1000), (10240, 1), (20000, 5)])
+def test_a_range_past_the_end_is_an_error_that_names_the_object(filled: Place, start: int, length: int) -> None:
+    item = filled.items()["b/c.json"]
+    with contextlib.closing(filled.open()) as store, pytest.raises(BadObject, match=r"b/c\.json"):
+        store.get_range(item, start, length)
+
+
+def test_an_object_deleted_since_is_not_found_by_name(filled: Place) -> None:
+    items = filled.items()
+    filled.delete("b/c.json")
+    with contextlib.closing(filled.open()) as store:
+        with pytest.raises(NotFound, match=r"b/c\.json"):
+            store.get(items["b/c.json"])
+        with pytest.raises(NotFound, match=r"b/c\.json"):
+            store.get_range(items["b/c.json"], 0, 5)
+        assert bytes(store.get(items["a.npy"])) == b"alpha"
+
+
+def test_an_object_of_another_size_is_refused_by_name(filled: Place) -> None:
+    items = filled.items()
+    filled.put("a.npy", b"longer than before")
+    filled.put("b/c.json", b"short")
+    with contextlib.closing(filled.open()) as store:
+        for key in ("a.npy", "b/c.json"):
+            with pytest.raises(BadObject, match=key):
+                store.get(items[key])
+
+
+def test_an_object_replaced_by_one_of_the_same_size_is_refused(filled: Place) -> None:
+    item = filled.items()["a.npy"]
+    filled.put("a.npy", b"ALPHA")
+    with contextlib.closing(filled.open()) as store:
+        if not filled.has_identity:  # this kind of listing has nothing but sizes to go by
+            assert bytes(store.get(item)) == b"ALPHA"
+            return
+        with pytest.raises(BadObject, match=r"'a\.npy' changed since it was listed"):
+            store.get(item)
+        with pytest.raises(BadObject, match=r"'a\.npy' changed since it was listed"):
+            store.get_range(item, 1, 2)
+
+
+def test_odd_names_come_back_exactly_and_twins_stay_apart(place: Place) -> None:
+    for number, name in enumerate(ODD_NAMES):
+        place.put(name, str(number).encode())
+
+    items = place.items()
+    with contextlib.closing(place.open()) as store:
+        bodies = {key: bytes(store.get(item)) for key, item in items.items()}
+
+    assert bodies == {name: str(number).encode() for number, name in enumerate(ODD_NAMES)}
+
+
+def test_many_threads_may_use_one_store(filled: Place) -> None:
+    items = list(filled.items().values())
+    wrong: list[object] = []
+
+    def work(store: Store) -> None:
+        for item in items * 5:
+            try:
+                if bytes(store.get(item)) != CONTENT[item.key]:
+                    wrong.append(item)
+            except SourceError as error:
+                wrong.append(error)
+
+    with contextlib.closing(filled.open()) as store:
+        threads = [threading.Thread(target=work, args=(store,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert wrong == []
+
+
+def test_closing_twice_is_fine(filled: Place) -> None:
+    store = filled.open()
+    store.close()
+    store.close()
+
+    assert store.url

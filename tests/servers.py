@@ -1,0 +1,229 @@
+"""Real servers on loopback: S3 by moto and rclone, HTTP by the standard library, and one that does as a script says."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import html
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Http", "Moto", "Scripted", "folder_server", "free_port", "moto_server", "rclone_s3", "scripted_server"]
+
+HOST = "127.0.0.1"
+KEYS = {"AWS_ACCESS_KEY_ID": "CANARYKEYID", "AWS_SECRET_ACCESS_KEY": "canary/secret+key", "AWS_REGION": "us-east-1"}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _process(command: list[str], port: int) -> Iterator[None]:
+    """Run a server until the end of the block; it is ready once its port takes connections."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection((HOST, port), timeout=1).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    raise RuntimeError(f"{command[0]} did not start: {process.communicate()[1]!r}") from None
+                time.sleep(0.05)
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # type: ignore[union-attr]
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Moto:
+    """An S3 server with right ranged GETs, which takes any key."""
+
+    env: Mapping[str, str]
+    """Endpoint, keys and region."""
+
+    def put(self, bucket: str, objects: Mapping[str, bytes]) -> None:
+        """Make the bucket unless it is there, and put objects into it."""
+        client = self.client()
+        with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
+            client.create_bucket(Bucket=bucket)
+        for key, body in objects.items():
+            client.put_object(Bucket=bucket, Key=key, Body=body)
+
+    def client(self) -> Any:
+        """A boto3 client of it."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.env["AWS_ENDPOINT_URL"],
+            aws_access_key_id=self.env["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=self.env["AWS_SECRET_ACCESS_KEY"],
+            region_name=self.env["AWS_REGION"],
+        )
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[Moto]:
+    """Start moto."""
+    port = free_port()
+    with _process([sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)], port):
+        yield Moto({**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"})
+
+
+@contextlib.contextmanager
+def rclone_s3(folder: Path) -> Iterator[dict[str, str]]:
+    """Serve the folders of ``folder`` as buckets, to the right key alone; gives endpoint, keys and region."""
+    port = free_port()
+    rclone = shutil.which("rclone") or str(Path(sys.executable).parent / "rclone")
+    auth = f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"
+    command = [rclone, "serve", "s3", "--addr", f"{HOST}:{port}", "--auth-key", auth, "--vfs-cache-mode", "off"]
+    with _process([*command, "--config", os.devnull, str(folder)], port):
+        yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"}
+
+
+@dataclass
+class Http:
+    """A running HTTP server of this process."""
+
+    url: str
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    """Path and headers of every request, in order of arrival."""
+
+
+Script = Callable[["Scripted"], None]
+
+
+class Scripted(http.server.BaseHTTPRequestHandler):
+    """Hands every request to the server's script, which answers through the methods below or raw, by ``wfile``."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each answer waits for the client's delayed acknowledgement
+
+    def do_GET(self) -> None:
+        state = self.server.state  # type: ignore[attr-defined]
+        state.requests.append((self.path, dict(self.headers)))
+        self.number = len(state.requests)
+        with contextlib.suppress(OSError):  # the client gave up, which may be what is tested
+            self.server.script(self)  # type: ignore[attr-defined]
+
+    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        """A whole answer; ``Content_Length`` and the like override what is sent by itself."""
+        self.send_response(status)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            if value:
+                self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def drop(self) -> None:
+        """End the connection with a reset."""
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.wfile.flush()
+        self.connection.close()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def scripted_server(script: Script) -> Iterator[Http]:
+    """A server that answers each request by ``script(handler)``."""
+    server = http.server.ThreadingHTTPServer((HOST, 0), Scripted)
+    server.daemon_threads = True
+    state = Http(f"http://{HOST}:{server.server_address[1]}")
+    server.script, server.state = script, state  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def folder_server(root: Path, *, index: str = "html") -> contextlib.AbstractContextManager[Http]:
+    """Serve a folder as nginx does: ETags, ranges, and an index page as ``html``, ``json`` or ``none``."""
+    return scripted_server(lambda handler: _serve_file(handler, root, index))
+
+
+def _serve_file(handler: Scripted, root: Path, index: str) -> None:
+    path = urllib.parse.unquote(urllib.parse.urlsplit(handler.path).path, errors="surrogateescape")
+    found = root / path.lstrip("/")
+    if found.is_dir() and path.endswith("/") and index != "none":
+        body = _json_index(found) if index == "json" else _html_index(found)
+        handler.answer(200, body, Content_Type="application/json" if index == "json" else "text/html; charset=utf-8")
+    elif found.is_file():
+        _send(handler, found)
+    else:
+        handler.answer(404, b"<html>not found</html>", Content_Type="text/html")
+
+
+def _send(handler: Scripted, path: Path) -> None:
+    body, stat = path.read_bytes(), path.stat()
+    headers = {
+        "ETag": f'"{int(stat.st_mtime):x}-{stat.st_size:x}"',
+        "Last_Modified": email.utils.formatdate(stat.st_mtime, usegmt=True),
+        "Content_Type": "application/octet-stream",
+    }
+    asked = handler.headers.get("Range")
+    if asked is None:
+        handler.answer(200, body, **headers)
+        return
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    start, stop = int(first), min(int(last) + 1 if last else len(body), len(body))
+    if start >= len(body):
+        handler.answer(416, Content_Range=f"bytes */{len(body)}")
+    else:
+        handler.answer(206, body[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(body)}", **headers)
+
+
+def _json_index(folder: Path) -> bytes:
+    return json.dumps(
+        [
+            {
+                "name": path.name,
+                "type": "directory" if path.is_dir() else "file",
+                "mtime": email.utils.formatdate(path.stat().st_mtime, usegmt=True),
+                **({} if path.is_dir() else {"size": path.stat().st_size}),
+            }
+            for path in sorted(folder.iterdir())
+        ]
+    ).encode()
+
+
+def _html_index(folder: Path) -> bytes:
+    lines = ['<html><head><title>Index of /</title></head><body><h1>Index</h1><hr><pre><a href="../">../</a>']
+    for path in sorted(folder.iterdir()):
+        name = path.name + ("/" if path.is_dir() else "")
+        size = "-" if path.is_dir() else str(path.stat().st_size)
+        href = urllib.parse.quote(name, errors="surrogateescape")
+        shown = html.escape(name.encode("utf-8", "replace").decode())
+        lines.append(f'<a href="{href}">{shown}</a>{" " * 20}21-Nov-2025 00:34{" " * 12}{size}')
+    return "\r\n".join([*lines, "</pre><hr></body></html>"]).encode()

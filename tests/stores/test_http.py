@@ -1,0 +1,655 @@
+"""Our HTTP client against servers that misbehave, and the three ways a server can be listed.
+
+Rows are those of the fault catalogue in docs; each test ends either with the right bytes or with an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
+from cachetool.stores import Limits, Object, Store, open_store
+from cachetool.stores import http_client as client
+from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
+
+QUICK = Limits(connect=1.0, silence=0.5, retry=0.6, throttle=1.2, min_rate=2000, grace=0.6)
+BODY = bytes(range(256)) * 400
+ITEM = Object("a.npy", len(BODY))
+
+
+def store_at(server: Http, limits: Limits = QUICK) -> Store:
+    return open_store(f"{server.url}/place/", limits=limits)
+
+
+def get(script: Callable[[Scripted], None], item: Object = ITEM, limits: Limits = QUICK) -> tuple[bytes, Http]:
+    """What a store gets from a server that follows ``script``, and what the server was asked."""
+    with scripted_server(script) as server:
+        return bytes(store_at(server, limits).get(item)), server
+
+
+def listing(script: Callable[[Scripted], None]) -> list[Object]:
+    with scripted_server(script) as server:
+        return [item for page in store_at(server).list() for item in page]
+
+
+def raw(handler: Scripted, data: bytes) -> None:
+    """Send bytes as they are and end the connection."""
+    handler.close_connection = True
+    handler.wfile.write(data)
+
+
+# --- bodies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [0, 1, 50_000, len(BODY) - 1])
+def test_a_body_that_is_always_cut_short_is_never_accepted(sent: int) -> None:
+    """Row 39."""
+
+    def script(handler: Scripted) -> None:
+        handler.answer(200, BODY[:sent], Content_Length=str(len(BODY)))
+        handler.close_connection = True
+
+    with pytest.raises(Unreachable, match=f"after {sent} of {len(BODY)} bytes"):
+        get(script)
+
+
+def test_what_follows_a_body_is_no_part_of_it_or_of_the_next_answer() -> None:
+    """Row 40: junk, then something that looks like an answer."""
+    smuggled = b"HTTP/1.1 200 OK\r\nContent-Length: 102400\r\n\r\n" + bytes(102400)
+
+    def script(handler: Scripted) -> None:
+        handler.answer(200, BODY + b"junk" + smuggled, Content_Length=str(len(BODY)))
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        for _ in range(3):
+            assert bytes(store.get(ITEM)) == BODY
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_without_a_length_the_listing_decides_whether_a_body_is_whole(cut: int) -> None:
+    """Row 41: the connection's end is the body's end."""
+
+    def script(handler: Scripted) -> None:
+        raw(handler, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + BODY[: len(BODY) - cut])
+
+    if cut:
+        with pytest.raises(BadObject, match=r"a\.npy"):
+            get(script)
+    else:
+        assert get(script)[0] == BODY
+    with pytest.raises(BadObject, match="tells no length"):
+        get(script, Object("a.npy", -1))
+
+
+def test_a_broken_transfer_goes_on_where_it_stopped_when_the_server_proves_it_is_the_same() -> None:
+    """Row 42: a reset every 20,000 bytes, a strong ETag."""
+
+    def script(handler: Scripted) -> None:
+        start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        part = BODY[start : start + 20_000]
+        headers = {"ETag": '"v1"', "Content_Length": str(len(BODY) - start)}
+        if start:
+            assert handler.headers["If-Range"] == '"v1"'
+            headers["Content_Range"] = f"bytes {start}-{len(BODY) - 1}/{len(BODY)}"
+        handler.answer(206 if start else 200, part, **headers)
+        handler.close_connection = True
+
+    body, server = get(script, limits=Limits())
+
+    assert body == BODY
+    assert len(server.requests) == -(-len(BODY) // 20_000)
+
+
+def test_a_broken_transfer_starts_again_when_the_object_has_changed_or_has_no_etag() -> None:
+    """Row 42 and 44: the server answers If-Range with the whole new object; nothing is mixed."""
+
+    def changing(handler: Scripted) -> None:
+        if handler.number == 1:
+            handler.answer(200, BODY[:5000], ETag='"v1"', Content_Length=str(len(BODY)))
+            handler.drop()
+        else:
+            handler.answer(200, BODY[::-1], ETag='"v2"')
+
+    def without(handler: Scripted) -> None:
+        assert "Range" not in handler.headers
+        handler.answer(200, BODY[:5000] if handler.number == 1 else BODY, Content_Length=str(len(BODY)))
+        handler.close_connection = True
+
+    assert get(changing)[0] == BODY[::-1]
+    with pytest.raises(BadObject, match="another ETag"):
+        get(changing, Object("a.npy", len(BODY), "v1"))
+    assert get(without)[0] == BODY
+
+
+def test_a_server_that_goes_on_elsewhere_is_not_appended() -> None:
+    """Row 43: a 206 from another place."""
+
+    def script(handler: Scripted) -> None:
+        if "Range" in handler.headers:
+            handler.answer(206, BODY, ETag='"v1"', Content_Range=f"bytes 0-{len(BODY) - 1}/{len(BODY)}")
+        else:
+            handler.answer(200, BODY[:5000], ETag='"v1"', Content_Length=str(len(BODY)))
+            handler.close_connection = True
+
+    with pytest.raises(Unreachable):
+        get(script)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind"),
+    [(200, "", SourceError), (206, "bytes 0-9/102400", BadObject), (206, "", BadObject), (416, "", BadObject)],
+)
+def test_a_range_is_the_one_asked_for_or_an_error(status: int, said: str, kind: type[CacheToolError]) -> None:
+    """Row 43: the range ignored, another one sent, none named."""
+    with scripted_server(lambda handler: handler.answer(status, BODY[:10], Content_Range=said)) as server:
+        store = store_at(server)
+        with pytest.raises(kind, match=r"a\.npy"):
+            store.get_range(ITEM, 100, 10)
+
+
+def test_a_range_of_an_object_that_changed_is_refused() -> None:
+    """Row 44."""
+
+    def script(handler: Scripted) -> None:
+        handler.answer(206, BODY[100:110], ETag='W/"v2"', Content_Range="bytes 100-109/102400")
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        assert bytes(store.get_range(Object("a.npy", 102400, "v2"), 100, 10)) == BODY[100:110]
+        with pytest.raises(BadObject, match="another ETag"):
+            store.get_range(Object("a.npy", 102400, "v1"), 100, 10)
+        with pytest.raises(BadObject, match="instead of 5"):
+            store.get_range(Object("a.npy", 5), 100, 10)
+
+
+def test_a_checksum_in_the_manifest_decides_where_an_etag_lies() -> None:
+    """Row 45: the same ETag and size, other bytes."""
+    import hashlib
+
+    good = Object("a.npy", len(BODY), f"sha256:{hashlib.sha256(BODY).hexdigest()}")
+
+    assert get(lambda handler: handler.answer(200, BODY, ETag='"x"'), good)[0] == BODY
+    with pytest.raises(BadObject, match="changed since"):
+        get(lambda handler: handler.answer(200, BODY[::-1], ETag='"x"'), good)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, AccessDenied), (403, AccessDenied), (404, NotFound), (410, NotFound)]
+)
+def test_a_refusal_is_not_asked_again(status: int, kind: type[CacheToolError]) -> None:
+    """Row 46."""
+    with scripted_server(lambda handler: handler.answer(status, b"no")) as server:
+        with pytest.raises(kind, match=r"a\.npy"):
+            store_at(server).get(ITEM)
+        assert len(server.requests) == 1
+
+
+def test_an_html_page_in_place_of_an_object_is_refused() -> None:
+    """Row 53: by its size, or by its type where no size is known."""
+
+    def script(handler: Scripted) -> None:
+        handler.answer(200, b"<html>log in</html>", Content_Type="text/html")
+
+    with pytest.raises(BadObject):
+        get(script)
+    with pytest.raises(BadObject, match="HTML page"):
+        get(script, Object("a.npy", -1))
+
+
+def test_an_encoded_body_is_refused() -> None:
+    """Row 54: identity is asked for, and nothing else is taken."""
+    with scripted_server(lambda handler: handler.answer(200, BODY, Content_Encoding="gzip")) as server:
+        with pytest.raises(BadObject, match="encodes"):
+            store_at(server).get(ITEM)
+        assert server.requests[0][1]["Accept-Encoding"] == "identity"
+
+
+def test_chunks_are_joined_and_bad_ones_refused() -> None:
+    """Row 50: sizes that are no numbers, and a body without its last chunk."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(c), c) for c in (BODY[:7], BODY[7:]))
+
+    assert get(lambda h: raw(h, head + chunks + b"0\r\n\r\n"), Object("a.npy", -1))[0] == BODY
+    with pytest.raises(Unreachable):
+        get(lambda h: raw(h, head + chunks))
+    with pytest.raises(Unreachable):
+        get(lambda h: raw(h, head + b"zz\r\n" + BODY))
+    with pytest.raises(BadObject, match=r"more than the 102400|102403 bytes"):
+        get(lambda h: raw(h, head + chunks + b"3\r\nabc\r\n0\r\n\r\n"))
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the client would have slept."""
+    taken: list[float] = []
+
+    class Clock:
+        """A clock that runs while the client sleeps."""
+
+        monotonic = staticmethod(lambda: time.monotonic() + sum(taken))
+        time = staticmethod(time.time)
+        sleep = staticmethod(taken.append)
+
+    monkeypatch.setattr(client, "time", Clock)
+    return taken
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_slow_down_is_obeyed_as_long_as_it_asks(naps: list[float], status: int) -> None:
+    """Row 47."""
+
+    def script(handler: Scripted) -> None:
+        if handler.number <= 2:
+            handler.answer(status, Retry_After="7")
+        else:
+            handler.answer(200, BODY)
+
+    body, server = get(script, limits=Limits())
+
+    assert body == BODY
+    assert len(server.requests) == 3
+    assert [round(nap) for nap in naps] == [7, 7]
+
+
+def test_slow_down_without_a_time_is_answered_by_ever_rarer_requests(naps: list[float]) -> None:
+    """Row 47: full jitter up to half a minute, in all no longer than ``throttle``."""
+    with scripted_server(lambda handler: handler.answer(503)) as server:
+        with pytest.raises(Unreachable, match="the server answers 503"):
+            store_at(server, Limits()).get(ITEM)
+        asked = len(server.requests)
+
+    assert all(0 <= nap <= min(30, 0.1 * 2.0**attempt) for attempt, nap in enumerate(naps, start=1))
+    assert sum(naps) <= 600
+    assert sum(1 for upto in range(len(naps)) if sum(naps[:upto]) < 10) < asked  # most come after the first 10 s
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, None),
+        ("3", 3),
+        ("0", 0),
+        ("-5", 0),
+        ("1e9", 300),
+        ("inf", 300),
+        ("nan", None),
+        ("soon", None),
+        ("", None),
+        ("Thu, 01 Jan 1970 00:16:50 GMT", 10),
+        ("Thu, 01 Jan 1970 00:00:00 GMT", 0),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 300),
+        ("Fri, 99 Foo 9999 23:59:59 GMT", None),
+    ],
+)
+def test_retry_after_is_clamped(header: str | None, seconds: float | None) -> None:
+    """Row 48."""
+    assert client.retry_after(header, now=1000.0) == seconds
+
+
+def test_a_failing_server_is_asked_again_for_a_while(naps: list[float]) -> None:
+    def script(handler: Scripted) -> None:
+        if handler.number <= 3:
+            handler.answer(500)
+        else:
+            handler.answer(200, BODY)
+
+    assert get(script, limits=Limits())[0] == BODY
+    assert len(naps) == 3
+
+
+def drip(handler: Scripted, data: bytes) -> None:
+    """One byte now and then, for ever."""
+    handler.close_connection = True
+    while True:
+        for at in range(len(data)):
+            handler.wfile.write(data[at : at + 1])
+            time.sleep(0.05)  # this is the fault itself: a rate of 20 bytes a second
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 102400\r\n\r\n"], ids=["headers", "body"])
+def test_a_dribbling_server_is_abandoned(head: bytes) -> None:
+    """Row 49: never silent for long, never fast enough."""
+
+    def script(handler: Scripted) -> None:
+        handler.wfile.write(head)
+        drip(handler, b"HTTP/1.1 200 OK\r\nX: y\r\n" if not head else b"x")
+
+    with pytest.raises(Unreachable, match="too slow"):
+        get(script)
+
+
+def test_a_silent_server_is_abandoned_and_does_not_slow_others() -> None:
+    """Row 49: accepts and says nothing, while another thread's downloads go on."""
+    quiet = threading.Event()
+
+    def script(handler: Scripted) -> None:
+        if "quiet" in handler.path:
+            quiet.wait(30)
+        else:
+            handler.answer(200, BODY)
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        failed: list[CacheToolError] = []
+
+        def wait() -> None:
+            try:
+                store.get(Object("quiet.npy", 5))
+            except Unreachable as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        good = sum(bytes(store.get(ITEM)) == BODY for _ in range(50))
+        thread.join()
+        quiet.set()
+
+    assert good == 50
+    assert len(failed) == 1
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 200,
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
+        b"junk",
+    ],
+    ids=["interim", "headers", "long header", "junk"],
+)
+def test_headers_without_end_are_abandoned(endless: bytes) -> None:
+    """Row 50."""
+
+    def script(handler: Scripted) -> None:
+        handler.close_connection = True
+        while True:
+            handler.wfile.write(endless * 10)
+
+    with pytest.raises(Unreachable):
+        get(script)
+
+
+def test_trailers_without_end_are_abandoned() -> None:
+    """Row 50."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def script(handler: Scripted) -> None:
+        handler.close_connection = True
+        handler.wfile.write(head + b"5\r\nalpha\r\n0\r\n")
+        while True:
+            handler.wfile.write(b"X-Trailer: y\r\n" * 100)
+
+    with pytest.raises(Unreachable):
+        get(script, Object("a.npy", 5))
+
+
+def test_nobody_listening_is_unreachable() -> None:
+    with pytest.raises(Unreachable, match="no connection"):
+        open_store(f"http://127.0.0.1:{free_port()}/", limits=QUICK).get(ITEM)
+
+
+# --- redirects ------------------------------------------------------------------------------------------------------
+
+
+def test_redirects_are_followed_up_to_five() -> None:
+    """Row 51."""
+
+    def script(handler: Scripted) -> None:
+        hops = int(handler.path.rpartition("-")[2] or 0) if "-" in handler.path else 0
+        wanted = 5 if "good" in handler.path else 6
+        if hops == wanted:
+            handler.answer(200, BODY)
+        else:
+            handler.answer(302, Location=f"/{'good' if 'good' in handler.path else 'bad'}-{hops + 1}")
+
+    assert get(script, Object("good.npy", len(BODY)))[0] == BODY
+    with pytest.raises(SourceError, match="more than 5 redirects"):
+        get(script, Object("bad.npy", len(BODY)))
+
+
+def test_a_redirect_loop_ends() -> None:
+    """Row 51."""
+    with pytest.raises(SourceError, match="redirects"):
+        get(lambda handler: handler.answer(301, Location=handler.path))
+
+
+@pytest.mark.parametrize("target", ["ftp://host/x", "file:///etc/passwd", "gopher://host/", "javascript:1"])
+def test_redirects_lead_only_to_http(target: str) -> None:
+    """Row 87."""
+    with pytest.raises(SourceError, match="not followed"):
+        get(lambda handler: handler.answer(302, Location=target))
+
+
+def test_https_is_never_left_for_http() -> None:
+    """Row 51."""
+    with pytest.raises(SourceError, match="from https to http"):
+        client._next_hop("https://host/a", "http://host/a")
+    assert client._next_hop("https://host/a", "//user:CANARY@other/b#c") == "https://other/b"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://127.0.0.1:{port}/x",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[::1]:{port}/x",
+        "http://[::ffff:127.0.0.1]:{port}/x",
+        "http://2130706433:{port}/x",
+        "http://0x7f000001:{port}/x",
+        "http://localhost:{port}/x",
+        "http://10.0.0.1/x",
+        "http://0.0.0.0:{port}/x",
+    ],
+)
+def test_a_redirect_or_manifest_never_reaches_a_private_address(target: str) -> None:
+    """Row 87: checked on the address that would be connected to."""
+    with scripted_server(lambda handler: handler.answer(200, BODY)) as inner:
+        url = target.format(port=inner.url.rpartition(":")[2])
+        with pytest.raises(SourceError, match=r"private address|no connection") as caught:
+            get(lambda handler: handler.answer(302, Location=url))
+        with pytest.raises(SourceError, match=r"private address|no connection"):
+            get(lambda handler: handler.answer(404), Object(url, len(BODY)))
+
+    assert inner.requests == []
+    assert "CACHETOOL_ALLOW_HOSTS" in str(caught.value) or "::1" in target
+
+
+def test_an_allowed_host_is_reached_without_the_credentials_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 51: credentials stay with the origin they were given for; another port is another origin."""
+    monkeypatch.setenv("CACHETOOL_ALLOW_HOSTS", "elsewhere, 127.0.0.1")
+    with (
+        scripted_server(lambda handler: handler.answer(200, BODY)) as other,
+        scripted_server(lambda handler: handler.answer(307, Location=f"{other.url}/x")) as first,
+    ):
+        store = open_store(first.url.replace("http://", "http://user:p%40ss@"), limits=QUICK)
+        assert bytes(store.get(ITEM)) == BODY
+
+    assert first.requests[0][1]["Authorization"] == "Basic dXNlcjpwQHNz"
+    assert "Authorization" not in other.requests[0][1]
+
+
+def test_user_and_password_may_come_from_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password p@ss\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+    _, server = get(lambda handler: handler.answer(200, BODY))
+
+    assert server.requests[0][1]["Authorization"] == "Basic dXNlcjpwQHNz"
+
+
+def test_a_query_goes_along_to_the_server_and_nowhere_else() -> None:
+    """Row 85 and 86."""
+
+    def script(handler: Scripted) -> None:
+        handler.answer(404 if "missing" in handler.path else 200, BODY)
+
+    with scripted_server(script) as server:
+        store = open_store(f"{server.url}/place?sig=CANARY", limits=QUICK)
+        assert bytes(store.get(ITEM)) == BODY
+        with pytest.raises(NotFound) as caught:
+            store.get(Object("missing.npy", 5))
+
+    assert server.requests[0][0] == "/place/a.npy?sig=CANARY"
+    assert "CANARY" not in str(caught.value)
+    assert "CANARY" not in store.url
+
+
+@pytest.mark.parametrize("text", ["machine h login u password CANARY extra CANARY\n", "CANARY CANARY\n"])
+def test_a_damaged_netrc_is_named_but_not_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "netrc").write_text(text)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+    with pytest.raises(CacheToolError, match="netrc") as caught:
+        open_store("http://host/")
+
+    assert "CANARY" not in str(caught.value)
+
+
+# --- listings -------------------------------------------------------------------------------------------------------
+
+
+def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
+    page = """<html><a href="?C=N;O=D">Name</a> <a href="/">root</a> <a href="../">up</a>
+    <a href="a.npy">a</a>  21-Nov-2025 00:34   12
+    <a href="a.npy">again</a>
+    <a href="b%20c.npy#part">b</a>  2025-11-21 00:34  1.2K
+    <a href="http://other.host/place/evil.npy">x</a> <a href="mailto:me@host">m</a> <a href="javascript:x()">j</a>
+    <a href="/place/sub/">sub</a> <a href="deep/er.npy">skipped: its folder is not linked</a> <a href=".hidden">h</a>
+    <a href="%2e%2e/up.npy">u</a><a>none</a><a href="http://[bad">bad</a></html>"""
+
+    def script(handler: Scripted) -> None:
+        sub = handler.path.endswith("/sub/")
+        body = b'<A HREF=c.npy>c</A>\n<A HREF="../">up</A>' if sub else page.encode()
+        handler.answer(200, body, Content_Type="text/html; charset=utf-8")
+
+    assert sorted(listing(script), key=lambda item: item.key) == [
+        Object("a.npy", 12),
+        Object("b c.npy", -1),
+        Object("sub/c.npy", -1),
+    ]
+
+
+def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
+    assert get(lambda handler: handler.answer(200, BODY), Object("a.npy", -1))[0] == BODY
+    with pytest.raises(Unreachable):
+        get(lambda handler: handler.answer(200, BODY, Content_Length="102401"), Object("a.npy", -1))
+
+
+@pytest.mark.parametrize(
+    "body", ["{}", "[1]", "nope", '[{"name": "a"}]', '[{"name":"a","type":"file","size":"x"}]', "[" * 99999]
+)
+def test_json_that_is_no_index_is_an_error(body: str) -> None:
+    with pytest.raises(SourceError, match="autoindex"):
+        listing(lambda handler: handler.answer(200, body.encode(), Content_Type="application/json"))
+
+
+def test_hostile_names_in_an_index_are_left_out() -> None:
+    """Row 71."""
+    names = ["..", ".", "", "a/b.npy", "../up.npy", ".hidden", "fine.npy"]
+    body = json.dumps([{"name": name, "type": "file", "size": 1} for name in names]).encode()
+    with scripted_server(lambda handler: handler.answer(200, body, Content_Type="application/json")) as server:
+        store = store_at(server)
+        found = [item.key for page in store.list() for item in page]
+
+    assert found == ["fine.npy"]
+    assert store.left_out == {"odd names in an index": 5, "hidden": 1}
+
+
+def test_folders_without_end_are_an_error_and_not_a_loop() -> None:
+    """Row 52."""
+    body = json.dumps([{"name": "x", "type": "directory"}]).encode()
+
+    with pytest.raises(SourceError, match="inside each other"):
+        listing(lambda handler: handler.answer(200, body, Content_Type="application/json"))
+
+
+def test_a_place_without_an_index_says_what_to_do() -> None:
+    with pytest.raises(SourceError, match="manifest"):
+        listing(lambda handler: handler.answer(200, b"hello", Content_Type="text/plain"))
+    with pytest.raises(AccessDenied):
+        listing(lambda handler: handler.answer(403, b"Directory listing denied", Content_Type="text/html"))
+
+
+def manifest(text: str | bytes, name: str = "list.txt") -> list[Object]:
+    body = text.encode() if isinstance(text, str) else text
+    with scripted_server(lambda handler: handler.answer(200, body)) as server:
+        return [item for page in open_store(f"{server.url}/a/{name}", limits=QUICK).list() for item in page]
+
+
+def test_a_manifest_of_names_and_urls() -> None:
+    found = manifest("# mine\n\na.npy\r\n./sub/b c.npy\n  https://host/x/c.npy  \n")
+
+    assert found == [Object("a.npy", -1), Object("sub/b c.npy", -1), Object("https://host/x/c.npy", -1)]
+
+
+def test_a_manifest_of_json_lines() -> None:
+    lines = [
+        {"key": "a.npy", "size": 5, "etag": "x"},
+        {"url": "http://host/b.npy", "size": 0},
+        {"path": "c.npy", "sha256": "ABC"},
+    ]
+
+    assert manifest("\n".join(map(json.dumps, lines)), "list.jsonl") == [
+        Object("a.npy", 5, "x"),
+        Object("http://host/b.npy", 0),
+        Object("c.npy", -1, "sha256:abc"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "../up.npy",
+        "/etc/passwd",
+        "a//b.npy",
+        "file:///etc/passwd",
+        "gopher://host/x",
+        "https://host/x?X-Amz-Signature=CANARY",
+        "https://user:CANARY@host/x",
+        '{"key": 5}',
+        '{"size": 5}',
+        '{"key": "a", "size": -1}',
+        '{"key": "a", "size": "5"}',
+        '{"key": "a", "size": true}',
+        '{"key": "a", "etag": 5}',
+        "{" * 50_000,
+        "{broken",
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_by_its_number(line: str) -> None:
+    """Rows 71, 86, 87."""
+    with pytest.raises(BadObject, match="line 2") as caught:
+        manifest(f"fine.npy\n{line}\n")
+
+    assert "CANARY" not in str(caught.value)
+
+
+def test_a_real_folder_is_read_through_both_kinds_of_index(tmp_path: Path) -> None:
+    files = {"a b/c#d.npy": b"1", "a b/e/f.json": b"22", "g.txt": b"333"}
+    for name, body in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(body)
+    (tmp_path / "g.txt").chmod(0o644)
+    os.utime(tmp_path / "g.txt", (1_000_000_000, 1_000_000_000))
+
+    found: dict[str, Any] = {}
+    for index in ("html", "json"):
+        with folder_server(tmp_path, index=index) as server:
+            store = open_store(server.url, limits=QUICK)
+            items = [item for page in store.list() for item in page]
+            found[index] = {item.key: bytes(store.get(item)) for item in items}
+
+    assert found == {"html": files, "json": files}

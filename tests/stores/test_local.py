@@ -1,0 +1,126 @@
+"""A folder: what is listed, what is left out, and that nothing outside of it is read."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from cachetool.errors import AccessDenied, BadObject, NotFound
+from cachetool.stores import Object, open_store
+from cachetool.stores.local import LocalStore
+
+
+def listed(folder: Path) -> tuple[set[str], dict[str, int]]:
+    store = LocalStore(folder)
+    keys = {item.key for page in store.list() for item in page}
+    return keys, dict(store.left_out)
+
+
+def test_hidden_names_and_special_files_are_left_out_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"x")
+    (tmp_path / ".hidden.npy").write_bytes(b"x")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "b.npy").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe.npy")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "sock.npy"))
+
+        assert listed(tmp_path) == ({"a.npy"}, {"hidden": 2, "special files": 2})
+
+
+def test_links_count_when_they_stay_inside(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside, inside / "sub"):
+        folder.mkdir()
+    (inside / "sub" / "a.npy").write_bytes(b"in")
+    (outside / "b.npy").write_bytes(b"out")
+    (inside / "ok.npy").symlink_to("sub/a.npy")
+    (inside / "leak.npy").symlink_to(outside / "b.npy")
+    (inside / "again").symlink_to("sub")
+    (inside / "gone.npy").symlink_to("nothing.npy")
+    (inside / "loop.npy").symlink_to("loop.npy")
+
+    keys, left_out = listed(inside)
+
+    assert keys == {"sub/a.npy", "ok.npy"}
+    assert left_out["links that lead out of the folder"] == 1
+    assert left_out["links to folders"] == 1
+    assert left_out["links to nothing"] == 2
+    assert bytes(LocalStore(inside).get(Object("ok.npy", 2))) == b"in"
+
+
+@pytest.mark.parametrize(
+    "key", ["../out.npy", "/etc/hostname", "a/../../out.npy", "a//b", "./out.npy", "", "nul\0.npy"]
+)
+def test_no_key_reads_outside_of_the_folder(tmp_path: Path, key: str) -> None:
+    (tmp_path / "out.npy").write_bytes(b"x")
+    folder = tmp_path / "in"
+    (folder / "a").mkdir(parents=True)
+
+    with pytest.raises(BadObject, match="no name of a file below"):
+        LocalStore(folder).get(Object(key, 1))
+
+
+def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.npy").symlink_to(tmp_path / "secret")
+
+    with pytest.raises(BadObject, match=r"a\.npy"):
+        LocalStore(folder).get(Object("a.npy", 1))
+
+
+def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.npy")
+    (tmp_path / "b.npy").mkdir()
+    store = LocalStore(tmp_path)
+
+    for key in ("a.npy", "b.npy"):
+        with pytest.raises(BadObject, match="no regular file"):
+            store.get(Object(key, 1))
+
+
+def test_a_file_below_what_is_now_a_file_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+
+    with pytest.raises(NotFound, match="not there any more"):
+        LocalStore(tmp_path).get(Object("a/b.npy", 1))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_access_denied(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub").chmod(0)
+    (tmp_path / "a.npy").write_bytes(b"x")
+    (tmp_path / "a.npy").chmod(0)
+    store = LocalStore(tmp_path)
+
+    with pytest.raises(AccessDenied, match=r"a\.npy"):
+        store.get(Object("a.npy", 1))
+    with pytest.raises(AccessDenied, match="sub"):
+        list(store.list())
+
+
+def test_names_that_are_not_utf8_come_back(tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff\xfe.npy"
+    Path(os.fsdecode(name)).write_bytes(b"x")
+    store = open_store(str(tmp_path))
+
+    items = [item for page in store.list() for item in page]
+
+    assert [os.fsencode(item.key) for item in items] == [b"\xff\xfe.npy"]
+    assert bytes(store.get(items[0])) == b"x"
+
+
+def test_a_large_folder_comes_in_batches(tmp_path: Path) -> None:
+    for number in range(2500):
+        (tmp_path / f"{number}.npy").touch()
+
+    pages = list(LocalStore(tmp_path).list())
+
+    assert [len(page) for page in pages] == [1000, 1000, 500]
+    assert len({item.key for page in pages for item in page}) == 2500

@@ -1,0 +1,222 @@
+"""Object stores: refusals, absences and silence told apart, and nothing of a secret in any message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
+from cachetool.stores import Limits, Object, open_store
+from tests.servers import Moto, free_port, scripted_server
+
+QUICK = Limits(connect=1.0, silence=0.5, retry=0.8)
+SECRET = "CANARYsecret"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], **more: str) -> None:
+    for name, value in {**env, **more}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Keys for servers that do not look at them."""
+    use(
+        monkeypatch,
+        {"AWS_ACCESS_KEY_ID": "CANARYid", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_SESSION_TOKEN": "CANARYtok"},
+    )
+    return monkeypatch
+
+
+def fail(url: str, limits: Limits = QUICK, item: Object | None = None) -> CacheToolError:
+    """The error that listing, or getting ``item``, ends with, after checking what it says."""
+    store = open_store(url, limits=limits)
+    with pytest.raises(CacheToolError) as caught:
+        list(store.list()) if item is None else store.get(item)
+    text = str(caught.value)
+    assert "CANARY" not in text
+    assert text.count("\n") <= 1
+    assert text.replace("\n", "").isprintable()
+    assert caught.value.__suppress_context__  # a traceback would show the client's own message
+    return caught.value
+
+
+def test_real_digits_come_as_they_are(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, digits: Any) -> None:
+    use(monkeypatch, s3_env)
+    store = open_store("s3://digits/train/")
+
+    items = [item for page in store.list() for item in page]
+
+    assert len(items) == 2 * 1797
+    for item in items[:50]:
+        assert bytes(store.get(item)) == (digits / item.key).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_a_wrong_key_is_access_denied(s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    use(monkeypatch, s3_env, **{name: "CANARYwrong"})
+
+    assert isinstance(fail("s3://digits/train/"), AccessDenied)
+    assert isinstance(fail("s3://digits/train/", item=Object("0000.npy", 640)), AccessDenied)
+
+
+def test_an_unsigned_request_to_a_private_bucket_is_access_denied(
+    s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, s3_env, AWS_SKIP_SIGNATURE="true")
+
+    assert isinstance(fail("s3://digits/train/"), AccessDenied)
+
+
+def test_a_missing_bucket_is_not_found(s3_env: dict[str, str], moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    for env in (s3_env, dict(moto.env)):
+        use(monkeypatch, env)
+        error = fail("s3://no-such-bucket/train/")
+        assert isinstance(error, NotFound)
+        assert "s3://no-such-bucket/train/: no such bucket" in str(error)
+
+
+def test_a_folder_marker_is_left_out_and_an_empty_object_is_not(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, dict(moto.env))
+    moto.put("markers", {"p/dir.v1/": b"", "p/dir.v1/a.npy": b"x", "p/empty.bin": b""})
+    store = open_store("s3://markers/p")
+
+    assert {item.key for page in store.list() for item in page} == {"dir.v1/a.npy", "empty.bin"}
+    assert store.left_out == {"folder markers": 1}
+
+
+@pytest.mark.parametrize("key", ["p/a//b.npy", "p/../b.npy", "p/./b.npy", "p/ctl\x01.npy"])
+def test_a_key_that_cannot_be_fetched_is_named(moto: Moto, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    use(monkeypatch, dict(moto.env))
+    bucket = f"odd-{key.encode().hex()}"
+    moto.put(bucket, {key: b"x"})
+
+    error = fail(f"s3://{bucket}/p")
+
+    assert isinstance(error, BadObject)
+    assert repr(key) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "said"),
+    [
+        (301, "", SourceError, "AWS_REGION"),
+        (400, "<Error><Code>InvalidToken</Code><Message>CANARY</Message></Error>", AccessDenied, "InvalidToken"),
+        (400, "<Error><Code>BadDigest</Code><Message>CANARY</Message></Error>", SourceError, "BadDigest"),
+        (401, "CANARY", AccessDenied, "401"),
+        (
+            403,
+            "<Error><Code>SignatureDoesNotMatch</Code><StringToSign>CANARY</StringToSign></Error>",
+            AccessDenied,
+            "403",
+        ),
+        (403, "<Error><Code>RequestTimeTooSkewed</Code></Error>", AccessDenied, "clock"),
+        (404, "<Error><Code>NoSuchBucket</Code></Error>", NotFound, "no such bucket"),
+        (404, "<html>CANARY</html>", NotFound, "no such bucket"),
+        (429, "", Unreachable, "slow down"),
+        (500, "", Unreachable, "500"),
+        (503, "<Error><Code>SlowDown</Code></Error>", Unreachable, "SlowDown"),
+    ],
+)
+def test_each_refusal_of_a_server_is_the_error_that_helps(
+    made_up: pytest.MonkeyPatch, status: int, body: str, kind: type[CacheToolError], said: str
+) -> None:
+    with scripted_server(lambda handler: handler.answer(status, body.encode())) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        error = fail("s3://bucket/prefix")
+
+    assert type(error) is kind
+    assert said in str(error)
+    assert "s3://bucket/prefix" in str(error)
+
+
+def test_a_refused_connection_is_unreachable(made_up: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    made_up.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+
+    error = fail("s3://bucket/prefix")
+
+    assert isinstance(error, Unreachable)
+    assert f"127.0.0.1:{port}" in str(error)
+
+
+def test_a_name_that_does_not_resolve_is_unreachable(made_up: pytest.MonkeyPatch) -> None:
+    made_up.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
+
+    assert isinstance(fail("s3://bucket/prefix"), Unreachable)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and never says a word."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(16)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_a_server_that_says_nothing_is_given_up(made_up: pytest.MonkeyPatch, silent: str) -> None:
+    made_up.setenv("AWS_ENDPOINT_URL", silent)
+    began = time.monotonic()
+
+    assert isinstance(fail("s3://bucket/prefix"), Unreachable)
+    assert time.monotonic() - began < 15  # far above QUICK, far below a client without limits
+
+
+def test_the_standard_limits_give_up_within_half_a_minute() -> None:
+    """An attempt may begin just before ``retry`` is over, and then lasts ``connect`` or ``silence``."""
+    limits = Limits()
+
+    assert limits.retry + 2 * limits.connect <= 30
+    assert limits.retry + limits.silence <= 30
+
+
+def test_a_body_cut_short_is_gone_on_with_or_refused(made_up: pytest.MonkeyPatch) -> None:
+    """The client asks for the rest; a server that sends another version for it is found out."""
+    body = os.urandom(100_000)
+
+    def script(handler: Any) -> None:
+        if "Range" in handler.headers:
+            start = int(handler.headers["Range"].removeprefix("bytes=").partition("-")[0])
+            handler.answer(206, body[start:], ETag='"one"', Content_Range=f"bytes {start}-{len(body) - 1}/{len(body)}")
+        else:
+            handler.answer(200, body[:5000], ETag='"one"', Content_Length=str(len(body)))
+            handler.close_connection = True
+
+    with scripted_server(script) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        store = open_store("s3://bucket", limits=Limits())
+        assert bytes(store.get(Object("a.npy", len(body), "one"))) == body
+        with pytest.raises(BadObject, match="another ETag"):
+            store.get(Object("a.npy", len(body), "two"))
+
+
+def test_a_forked_child_gets_an_error_and_not_a_hang(moto: Moto) -> None:
+    code = """
+import os, sys
+from cachetool.stores import open_store
+from cachetool.errors import CacheToolError
+store = open_store("s3://fork")
+list(store.list())
+if os.fork() == 0:
+    failed = 0
+    for attempt in (lambda: list(store.list()), lambda: open_store("s3://fork")):
+        try:
+            attempt()
+        except CacheToolError as error:
+            failed += "forked" in str(error)
+    os._exit(failed)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    moto.put("fork", {"a.npy": b"x"})
+
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **moto.env}, timeout=60, check=False)
+
+    assert done.returncode == 2

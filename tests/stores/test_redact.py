@@ -1,0 +1,75 @@
+"""No secret and no terminal control code leaves as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.stores import redact, scrub
+from cachetool.stores.redact import SECRET_VARIABLES
+
+CANARY = "Canary0123456789"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket/a/b", "s3://bucket/a/b"),
+        ("s3://KEY:SECRET@bucket/a", "s3://bucket/a"),
+        ("https://user:pass@host:8443/a?X-Amz-Signature=abc#part", "https://host:8443/a"),
+        ("https://user:p@ss@host/a", "https://host/a"),
+        ("https://host?sig=abc", "https://host"),
+        ("abfss://container@account.dfs.core.windows.net/a", "abfss://container@account.dfs.core.windows.net/a"),
+        ("abfss://container:secret@account/a", "abfss://account/a"),
+        ("/a folder/with?odd#names", "/a folder/with?odd#names"),
+        ("simplecache::s3://KEY:SECRET@bucket/a", "simplecache::s3://bucket/a"),
+        ("file:///a?b#c", "file:///a?b#c"),
+        ("s3://bucket/\x1b[31mred\n", "s3://bucket/\\x1b[31mred\\n"),
+        ("relative/\u202etxt", "relative/\\u202etxt"),
+    ],
+)
+def test_a_url_is_shown_without_user_info_query_and_control_codes(url: str, shown: str) -> None:
+    assert redact(url) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"GET https://u:{CANARY}@host/a failed",
+        f"GET https://host/a?X-Amz-Credential={CANARY}&X-Amz-Date=1 failed",
+        f"GET https://acc.blob.core.windows.net/c?sv=1&sig={CANARY}%3D failed",
+        f"Authorization: AWS4-HMAC-SHA256 Credential=a/b, Signature={CANARY}",
+        f"authorization Bearer {CANARY}",
+        f'token="{CANARY} and more"',
+        f"aws_secret_access_key = {CANARY}",
+        f"AccountKey={CANARY};EndpointSuffix=x",
+        f"<AWSAccessKeyId>x</AWSAccessKeyId> password: {CANARY}",
+    ],
+)
+def test_a_message_is_quoted_without_what_looks_like_a_secret(text: str) -> None:
+    assert CANARY not in scrub(text)
+    assert "***" in scrub(text) or "host/a" in scrub(text) or "windows.net/c" in scrub(text)
+
+
+@pytest.mark.parametrize("name", SECRET_VARIABLES)
+def test_no_value_of_a_credential_variable_survives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "wh/at+ever=")
+
+    assert scrub("it said wh/at+ever= or wh%2Fat%2Bever%3D or wh/at%2Bever%3D.") == "it said *** or *** or ***."
+
+
+@given(st.text())
+def test_what_is_shown_can_be_printed(text: str) -> None:
+    assert redact(text).isprintable()
+    assert scrub(text).isprintable()
+
+
+@given(
+    st.sampled_from(["s3", "http", "https", "sftp", "gs"]),
+    st.text(st.characters(exclude_characters="/", exclude_categories=["C"]), max_size=20),
+)
+def test_user_info_is_never_shown(scheme: str, user: str) -> None:
+    shown = redact(f"{scheme}://{user}:{CANARY}@host/path?x={CANARY}")
+
+    assert CANARY not in shown
