@@ -8,8 +8,8 @@ from typing import Any
 
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.opening import open_root
-from cachetool.convert import ConvertResult, export
-from cachetool.convert import convert as convert_cache
+from cachetool.convert import ConvertOptions, ConvertResult
+from cachetool.convert import convert as convert_into
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
@@ -18,6 +18,7 @@ from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
 from cachetool.sources import SourceOptions
+from cachetool.sources.files import FileOptions
 
 __all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample"]
 
@@ -85,6 +86,7 @@ class Cache(CacheDir):
 
     def convert(
         self,
+        source: str | Path | None = None,
         *,
         to: str,
         out: str | Path | None = None,
@@ -95,36 +97,20 @@ class Cache(CacheDir):
         verify: bool = False,
         wait: float | str = 60.0,
         progress: Report = silent,
+        **files: Any,
     ) -> ConvertResult:
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
-        Errors are those of :func:`cachetool.convert.convert` and :func:`cachetool.convert.export`.
+        ``source``, a file or folder, is what is converted instead of the cache's shards: into the cache, or into
+        ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, key, value_format,
+        samples. Errors are those of :func:`cachetool.convert.convert`.
         """
-        if out is not None:
-            return export(
-                self,
-                Path(out),
-                to=to,
-                dataset=dataset,
-                shard_size=shard_size,
-                compression=compression,
-                verify=verify,
-                report=progress,
-            )
-        if shard_size is not None:
-            raise UsageError(
-                "--shard-size goes with --out: in a cache each shard is replaced by one of the same samples"
-            )
-        return convert_cache(
-            self,
-            to=to,
-            dataset=dataset,
-            compression=compression,
-            workers=workers,
-            verify=verify,
-            wait=wait,
-            report=progress,
-        )
+        options = ConvertOptions(to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files))
+        return convert_into(options, cache=self, source=_path(source), out=_path(out), report=progress)
+
+
+def _path(name: str | Path | None) -> Path | None:
+    return None if name is None else Path(name)
 
 
 def open_cache(
@@ -140,29 +126,28 @@ def open_cache(
 
 
 def convert(
+    source: str | Path | None = None,
     *,
     to: str,
     cache: str | Path | None = None,
     out: str | Path | None = None,
-    dataset: str | None = None,
-    shard_size: int | str | None = None,
-    compression: str | None = None,
-    workers: int = 2,
-    verify: bool = False,
-    progress: Report = silent,
+    max_size: int | str | None = None,
+    **options: Any,
 ) -> ConvertResult:
-    """:meth:`Cache.convert` of the cache at ``cache``."""
-    with open_cache(cache, create=False) as opened:
-        return opened.convert(
-            to=to,
-            out=out,
-            dataset=dataset,
-            shard_size=shard_size,
-            compression=compression,
-            workers=workers,
-            verify=verify,
-            progress=progress,
-        )
+    """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
+
+    With ``source`` and ``out`` no cache is touched. Without ``source`` the cache must exist.
+    """
+    if source is not None and out is not None:
+        known = {name: options.pop(name) for name in _PLAIN if name in options}
+        report = options.pop("progress", silent)
+        made = ConvertOptions(to, files=FileOptions(**options), **known)
+        return convert_into(made, source=Path(source), out=Path(out), report=report)
+    with open_cache(cache, max_size=max_size, create=source is not None) as opened:
+        return opened.convert(source, to=to, out=out, **options)
+
+
+_PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait")
 
 
 def find_shard(cache: CacheDir, name: str) -> Shard:

@@ -1,4 +1,8 @@
-"""``convert``: the shards of a cache into another format, in place or as plain files.
+"""``convert``: samples into another format, bit for bit; the door to its three ways.
+
+- no input, no ``out``: a cache's shards, replaced one by one (here)
+- ``out``: plain files, from a cache or any input (:mod:`cachetool.export`)
+- an input without ``out``: into a cache (:mod:`cachetool.intake`)
 
 In place, shard by shard, each in one transaction: the new shard becomes visible and the old one retires, so the cache
 needs room for one shard more and no snapshot sees a sample twice or not at all. Every value is hashed on its way, and
@@ -7,37 +11,87 @@ the new shard's content digest must be the old one's.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Snapshot
-from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
+from cachetool.cache import CacheDir, Facts, Origin, Room, Shard
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CatalogError, CorruptError, UsageError
+from cachetool.export import DEFAULT_PART, export
 from cachetool.formats import get_format
-from cachetool.formats.base import Format, Reader
-from cachetool.formats.digest import ContentDigest, checksums
-from cachetool.formats.reading import write_extents
-from cachetool.formats.shard import ShardFiles, open_shard, shard_bound, stored_checksums
+from cachetool.formats.base import Format
+from cachetool.formats.digest import ContentDigest
+from cachetool.formats.shard import ShardFiles, open_shard, shard_bound, stored_checksums, verify_file
+from cachetool.inputs import describe, open_input, run_of_blocks
+from cachetool.intake import take_in
 from cachetool.progress import Progress, Report, silent
-from cachetool.schema import Schema
+from cachetool.sources.files import FileOptions
 from cachetool.units import parse_duration, parse_size
 
-__all__ = ["ConvertResult", "convert", "convert_shards", "export"]
+__all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "convert_shards", "preview"]
 
-DEFAULT_PART = 256 * 10**6
-"""Bytes of values in a plain file that ``--out`` writes; one part's blocks may have to wait in memory."""
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How to convert; checked when made. Raises :class:`UsageError`."""
+
+    to: str
+    dataset: str | None = None
+    shard_size: int | str | None = None
+    """Bytes of values in a shard or file."""
+    compression: str | None = None
+    workers: int = 2
+    verify: bool = False
+    """Read everything back through the target's own library."""
+    wait: float | str = 60.0
+    """Seconds to wait for room that readers hold."""
+    files: FileOptions = field(default_factory=FileOptions)
+    """How the samples of an input are made."""
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        if self.compression is not None and self.compression not in kind.compressions:
+            have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
+            raise UsageError(f"{self.to} has no compression {self.compression!r}; {have}")
+        if self.workers < 1:
+            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        if self.shard_size is not None and parse_size(self.shard_size, what="--shard-size") < 1:
+            raise UsageError("--shard-size must be at least 1 byte")
+        parse_duration(self.wait, what="--wait")
+
+    @property
+    def kind(self) -> Format:
+        """The target's format."""
+        return get_format(self.to)
+
+    def part_bytes(self, cap: int | None = None) -> int:
+        """Bytes of values in a shard or file; in a cache by default at most a sixteenth of its cap."""
+        if self.shard_size is not None:
+            return parse_size(self.shard_size, what="--shard-size")
+        return DEFAULT_PART if cap is None else max(1, min(DEFAULT_PART, cap // 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a conversion would read."""
+
+    input: str
+    kind: str
+    """``files``, ``objects``, ``own``, ``parts``."""
+    samples: int
+    schema: dict[str, str]
+    """Field to type and shape, in words."""
+    skipped: tuple[tuple[str, str], ...]
+    """What would not be taken: name and reason."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +99,8 @@ class ConvertResult:
     """What a conversion came to."""
 
     to: str
-    dataset: str
+    dataset: str | None
+    """None for plain files out of plain files."""
     shards: int
     """Shards or files written."""
     samples: int
@@ -64,29 +119,114 @@ class ConvertResult:
         return asdict(self)
 
 
+def preview(path: Path, options: FileOptions) -> Preview:
+    """Look at an input without converting it. Errors are those of opening it."""
+    description = describe(path, options)
+    source = open_input(description)
+    try:
+        fields = {each.name: each.describe() for each in source.schema}
+        return Preview(str(path), description["kind"], source.samples, fields, source.skipped)
+    finally:
+        source.close()
+
+
 def convert(
-    cache: CacheDir,
+    options: ConvertOptions,
     *,
-    to: str,
-    dataset: str | None = None,
-    compression: str | None = None,
-    workers: int = 2,
-    verify: bool = False,
-    wait: float | str = 60.0,
+    cache: CacheDir | None = None,
+    source: Path | None = None,
+    out: Path | None = None,
     report: Report = silent,
 ) -> ConvertResult:
-    """Replace the shards of a dataset that are in another format, one by one, by shards in format ``to``.
+    """Convert ``source``, or the cache's dataset, into ``out``, or into the cache; at least one of them is the cache.
+
+    Raises :class:`UsageError`, :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there
+    is no room, :class:`CorruptError` naming what is damaged.
+    """
+    began = time.monotonic()
+    if cache is None and (source is None or out is None):
+        raise UsageError("name a cache, or both an input and --out")
+    wait = parse_duration(options.wait)
+    if out is not None:
+        dataset, (parts, digest) = _to_files(options, cache, source, out, report)
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        made = [(int(part["samples"]), 0) for part in parts]
+    else:
+        assert cache is not None
+        if source is None:
+            if options.shard_size is not None:
+                raise UsageError(
+                    "in a cache each shard is replaced by one of the same samples; --shard-size needs --out"
+                )
+            dataset = cache.dataset(options.dataset)
+            new = replace_shards(cache, dataset, options, wait=wait, report=report)
+        else:
+            dataset = options.dataset or "default"
+            before = {shard.id for shard in cache.shards(dataset)}
+            take_in(
+                cache,
+                describe(source, options.files),
+                dataset=dataset,
+                kind=options.kind,
+                shard_bytes=options.part_bytes(cache.max_size),
+                compression=options.compression,
+                workers=options.workers,
+                verify=options.verify,
+                wait=wait,
+                report=report,
+            )
+            new = [shard for shard in cache.shards(dataset) if shard.id not in before]
+        made, size = [(shard.samples, shard.bytes) for shard in new], sum(shard.bytes for shard in new)
+        digest = content_digest(cache.shards(dataset))
+    return ConvertResult(
+        to=options.to,
+        dataset=dataset,
+        shards=len(made),
+        samples=sum(samples for samples, _ in made),
+        bytes=size,
+        digest=digest,
+        out=None if out is None else str(out),
+        seconds=round(time.monotonic() - began, 3),
+        verified=options.verify,
+    )
+
+
+def _to_files(
+    options: ConvertOptions, cache: CacheDir | None, source: Path | None, out: Path, report: Report
+) -> tuple[str | None, tuple[list[Message], str]]:
+    """Plain files out of an input, or of a cache's dataset while its shards are leased."""
+
+    def write(description: Message) -> tuple[list[Message], str]:
+        return export(
+            description,
+            out,
+            kind=options.kind,
+            part_bytes=options.part_bytes(),
+            compression=options.compression,
+            workers=options.workers,
+            verify=options.verify,
+            report=report,
+        )
+
+    if source is not None:
+        return None, write(describe(source, options.files))
+    assert cache is not None
+    with cache.snapshot(dataset=options.dataset) as snapshot:
+        shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
+        place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}
+        return snapshot.dataset, write({"kind": "cache", **place, "content": shards})
+
+
+def replace_shards(
+    cache: CacheDir, dataset: str, options: ConvertOptions, *, wait: float, report: Report
+) -> list[Shard]:
+    """Replace the shards of a dataset that are in another format, one by one; gives the new ones.
 
     With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when
     there is no room for one shard more, :class:`CorruptError` naming a shard whose bytes are not what was written.
     """
-    began = time.monotonic()
-    kind = _format(to, compression)
-    if workers < 1:
-        raise UsageError(f"--workers must be at least 1, got {workers}")
-    seconds = parse_duration(wait, what="--wait")
-    name = cache.dataset(dataset)
-    todo = [shard for shard in cache.shards(name) if shard.format != to or compression is not None]
+    again = options.compression is not None
+    todo = [shard for shard in cache.shards(dataset) if shard.format != options.to or again]
     total = sum(shard.samples for shard in todo)
     done = moved = 0
 
@@ -96,36 +236,24 @@ def convert(
         moved += message["bytes"]
         report(Progress("convert", done, total, moved))
 
-    count = min(workers, len(todo))
+    count = min(options.workers, len(todo))
     tasks = [
         Task(
             "cachetool.convert:convert_shards",
             {
                 "root": str(cache.root.resolve()),
-                "dataset": name,
+                "dataset": dataset,
                 "shards": [shard.id for shard in todo[each::count]],
-                "to": to,
-                "compression": compression,
-                "verify": verify,
-                "wait": seconds,
+                "to": options.to,
+                "compression": options.compression,
+                "verify": options.verify,
+                "wait": wait,
             },
         )
         for each in range(count)
     ]
-    written = [id for outcome in LocalEngine().run(tasks, on_message) for id in outcome["shards"]]
-    after = cache.shards(name)
-    made = [shard for shard in after if shard.id in set(written)]
-    return ConvertResult(
-        to=kind.name,
-        dataset=name,
-        shards=len(made),
-        samples=sum(shard.samples for shard in made),
-        bytes=sum(shard.bytes for shard in made),
-        digest=_digest(after),
-        out=None,
-        seconds=round(time.monotonic() - began, 3),
-        verified=verify,
-    )
+    written = {id for outcome in LocalEngine().run(tasks, on_message) for id in outcome["shards"]}
+    return [shard for shard in cache.shards(dataset) if shard.id in written]
 
 
 def convert_shards(
@@ -169,10 +297,10 @@ def _replace(
             staging.path, kind, old.schema, samples=old.samples, nbytes=old.payload, compression=compression
         )
         try:
-            with _open(old) as reader:
-                for block in _blocks(reader, old.payload):
+            with open_shard(old.path, get_format(old.format), old.schema) as reader:
+                for block in run_of_blocks(reader, 0, reader.samples):
                     files.write(block)
-            facts = files.finish()
+            facts = files.facts()
         except BaseException:
             files.abort()
             raise
@@ -181,7 +309,7 @@ def _replace(
                 f"shard {old.id} ({old.format}) holds other bytes than were written; it was left as it is"
             )
         if verify:
-            _verify(staging.path, kind, old.schema, facts.written.checksums)
+            verify_file(files.path, kind, old.schema, facts.written.checksums)
         row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
         return staging.commit(row, origin=_origin(cache, old), replaces=old.id)
 
@@ -199,154 +327,11 @@ def _origin(cache: CacheDir, old: Shard) -> Origin:
     return Origin(row["source"], row["url"], row["turn"], ranges, bool(row["sole"]))
 
 
-def export(
-    cache: CacheDir,
-    out: Path,
-    *,
-    to: str,
-    dataset: str | None = None,
-    shard_size: int | str | None = None,
-    compression: str | None = None,
-    verify: bool = False,
-    report: Report = silent,
-) -> ConvertResult:
-    """Write a dataset's samples as plain files ``part-00000.*`` and ``dataset.json`` into the new folder ``out``.
-
-    ``out`` appears whole or not at all. Raises :class:`UsageError` when it exists.
-    """
-    began = time.monotonic()
-    kind = _format(to, compression)
-    part_bytes = DEFAULT_PART if shard_size is None else parse_size(shard_size, what="--shard-size")
-    if out.exists():
-        raise UsageError(f"{out} exists already; name a new folder with --out")
-    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    aside.mkdir(parents=True)
-    try:
-        with cache.snapshot(dataset=dataset) as snapshot:
-            parts, digest = _parts(snapshot, aside, kind, part_bytes, compression, verify, report)
-            samples = sum(part["samples"] for part in parts)
-            about = {
-                "layout": 1,
-                "format": kind.name,
-                "schema": snapshot.schema.to_json(),
-                "samples": samples,
-                "content": digest,
-                "parts": parts,
-            }
-            write_durable(aside / "dataset.json", json.dumps(about, indent=1).encode())
-        fsync_folder(aside)
-        os.rename(aside, out)
-        fsync_folder(out.parent)
-    except BaseException:
-        remove_tree(aside)
-        raise
-    return ConvertResult(
-        to=kind.name,
-        dataset=snapshot.dataset,
-        shards=len(parts),
-        samples=samples,
-        bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
-        digest=digest,
-        out=str(out),
-        seconds=round(time.monotonic() - began, 3),
-        verified=verify,
-    )
-
-
-def _parts(
-    snapshot: Snapshot,
-    folder: Path,
-    kind: Format,
-    part_bytes: int,
-    compression: str | None,
-    verify: bool,
-    report: Report,
-) -> tuple[list[Message], str]:
-    """Write all samples of a snapshot, cut into parts of about ``part_bytes``; what each holds, and the digest."""
-    schema, parts, digest, done = snapshot.schema, [], ContentDigest(snapshot.schema), 0
-    (folder / ".extents").mkdir()
-    for number, blocks in enumerate(_cut(_all_blocks(snapshot), part_bytes)):
-        samples, nbytes = sum(map(len, blocks)), sum(block.nbytes for block in blocks)
-        path = folder / f"part-{number:05d}{kind.suffix}"
-        writer = kind.create(path, schema, samples=samples, nbytes=nbytes, compression=compression)
-        try:
-            for block in blocks:
-                writer.write(block)
-            written = writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
-        if verify:
-            _verify_file(path, kind, schema, written.checksums)
-        if written.extents is not None:
-            place = folder / ".extents" / path.name
-            place.mkdir()
-            write_extents(place, written.extents)
-        digest.update(written.checksums)
-        done += samples
-        parts.append({"file": path.name, "samples": samples, "payload": nbytes})
-        report(Progress("convert", done, snapshot.samples, sum(part["payload"] for part in parts)))
-    return parts, digest.hexdigest()
-
-
-def _all_blocks(snapshot: Snapshot) -> Iterator[Block]:
-    for shard in snapshot.shards:
-        with _open(shard) as reader:
-            yield from _blocks(reader, shard.payload)
-
-
-def _cut(blocks: Iterator[Block], part_bytes: int) -> Iterator[list[Block]]:
-    """Blocks in lists of about ``part_bytes``; most are views of mapped shards and take no memory of their own."""
-    part: list[Block] = []
-    size = 0
-    for block in blocks:
-        if part and size + block.nbytes > part_bytes:
-            yield part
-            part, size = [], 0
-        part.append(block)
-        size += block.nbytes
-    if part:
-        yield part
-
-
-def _open(shard: Shard) -> Reader:
-    return open_shard(shard.path, get_format(shard.format), shard.schema)
-
-
-def _blocks(reader: Reader, payload: int) -> Iterator[Block]:
-    step = max(1, reader.samples * BLOCK_BYTES // max(1, payload))
-    for start in range(0, reader.samples, step):
-        yield reader.read(start, min(start + step, reader.samples))
-
-
-def _verify(folder: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:
-    _verify_file(folder / f"data{kind.suffix}", kind, schema, expected)
-
-
-def _verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:
-    """Read everything back through the format's own library."""
-    at = 0
-    with kind.open(path, schema=schema) as reader:
-        for block in _blocks(reader, max(1, path.stat().st_size)):
-            if not np.array_equal(checksums(block), expected[:, at : at + len(block)]):
-                raise CorruptError(f"{path.name}: samples {at} to {at + len(block)} read back differently")
-            at += len(block)
-    if at != expected.shape[1]:
-        raise CorruptError(f"{path.name}: {at} samples read back, {expected.shape[1]} were written")
-
-
-def _format(name: str, compression: str | None) -> Format:
-    kind = get_format(name)
-    if compression is not None and compression not in kind.compressions:
-        have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
-        raise UsageError(f"{name} has no compression {compression!r}; {have}")
-    return kind
-
-
-def _digest(shards: list[Shard]) -> str:
-    """Content digest of a whole dataset, free of how it is cut into shards."""
-    digest = ContentDigest(shards[0].schema) if shards else None
+def content_digest(shards: list[Shard]) -> str:
+    """Content digest of all samples of these shards in order, free of how they are cut; empty for none."""
+    if not shards:
+        return ""
+    digest = ContentDigest(shards[0].schema)
     for shard in shards:
-        assert digest is not None
-        digest.update(stored_checksums(shard.path, get_format(shard.format), shard.schema))
-    return "" if digest is None else digest.hexdigest()
+        digest.update(stored_checksums(shard.path, shard.schema))
+    return digest.hexdigest()

@@ -202,7 +202,7 @@ class _Drawing:
                 with self._cache.catalog.write() as connection:
                     draws.finish(connection, plan.job, self._held, upto, samples=0, skipped=len(skipped))
         else:
-            facts = files.finish()
+            facts = files.facts()
             self._files = None
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),

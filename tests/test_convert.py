@@ -54,7 +54,7 @@ def add(cache: Cache, content: Block, format: str) -> str:
     with cache.stage(dataset="default", schema=SCHEMA, format=format, bound=bound) as staging:
         files = ShardFiles(staging.path, kind, SCHEMA, samples=len(content), nbytes=content.nbytes)
         files.write(content)
-        facts = files.finish()
+        facts = files.facts()
         return staging.commit(
             Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files), origin=Origin()
         )

@@ -1,26 +1,41 @@
-"""One shard's files: the format's writer, the extents beside it, and both digests.
+"""One data file with what lies beside it: extents, or checksums where it is compressed; and both digests of a shard.
 
-Whoever writes a shard, for a cache or as a plain file, goes through :class:`ShardFiles`: blocks in, :class:`ShardFacts`
-out, everything durable.
+Whoever writes samples goes through :class:`ShardFiles` (a folder in a cache) or :class:`PlainFile` (a file outside):
+blocks in, everything durable.
 """
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block
+from cachetool.block import BLOCK_BYTES, Block
+from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.base import Format, Reader, Written
-from cachetool.formats.digest import ContentDigest, checksums, file_digests, joined_digest
-from cachetool.formats.files import allocated_bound, fsync_folder
-from cachetool.formats.reading import ExtentsReader, extents_bound, load_extents, write_extents
+from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
+from cachetool.formats.files import allocated_bound, fsync_folder, write_durably
+from cachetool.formats.reading import ExtentsReader, check_values, extents_bound, load_extents, write_extents
 from cachetool.schema import Schema
 
-__all__ = ["ShardFacts", "ShardFiles", "open_shard", "shard_bound", "stored_checksums"]
+__all__ = [
+    "PlainFile",
+    "ShardFacts",
+    "ShardFiles",
+    "open_plain",
+    "open_shard",
+    "shard_bound",
+    "side_folder",
+    "stored_checksums",
+    "verify_file",
+]
+
+CHECKSUMS_FILE = "checksums.npy"
+"""Beside a compressed file, which has no extents: its checksums, uint64 (fields, samples)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,67 +61,126 @@ def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int) -> int:
     return kind.bound(schema, samples, nbytes) + allocated_bound(extents_bound(schema, samples))
 
 
-class ShardFiles:
-    """Writes ``data.<suffix>`` and ``extents.bin`` into a folder that exists and is empty."""
+class PlainFile:
+    """Writes the data file ``path``, and what belongs beside it into :func:`side_folder`."""
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
         kind: Format,
         schema: Schema,
         *,
         samples: int,
         nbytes: int,
         compression: str | None = None,
+        side: Path | None = None,
     ) -> None:
-        self.folder = folder
-        self.data = folder / f"data{kind.suffix}"
+        self.path = path
         self.schema = schema
-        self._writer = kind.create(self.data, schema, samples=samples, nbytes=nbytes, compression=compression)
+        self._side = side_folder(path) if side is None else side
+        self._writer = kind.create(path, schema, samples=samples, nbytes=nbytes, compression=compression)
 
     def write(self, block: Block) -> None:
         """Append the samples of ``block``."""
         self._writer.write(block)
 
-    def finish(self) -> ShardFacts:
+    def finish(self) -> Written:
         """Complete and fsync everything."""
         written = self._writer.finish()
+        self._side.mkdir(exist_ok=True)
         if written.extents is not None:
-            write_extents(self.folder, written.extents)
-        fsync_folder(self.folder)
+            write_extents(self._side, written.extents)
+        else:
+            array = io.BytesIO()
+            np.save(array, written.checksums)
+            write_durably(self._side / CHECKSUMS_FILE, array.getvalue())
+        fsync_folder(self._side.parent)
+        return written
+
+    def abort(self) -> None:
+        """Close everything; what was written is the caller's to delete."""
+        self._writer.abort()
+
+
+class ShardFiles(PlainFile):
+    """Writes ``data.<suffix>`` and its extents into a folder that exists and is empty."""
+
+    def __init__(
+        self, folder: Path, kind: Format, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
+    ) -> None:
+        path = folder / f"data{kind.suffix}"
+        super().__init__(path, kind, schema, samples=samples, nbytes=nbytes, compression=compression, side=folder)
+
+    def facts(self) -> ShardFacts:
+        """:meth:`finish`, then both digests."""
+        written = self.finish()
         content = ContentDigest(self.schema)
         content.update(written.checksums)
-        files = file_digests(self.folder)
+        files = file_digests(self.path.parent)
         return ShardFacts(
             samples=written.samples,
             payload=written.payload,
             content=content.hexdigest(),
             digest=joined_digest(files),
             files=files,
-            data=self.data.name,
+            data=self.path.name,
             written=written,
         )
 
-    def abort(self) -> None:
-        """Close everything; the folder is the caller's to delete."""
-        self._writer.abort()
+
+def side_folder(path: Path) -> Path:
+    """Where the extents of a plain file lie: ``part-00000.h5`` has ``.extents/part-00000.h5/``."""
+    return path.parent / ".extents" / path.name
 
 
 def open_shard(folder: Path, kind: Format, schema: Schema, *, library: bool = False) -> Reader:
     """Read the shard that :class:`ShardFiles` wrote into ``folder``: by its extents, or where it has none, or with
     ``library``, through the format's own library. Raises :class:`CorruptError` naming the file."""
-    extents = folder / EXTENTS_FILE
+    return _open(folder / f"data{kind.suffix}", folder, kind, schema, library=library)
+
+
+def open_plain(path: Path, kind: Format, schema: Schema) -> Reader:
+    """Read the file that :class:`PlainFile` wrote, in the same way."""
+    return _open(path, side_folder(path), kind, schema, library=False)
+
+
+def _open(path: Path, side: Path, kind: Format, schema: Schema, *, library: bool) -> Reader:
+    extents = side / EXTENTS_FILE
     if library or not extents.exists():
-        return kind.open(folder / f"data{kind.suffix}", schema=schema)
-    return ExtentsReader(folder, load_extents(extents, schema), schema)
+        return kind.open(path, schema=schema)
+    return ExtentsReader(path.parent, load_extents(extents, schema), schema)
 
 
-def stored_checksums(folder: Path, kind: Format, schema: Schema) -> npt.NDArray[np.uint64]:
-    """Checksums of every value of a shard, (fields, samples): those kept in its extents, or where it has none, of the
-    values themselves."""
-    extents = folder / EXTENTS_FILE
-    if extents.exists():
-        return load_extents(extents, schema).checksums
-    with open_shard(folder, kind, schema) as reader:
-        parts = [checksums(reader.read(at, min(at + 1024, reader.samples))) for at in range(0, reader.samples, 1024)]
-    return np.concatenate([np.empty((len(schema), 0), dtype=np.uint64), *parts], axis=1)
+def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
+    """Checksums of every value of a file, (fields, samples), as kept in its shard's folder or :func:`side_folder`.
+
+    Raises :class:`CorruptError` naming what is missing or damaged.
+    """
+    if (side / EXTENTS_FILE).exists():
+        return load_extents(side / EXTENTS_FILE, schema).checksums
+    path = side / CHECKSUMS_FILE
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from error
+    if found.dtype != np.uint64 or found.ndim != 2 or len(found) != len(schema):
+        raise CorruptError(f"{path} holds {found.dtype} {found.shape}, not the checksums of {len(schema)} fields")
+    return np.asarray(found, dtype=np.uint64)
+
+
+def verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:
+    """Read a whole file through its format's own library and compare every value with its checksum.
+
+    Raises :class:`CorruptError` naming file, sample and field.
+    """
+    step = 1
+    with kind.open(path, schema=schema) as reader:
+        if reader.samples != expected.shape[1]:
+            raise CorruptError(f"{path}: {reader.samples} samples read back, {expected.shape[1]} were written")
+        at = 0
+        while at < reader.samples:
+            indices = np.arange(at, min(at + step, reader.samples))
+            block = reader.read(at, int(indices[-1]) + 1)
+            check_values(block, expected[:, indices], name=str(path), indices=indices)
+            at += len(block)
+            step = min(8 * step, max(1, len(block) * BLOCK_BYTES // max(1, block.nbytes)))

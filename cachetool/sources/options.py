@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cachetool.errors import UsageError
 from cachetool.schema import KEY, Field
@@ -57,7 +57,7 @@ class SourceOptions:
         return {**asdict(self), "fields": None if self.fields is None else list(self.fields)}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> SourceOptions:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """The options that :meth:`to_json` described. Raises :class:`UsageError` when ``value`` is none."""
         try:
             given = dict(value)

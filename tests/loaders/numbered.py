@@ -85,7 +85,7 @@ def put(
             staging.path, kind, schema, samples=block.samples, nbytes=block.nbytes, compression=compression
         )
         files.write(block)
-        facts = files.finish()
+        facts = files.facts()
         row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
         return staging.commit(row, origin=Origin())
 

@@ -1,0 +1,242 @@
+"""``convert --out``: any input as plain files that other tools open, whole or not at all.
+
+::
+
+    .OUT.partial/  plan.json                    what is being made of what: the same command goes on where it stopped
+                   part-00000.h5  .extents/     parts, each a fixed run of samples
+                   done/part-00000.h5.json      written last: this part is whole
+    OUT/           the same without plan and done, with dataset.json: appears by one rename
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cachetool.block import Block
+from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
+from cachetool.engines import LocalEngine, Task
+from cachetool.engines.task import Channel, Message
+from cachetool.errors import UsageError
+from cachetool.formats import get_format
+from cachetool.formats.base import Format, Written
+from cachetool.formats.digest import ContentDigest
+from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
+from cachetool.inputs import Input, identity, open_input
+from cachetool.progress import Progress, Report
+from cachetool.schema import Schema
+
+__all__ = ["export", "runs", "write_parts"]
+
+DEFAULT_PART = 64 * 10**6
+"""Bytes of values in one file."""
+
+
+def runs(source: Input, part_bytes: int) -> list[tuple[int, int]]:
+    """Runs of samples that make parts of about ``part_bytes``; where samples differ in size, by those at the front."""
+    size = source.schema.fixed_nbytes
+    if not source.schema.is_fixed and source.samples:
+        first = next(source.blocks(0, min(source.samples, 256)))
+        size = -(-first.nbytes // len(first))
+    step = max(1, part_bytes // max(1, size))
+    return [(at, min(at + step, source.samples)) for at in range(0, source.samples, step)]
+
+
+def export(
+    description: Message,
+    out: Path,
+    *,
+    kind: Format,
+    part_bytes: int,
+    compression: str | None,
+    workers: int,
+    verify: bool,
+    report: Report,
+) -> tuple[list[Message], str]:
+    """Write the input that ``description`` opens into the new folder ``out``; gives its parts and the content digest.
+
+    A run that was interrupted is gone on with: parts that are whole stay. Raises :class:`UsageError` when ``out``
+    exists or another process is writing it.
+    """
+    if out.exists():
+        raise UsageError(f"{out} exists already; name a new folder with --out")
+    source = open_input(description)
+    try:
+        schema, samples, random = source.schema, source.samples, source.random
+        cuts = runs(source, part_bytes)
+    finally:
+        source.close()
+    plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
+    aside = out.with_name(f".{out.name}.partial")
+    with _owned(aside, plan):
+        finished = _finished(aside)
+        todo = [(n, *cut) for n, cut in enumerate(cuts) if _name(n, kind) not in finished]
+        done = sum(part["samples"] for part in finished.values())
+        moved = sum(part["payload"] for part in finished.values())
+
+        def on_message(_: int, message: Message) -> None:
+            nonlocal done, moved
+            done += message["samples"]
+            moved += message["bytes"]
+            report(Progress("convert", done, samples, moved))
+
+        count = max(1, min(workers, len(todo))) if random else 1
+        LocalEngine().run(
+            [_task(description, aside, kind, compression, verify, todo[n::count]) for n in range(count)], on_message
+        )
+        parts = [_finished(aside)[_name(n, kind)] for n in range(len(cuts))]
+        digest = _digest(aside, parts, schema)
+        about = {
+            "layout": 1,
+            "format": kind.name,
+            "compression": compression,
+            "schema": schema.to_json(),
+            "samples": samples,
+            "content": digest,
+            "parts": parts,
+        }
+        (aside / "dataset.json").unlink(missing_ok=True)
+        write_durable(aside / "dataset.json", json.dumps(about, indent=1).encode())
+        remove_tree(aside / "done")
+        (aside / "plan.json").unlink()
+        fsync_folder(aside)
+        os.rename(aside, out)
+        fsync_folder(out.parent)
+    return parts, digest
+
+
+def _task(
+    description: Message,
+    folder: Path,
+    kind: Format,
+    compression: str | None,
+    verify: bool,
+    todo: list[tuple[int, int, int]],
+) -> Task:
+    arguments = {
+        "description": description,
+        "folder": str(folder),
+        "to": kind.name,
+        "compression": compression,
+        "verify": verify,
+        "todo": todo,
+    }
+    return Task("cachetool.export:write_parts", arguments)
+
+
+def write_parts(
+    channel: Channel,
+    *,
+    description: Message,
+    folder: str,
+    to: str,
+    compression: str | None,
+    verify: bool,
+    todo: list[tuple[int, int, int]],
+) -> Message:
+    """The task of one worker: these parts, one after another. Gives nothing: a finished part says so on disk."""
+    kind, where, source = get_format(to), Path(folder), open_input(description)
+    try:
+        for number, start, stop in todo:
+            path = where / _name(number, kind)
+            written = _write(source, path, kind, start, stop, compression, channel)
+            if verify:
+                verify_file(path, kind, source.schema, written.checksums)
+            part = {"file": path.name, "samples": written.samples, "payload": written.payload}
+            write_durable(where / "done" / f"{path.name}.json", json.dumps(part).encode())
+            fsync_folder(where / "done")
+    finally:
+        source.close()
+    return {}
+
+
+def _write(
+    source: Input, path: Path, kind: Format, start: int, stop: int, compression: str | None, channel: Channel
+) -> Written:
+    blocks, nbytes = sized(source, start, stop)
+    file = PlainFile(path, kind, source.schema, samples=stop - start, nbytes=nbytes, compression=compression)
+    try:
+        for block in blocks:
+            file.write(block)
+            channel.send({"samples": len(block), "bytes": block.nbytes})
+        return file.finish()
+    except BaseException:
+        file.abort()
+        raise
+
+
+def sized(source: Input, start: int, stop: int) -> tuple[Iterator[Block] | list[Block], int]:
+    """Blocks of a run and the bytes of their values, which a writer must know beforehand. Where samples differ in size
+    the run is read into memory first; its length was chosen for that."""
+    blocks = source.blocks(start, stop)
+    if source.schema.is_fixed:
+        return blocks, (stop - start) * source.schema.fixed_nbytes
+    held = list(blocks)
+    return held, sum(block.nbytes for block in held)
+
+
+@contextmanager
+def _owned(aside: Path, plan: Message) -> Iterator[None]:
+    """The folder that is filled, made or taken over; one process at a time."""
+    wanted = json.loads(json.dumps(plan))
+    aside.mkdir(parents=True, exist_ok=True)
+    fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UsageError(f"another process is writing {aside}; wait for it, or name another --out") from error
+        if not _same_plan(aside, wanted):
+            for entry in os.listdir(aside):
+                path = aside / entry
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (aside / "done").mkdir()
+            (aside / ".extents").mkdir()
+            write_durable(aside / "plan.json", json.dumps(wanted).encode())
+        _drop_unfinished(aside)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _same_plan(aside: Path, wanted: Message) -> bool:
+    try:
+        return bool(json.loads((aside / "plan.json").read_bytes()) == wanted)
+    except (OSError, ValueError):
+        return False
+
+
+def _finished(aside: Path) -> dict[str, Message]:
+    found = {}
+    for path in (aside / "done").iterdir():
+        try:
+            part = json.loads(path.read_bytes())
+        except ValueError:
+            path.unlink()  # killed while it was written: the part is made again
+            continue
+        found[part["file"]] = part
+    return found
+
+
+def _drop_unfinished(aside: Path) -> None:
+    whole = _finished(aside)
+    for folder in (aside, aside / ".extents"):
+        for path in folder.iterdir():
+            if path.name.startswith("part-") and path.name not in whole:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _name(number: int, kind: Format) -> str:
+    return f"part-{number:05d}{kind.suffix}"
+
+
+def _digest(folder: Path, parts: list[Message], schema: Schema) -> str:
+    digest = ContentDigest(schema)
+    for part in parts:
+        digest.update(stored_checksums(side_folder(folder / part["file"]), schema))
+    return digest.hexdigest()

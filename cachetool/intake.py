@@ -1,0 +1,180 @@
+"""``convert INPUT`` without ``--out``: any input's samples into the cache, claimed and committed like draws.
+
+The input is a source whose draws are its samples in order, so an interrupted run goes on where it stopped and a second
+run of the same input adds nothing. What came from a file cannot be pulled again: its shards are marked, and eviction
+leaves them alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
+from cachetool.engines import LocalEngine, Task
+from cachetool.engines.task import Channel, Message
+from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.export import runs, sized
+from cachetool.formats import get_format
+from cachetool.formats.base import Format
+from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
+from cachetool.inputs import Input, identity, open_input
+from cachetool.progress import Progress, Report
+from cachetool.units import format_size
+
+__all__ = ["take_in", "write_shards"]
+
+
+def take_in(
+    cache: CacheDir,
+    description: Message,
+    *,
+    dataset: str,
+    kind: Format,
+    shard_bytes: int,
+    compression: str | None,
+    workers: int,
+    verify: bool,
+    wait: float,
+    report: Report,
+) -> int:
+    """Commit all samples of the input that ``description`` opens; gives how many were committed by this run.
+
+    Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
+    the input does not fit; what was committed stays.
+    """
+    source = open_input(description)
+    try:
+        schema, samples, random = source.schema, source.samples, source.random
+        cuts = runs(source, shard_bytes)
+    finally:
+        source.close()
+    if not samples:
+        raise UsageError(f"{description['path']} holds no samples")
+    step = cuts[0][1] - cuts[0][0]
+    nbytes = step * schema.fixed_nbytes if schema.is_fixed else shard_bytes
+    least = cache.least_cap(shard_bound(kind, schema, step, nbytes), schema)
+    if least > cache.max_size:
+        raise CapTooSmall(
+            f"a cap of {format_size(cache.max_size)} cannot hold one {kind.name} shard of {format_size(nbytes)};"
+            f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+        )
+    cache.check_schema(dataset, schema)
+    cache.declare(dataset, schema)
+    id = identity(description)[:16]
+    if cache.source(id) is None:
+        row = SourceRow(id, f"file://{description['path']}", {}, id, dataset, samples, samples, 0, 0, 0, 0)
+        with tempfile.TemporaryDirectory(prefix="cachetool-") as listing:
+            cache.add_source(row, Path(listing))
+    room = Room(wait=wait)
+    with cache.catalog.write() as connection:
+        cache.holder.register(connection)
+        job, _ = draws.open_job(connection, id, holder=cache.holder.id, wanted=None, seed=None, room=room)
+    task = Task(
+        "cachetool.intake:write_shards",
+        {
+            "root": str(cache.root.resolve()),
+            "description": description,
+            "job": job,
+            "source": id,
+            "dataset": dataset,
+            "to": kind.name,
+            "step": step,
+            "compression": compression,
+            "verify": verify,
+            "wait": wait,
+        },
+    )
+    committed = moved = 0
+
+    def on_message(_: int, message: Message) -> None:
+        nonlocal committed, moved
+        committed += message["samples"]
+        moved += message["bytes"]
+        report(Progress("convert", committed, samples, moved))
+
+    try:
+        LocalEngine().run([task] * (max(1, min(workers, len(cuts))) if random else 1), on_message)
+    except CapBlocked as error:
+        raise CapBlocked(f"stopped at the cap with {committed} of {samples} samples: {error}") from error
+    finally:
+        with cache.catalog.write() as connection:
+            draws.close_job(connection, job)
+    return committed
+
+
+def write_shards(
+    channel: Channel,
+    *,
+    root: str,
+    description: Message,
+    job: str,
+    source: str,
+    dataset: str,
+    to: str,
+    step: int,
+    compression: str | None,
+    verify: bool,
+    wait: float,
+) -> Message:
+    """The task of one worker: claim runs of samples and commit a shard for each, until none is left."""
+    kind, samples = get_format(to), open_input(description)
+    with CacheDir(Path(root)) as cache:
+        try:
+            while True:
+                with cache.catalog.write() as connection:
+                    cache.holder.register(connection)
+                    held = draws.claim(connection, job, holder=cache.holder.id, most=step)
+                if held is None:
+                    return {}
+                shard = _Shard(cache, samples, held, job=job, source=source, dataset=dataset, wait=wait)
+                count, nbytes = shard.write(kind, compression=compression, verify=verify)
+                channel.send({"samples": count, "bytes": nbytes})
+        finally:
+            samples.close()
+            with cache.catalog.write() as connection:
+                draws.give_back(connection, cache.holder.id, job)
+
+
+class _Shard:
+    """One claimed run on its way into one shard."""
+
+    def __init__(
+        self, cache: CacheDir, samples: Input, held: Claim, *, job: str, source: str, dataset: str, wait: float
+    ) -> None:
+        self._cache, self._input, self._held = cache, samples, held
+        self._job, self._dataset, self._wait = job, dataset, wait
+        row = cache.source(source)
+        self._origin = Origin(source, row.url if row else None, held.turn, ((held.start, held.stop),), sole=True)
+
+    def write(self, kind: Format, *, compression: str | None, verify: bool) -> tuple[int, int]:
+        """Reserve, write, commit; gives samples and bytes of values."""
+        schema, count = self._input.schema, self._held.stop - self._held.start
+        blocks, nbytes = sized(self._input, self._held.start, self._held.stop)
+        staging = self._cache.stage(
+            dataset=self._dataset,
+            schema=schema,
+            format=kind.name,
+            bound=shard_bound(kind, schema, count, nbytes),
+            job=self._job,
+            room=Room(wait=self._wait),
+        )
+        with staging:
+            files = ShardFiles(staging.path, kind, schema, samples=count, nbytes=nbytes, compression=compression)
+            try:
+                for block in blocks:
+                    files.write(block)
+                facts = files.facts()
+            except BaseException:
+                files.abort()
+                raise
+            if verify:
+                verify_file(files.path, kind, schema, facts.written.checksums)
+            staging.commit(
+                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
+                origin=self._origin,
+                close=lambda connection: draws.finish(
+                    connection, self._job, self._held, self._held.stop, samples=count, skipped=0
+                ),
+            )
+        return count, nbytes
