@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress"}
+VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example"}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
@@ -31,10 +31,10 @@ DOORS = {"cli", "loaders", "__init__", "__main__"}
 HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
-    "lmdb": {"formats.lmdb", "sources.lmdb"},
+    "lmdb": {"formats.lmdb", "sources.lmdb_child"},
     "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"sources.tfrecord"},
-    "crc32c": {"formats"},  # of TFRecord frames and of Zarr's shard index
+    "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow"},
     "torch": {"loaders.torch"},
     "obstore": {"stores"},

@@ -41,18 +41,17 @@ class Assembler:
         self._options, self._where = options, where
         self._wanted = None if options.fields is None else frozenset(options.fields)
 
+    def may_hold(self, part: Part) -> bool:
+        """Whether a part can hold a field asked for: it is named so, or is a file of many fields."""
+        if self._wanted is None or part.kind in CONTAINERS:
+            return True
+        return self._options.rename.get(part.field, part.field) in self._wanted
+
     def needed(self, parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
-        """Those that can hold a field asked for: named so, and files of many fields unless all are found."""
-        if self._wanted is None:
-            return list(parts)
-        rename = self._options.rename
-        named = [
-            part.kind not in CONTAINERS and rename.get(part.field, part.field) in self._wanted for _, part in parts
-        ]
-        whole = sum(named) == len(self._wanted)
-        return [
-            pair for pair, is_named in zip(parts, named, strict=True) if is_named or (not whole and _has_many(pair[1]))
-        ]
+        """Those parts of a whole sample that may hold a field; files of many fields only if some are still missing."""
+        hold = [pair for pair in parts if self.may_hold(pair[1])]
+        named = [pair for pair in hold if pair[1].kind not in CONTAINERS]
+        return named if self._wanted is not None and len(named) == len(self._wanted) else hold
 
     def add(self, sample: Assembled[V], name: str, fields: Iterable[tuple[str, V]]) -> None:
         """Add the fields of the part ``name``. Raises :class:`BadObject` naming it."""
@@ -79,10 +78,6 @@ class Assembler:
             _set(sample, LABEL, text(folder.rpartition("/")[2]))
         if self._options.key:
             sample.values[KEY] = text(sample.key)
-
-
-def _has_many(part: Part) -> bool:
-    return part.kind in CONTAINERS
 
 
 def _set(sample: Assembled[V], name: str, value: V) -> None:

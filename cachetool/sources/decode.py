@@ -84,8 +84,11 @@ def parse_npy(data: memoryview) -> np.ndarray[Any, Any]:
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
 
-def npy_layout(head: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
-    """What the beginning of a ``.npy`` file says: dtype, whether in Fortran's order, shape, where the values begin."""
+def npy_layout(head: memoryview, *, text: bool = False) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
+    """What the beginning of a ``.npy`` file says: dtype, whether in Fortran's order, shape, where the values begin.
+
+    ``text``: also for arrays of strings of one width. Raises :class:`BadObject` with the reason alone.
+    """
     found = _HEADER.match(head[:8])
     if found is None:
         raise BadObject("not a .npy file (it does not begin with \\x93NUMPY)")
@@ -94,12 +97,12 @@ def npy_layout(head: memoryview) -> tuple[np.dtype[Any], bool, tuple[int, ...], 
     start = 8 + wide + length
     if length > MAX_HEADER or start > len(head):
         raise BadObject("not a .npy file (its header is cut short or too long)")
-    dtype, fortran, shape = _npy_header(bytes(head[8 + wide : start]))
+    dtype, fortran, shape = _npy_header(bytes(head[8 + wide : start]), text=text)
     return dtype, fortran, shape, start
 
 
 @functools.lru_cache(maxsize=256)
-def _npy_header(raw: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
+def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     try:
         header = ast.literal_eval(raw.decode("latin-1").strip())
         descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
@@ -110,10 +113,11 @@ def _npy_header(raw: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
         raise BadObject("not a .npy file of plain numbers (its header names no dtype and shape)") from error
     if len(shape) > MAX_RANK:
         raise BadObject(f"an array of {len(shape)} dimensions, at most {MAX_RANK}")
-    try:
-        storage_dtype(descr)
-    except UsageError as error:
-        raise BadObject(str(error)) from None
+    if not (text and re.fullmatch("[<>|][SU][1-9][0-9]{0,8}", descr)):
+        try:
+            storage_dtype(descr)
+        except UsageError as error:
+            raise BadObject(str(error)) from None
     return np.dtype(descr), fortran, shape
 
 

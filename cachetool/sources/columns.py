@@ -1,0 +1,133 @@
+"""Files made of arrays whose rows are samples: which arrays become fields, and reading them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachetool.block import BLOCK_BYTES, Block, Column
+from cachetool.errors import UsageError
+from cachetool.schema import Field
+from cachetool.sources.filebase import ClosingFile, FileOptions, because, bounded, field_names, make_schema, reading
+from cachetool.sources.limits import check_claims, quoted
+
+__all__ = ["ColumnFile", "StoredColumn"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """One array of a file, as a candidate for a field."""
+
+    name: str
+    """As the file has it."""
+    dtype: str
+    """As in :class:`Field`: a NumPy dtype, ``bytes`` or ``str``."""
+    shape: tuple[int, ...]
+    """Of the whole array; its first size counts samples."""
+    nbytes: int
+    """Bytes of all values; 0 where they differ in size."""
+    read: Callable[[int, int], Column]
+    """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
+    ragged: bool = False
+    """Whether every row is an array of its own size, of rank 1."""
+
+    def field(self, name: str) -> Field:
+        """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
+        if self.dtype in ("bytes", "str"):
+            return Field(name, self.dtype)
+        return Field(name, self.dtype, (None,) if self.ragged else self.shape[1:])
+
+
+class ColumnFile(ClosingFile):
+    """A file made of arrays; see :class:`RandomAccess`."""
+
+    def __init__(
+        self,
+        path: Path,
+        found: Sequence[StoredColumn],
+        options: FileOptions,
+        *,
+        skipped: Sequence[tuple[str, str]] = (),
+        stored: int,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
+        go of what reading them opened.
+
+        Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` for
+        arrays that are larger than their file can hold.
+        """
+        self.path = path
+        self._close = close
+        out = list(skipped)
+        by_name = {column.name: column for column in found}
+        names = field_names(path, list(by_name), out, options)
+        self.samples = _common_length(path, [by_name[name] for name in names], options.samples, out)
+        self._columns: dict[str, StoredColumn] = {}
+        fields: list[Field] = []
+        for name, new in names.items():
+            column = by_name[name]
+            if column.shape[0] != self.samples:
+                out.append((name, f"its first dimension is {column.shape[0]}, not {self.samples}"))
+                continue
+            try:
+                fields.append(column.field(new))
+            except UsageError as error:
+                out.append((name, str(error)))
+                continue
+            self._columns[new] = column
+        self.schema = make_schema(path, fields, out)
+        self.skipped = bounded(out)
+        check_claims(
+            str(path),
+            {name: (column.nbytes, self.samples) for name, column in self._columns.items()},
+            stored=stored,
+        )
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        if not 0 <= start <= stop <= self.samples:
+            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+        columns: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            if start == stop:
+                columns[name] = Block.from_samples(self.schema.select([name]), []).columns[name]
+                continue
+            with reading(f"{self.path}: {quoted(column.name)}, rows {start} to {stop}"):
+                columns[name] = column.read(start, stop)
+        return Block(self.schema, columns)
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order."""
+        fixed = self.schema.fixed_nbytes
+        step = max(1, block_bytes // max(1, fixed)) if self.schema.is_fixed else 16
+        start = 0
+        while start < self.samples:
+            block = self.read(start, min(start + step, self.samples))
+            yield block
+            start += len(block)
+            if not self.schema.is_fixed:  # the sizes to come are not known: go by those that came
+                step = max(1, min(4 * step, block_bytes * len(block) // max(1, block.nbytes)))
+
+    def close(self) -> None:
+        """Let go of files."""
+        self._close()
+
+
+def _common_length(
+    path: Path, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
+) -> int:
+    """The first dimension that most arrays have; of several the one that holds most bytes."""
+    if not columns:
+        raise UsageError(f"{path}: nothing in it can be taken as samples{because(skipped)}")
+    weight: dict[int, tuple[int, int]] = {}
+    for column in columns:
+        count, nbytes = weight.get(column.shape[0], (0, 0))
+        weight[column.shape[0]] = (count + 1, nbytes + column.nbytes)
+    if wanted is None:
+        return max(weight, key=lambda length: (*weight[length], length))
+    if wanted not in weight:
+        have = ", ".join(map(str, sorted(weight)))
+        raise UsageError(f"{path}: no array has {wanted} rows; there are {have}")
+    return wanted

@@ -1,0 +1,232 @@
+"""HDF5 files whose datasets hold one sample a row.
+
+Every dataset whose first dimension is the number of samples becomes a field, those in groups as ``group/name``.
+
+=============================  ==========================================================================
+dataset                        field
+=============================  ==========================================================================
+bool, int, uint, float,        fixed, little-endian
+complex, datetime64
+text (variable or fixed        ``str`` when HDF5 calls it UTF-8, ``bytes`` when it calls it ASCII, as h5py
+length)                        reads it
+variable-length numbers        ragged, rank 1
+compound, enum, opaque,        left out, with the reason
+reference
+=============================  ==========================================================================
+
+A file may name other files that its data lie in: external links, external storage, virtual datasets. A file from
+elsewhere could so have any file of this machine read as data, so they are refused, and links are not followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Column
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import storage_dtype
+from cachetool.sources.columns import ColumnFile, StoredColumn
+from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
+from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.rows import Slab, joined, of_sizes, unpadded
+
+__all__ = ["open_hdf5"]
+
+MAX_OBJECTS = 2000
+"""Groups and datasets of one file: a file of one dataset a sample has more, and is no table of samples."""
+_MAX_DEPTH = 32
+
+Array = npt.NDArray[Any]
+
+
+def open_hdf5(path: Path, options: FileOptions) -> ColumnFile:
+    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset."""
+    file = _File(path)
+    skipped: list[tuple[str, str]] = []
+    stored = path.stat().st_size if path.exists() else 0
+    try:
+        with reading(f"{path} is not a whole HDF5 file"):
+            root = file.open()
+        columns = []
+        for name, dataset in _datasets(path, root, options, skipped):
+            with reading(f"{path}: {quoted(name)}"):
+                found = _column(file, name, dataset, stored=stored)
+            if isinstance(found, str):
+                skipped.append((name, found))
+            else:
+                columns.append(found)
+        return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close)
+    finally:
+        file.close()
+
+
+class _File:
+    """The file, opened when it is needed, also after it was closed. Without a lock: nothing is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+        self._on_close: list[Callable[[], None]] = []
+
+    def open(self) -> Any:
+        if self._file is None:
+            self._file = h5py.File(self.path, "r", locking=False)
+        return self._file
+
+    def slab(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> Slab:
+        """Rows kept until :meth:`close`."""
+        slab = Slab(fetch, rows=rows, row_nbytes=row_nbytes, chunk=chunk)
+        self._on_close.append(slab.drop)
+        return slab
+
+    def close(self) -> None:
+        for drop in self._on_close:
+            drop()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    """All datasets below ``root`` that lie in this file, with their names."""
+    with reading(f"{path} is not a whole HDF5 file"):
+        info = h5py.h5o.get_info(root.id)
+    seen = {(info.fileno, info.addr)}
+    folders = [("", root)]
+    count = 0
+    while folders:
+        prefix, group = folders.pop(0)
+        with reading(f"{path}: group {quoted(prefix or '/')}"):
+            names = list(group)
+        for name in names:
+            count += 1
+            if count > MAX_OBJECTS:
+                raise UsageError(
+                    f"{path} holds more than {MAX_OBJECTS} groups and datasets; one dataset a sample is not a layout"
+                    " that can be converted: store samples as rows"
+                )
+            with reading(f"{path}: {quoted(prefix + name)}"):
+                found = _member(path, prefix + name, group, name, options)
+                if isinstance(found, str):
+                    skipped.append((prefix + name, found))
+                    continue
+                info = h5py.h5o.get_info(found.id)
+            if (info.fileno, info.addr) in seen:
+                skipped.append((prefix + name, "the same as another one"))
+                continue
+            seen.add((info.fileno, info.addr))
+            if isinstance(found, h5py.Group):
+                if prefix.count("/") >= _MAX_DEPTH:
+                    raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(prefix)}")
+                folders.append((f"{prefix}{name}/", found))
+            elif not isinstance(found, h5py.Dataset):
+                skipped.append((prefix + name, "a named type"))
+            elif not options.wants(prefix + name):
+                skipped.append((prefix + name, NOT_ASKED))
+            else:
+                yield prefix + name, found
+
+
+def _member(path: Path, full: str, group: Any, name: str, options: FileOptions) -> Any:
+    """The object behind a name, or why it is left out. Nothing outside of the file is opened."""
+    link = group.get(name, getlink=True)
+    if isinstance(link, h5py.ExternalLink):
+        if options.wants(full):
+            raise BadObject(f"{path}: {quoted(full)} is a link into another file, which is refused;{_OTHER}")
+        return "a link into another file"
+    if not isinstance(link, h5py.HardLink):
+        return "a soft link"
+    found = group[name]
+    if isinstance(found, h5py.Dataset):
+        how = found.id.get_create_plist()
+        if how.get_external_count() or how.get_layout() == h5py.h5d.VIRTUAL:
+            if options.wants(full):
+                raise BadObject(f"{path}: {quoted(full)} takes its bytes from other files, which is refused;{_OTHER}")
+            return "its bytes lie in other files"
+    return found
+
+
+_OTHER = "\nchoose other fields with --fields, or copy the data into one file first (h5repack)"
+
+
+def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColumn | str:
+    """The dataset as a candidate for a field, or why it cannot be one."""
+    if not dataset.shape:
+        return "a single value, without rows" if dataset.shape == () else "empty"
+    if reason := _unreadable(dataset):
+        return reason
+    try:
+        dtype = dataset.dtype
+    except (TypeError, ValueError) as error:
+        return f"a type that h5py does not know ({error})"
+    if dataset.chunks is not None:
+        chunk = math.prod(dataset.chunks) * dtype.itemsize
+        check_allocation(f"{file.path}: a chunk of {quoted(name)}", chunk, stored=stored)
+    text, base = h5py.check_string_dtype(dtype), h5py.check_vlen_dtype(dtype)
+    if text is not None or base is not None:
+        if len(dataset.shape) > 1:
+            return f"values of differing size in {len(dataset.shape)} dimensions"
+        if text is not None:
+            return _text(file, name, dataset, text)
+        return _ragged(file, name, dataset, base)
+    if h5py.check_enum_dtype(dtype) is not None:
+        return "an enumeration"
+    if h5py.check_ref_dtype(dtype) is not None:
+        return "references"
+    element, inner = dtype.subdtype or (dtype, ())
+    try:
+        little = storage_dtype(element)
+    except UsageError as error:
+        return "a compound type" if element.names else str(error)
+    row = math.prod((*dataset.shape[1:], *inner)) * element.itemsize
+
+    def fetch(start: int, stop: int) -> Array:
+        rows: Array = file.open()[name][start:stop]
+        return np.ascontiguousarray(rows, dtype=little)
+
+    read = fetch
+    if dataset.chunks is not None:
+        read = file.slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0]).read
+    return StoredColumn(name, little.str, (*dataset.shape, *inner), row * dataset.shape[0], read)
+
+
+def _unreadable(dataset: Any) -> str | None:
+    """Why this HDF5 library cannot unpack the dataset."""
+    how = dataset.id.get_create_plist()
+    for index in range(how.get_nfilters()):
+        number, _, _, label = how.get_filter(index)
+        if not h5py.h5z.filter_avail(number):
+            said = label.decode("ascii", "replace") if label.isascii() else ""
+            return f"compressed by filter {number} {said}".rstrip() + ", which this HDF5 library does not have"
+    return None
+
+
+def _text(file: _File, name: str, dataset: Any, text: Any) -> StoredColumn:
+    def read(start: int, stop: int) -> Column:
+        rows: Array = file.open()[name][start:stop]
+        return unpadded(rows) if text.length is not None else joined(rows.tolist())
+
+    kind = "str" if text.encoding == "utf-8" else "bytes"
+    return StoredColumn(name, kind, dataset.shape, (text.length or 0) * dataset.shape[0], read)
+
+
+def _ragged(file: _File, name: str, dataset: Any, base: Any) -> StoredColumn | str:
+    if not isinstance(base, np.dtype) or base.hasobject:
+        return "lists of values of differing size"
+    try:
+        little = storage_dtype(base)
+    except UsageError as error:
+        return str(error)
+
+    def read(start: int, stop: int) -> Column:
+        rows = [np.asarray(row, dtype=little) for row in file.open()[name][start:stop]]
+        return of_sizes(np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64), shapes=True)
+
+    return StoredColumn(name, little.str, dataset.shape, 0, read, ragged=True)

@@ -1,0 +1,70 @@
+"""How much a file is believed: what it claims to hold, against the bytes that it has on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cachetool.errors import BadObject
+from cachetool.units import format_size
+
+__all__ = ["FREE_VALUE", "check_allocation", "check_claims", "disk_bytes", "quoted"]
+
+MAX_VALUE = 4 * 2**30
+"""Bytes of the largest single value, chunk or record that is read."""
+FREE_VALUE = 64 * 2**20
+"""A value up to this size is read whatever the file's size..."""
+VALUE_RATIO = 100
+"""...a larger one takes at least one byte on disk for so many in memory."""
+FREE_TOTAL = 4 * 2**30
+TOTAL_RATIO = 1000
+"""The same for all samples together: sparse and empty data compress far better as a whole than one value does."""
+
+
+def check_allocation(what: str, nbytes: int, *, stored: int) -> None:
+    """Refuse to make room for ``nbytes`` of one value that comes out of ``stored`` bytes on disk.
+
+    Raises :class:`BadObject` naming ``what``.
+    """
+    most = min(MAX_VALUE, FREE_VALUE + VALUE_RATIO * stored)
+    if nbytes > most:
+        raise BadObject(
+            f"{what} claims {format_size(nbytes)} in one piece, out of {format_size(stored)} on disk;"
+            f" at most {format_size(most)} are read"
+        )
+
+
+def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) -> None:
+    """Refuse arrays, ``{name: (bytes of all rows, rows)}``, that claim more than ``stored`` bytes on disk can mean.
+
+    Raises :class:`BadObject` naming ``what`` and the array.
+    """
+    for name, (nbytes, rows) in claims.items():
+        check_allocation(f"{what}: a row of {quoted(name)}", nbytes // max(1, rows), stored=stored)
+    total = sum(nbytes for nbytes, _ in claims.values())
+    if total > FREE_TOTAL + TOTAL_RATIO * stored:
+        name = max(claims, key=lambda each: claims[each][0])
+        raise BadObject(
+            f"{what} claims {format_size(total)} of samples out of {format_size(stored)} on disk, most in"
+            f" {quoted(name)}; leave that out with --fields"
+        )
+
+
+def disk_bytes(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; links are not followed below ``path``."""
+    if not path.is_dir():
+        return path.stat().st_size
+    total, folders = 0, [os.fspath(path)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def quoted(name: str) -> str:
+    """A name out of a file, fit to be shown."""
+    return repr(name if len(name) <= 100 else name[:97] + "...")

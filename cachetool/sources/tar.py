@@ -1,0 +1,262 @@
+"""Tar files in WebDataset's grouping, plain or gzip: members of one key that follow each other are one sample.
+
+Keys, fields and values are those of a folder of objects (:mod:`cachetool.sources.keys`,
+:mod:`cachetool.sources.decode`); several files are one input. All members are looked at first, so that the schema holds
+all of them: of arrays and images only the header is read then.
+
+Nothing is extracted: a member is bytes under a name, and its name is text. Links, devices and sparse files hold no
+bytes of their own and are left out, and so are members whose name begins with ``/`` or leads through ``..``. One key in
+two places of one file is refused: which of them a sample is made of would be a guess.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import tarfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from cachetool.block import BLOCK_BYTES, Block
+from cachetool.errors import BadObject, UsageError
+from cachetool.sources.assemble import Assembled, Assembler
+from cachetool.sources.decode import MAX_HEADER, NULL, Value, decode, npy_layout
+from cachetool.sources.filebase import ClosingFile, FileOptions, LeftOut, reading
+from cachetool.sources.images import image_shape
+from cachetool.sources.keys import Part, Stem
+from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.shapes import Shape, common_schema, names_of, nbytes_of, shape_of
+
+__all__ = ["TarFiles"]
+
+MAX_SAMPLES = 2**14
+"""Most samples of one block, however small."""
+_RECORD = 512
+_MAX_NOTE = 2**20
+_SKIP = 2**20
+_GZIP = b"\x1f\x8b"
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
+_NOT_FILES = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a pipe",
+}
+
+V = TypeVar("V")
+
+
+class TarFiles(ClosingFile):
+    """The samples of one or several tar files; see :class:`cachetool.sources.filebase.FileSource`."""
+
+    def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
+        """Looks at all members of all ``files``; ``path`` names the input as a whole.
+
+        Raises :class:`BadObject` naming file and member, or two samples whose fields differ.
+        """
+        self.path, self._files, self._options = path, tuple(files), options
+        self._stem, self._assembler = Stem(options.stem), Assembler(options, str(path))
+        self.samples = 0
+        left_out = LeftOut()
+        names: dict[str, None] = {}
+
+        def shapes() -> Iterator[tuple[str, dict[str, Shape]]]:
+            for file in self._files:
+                for sample in self._samples(file, self._outline, lambda _: Shape("str", ()), left_out):
+                    self.samples += 1
+                    if len(names) < 100:
+                        names.update(dict.fromkeys(sample.names))
+                    yield f"{file}: {sample.key}", sample.values
+
+        try:
+            self.schema = common_schema(shapes(), options.fields)
+        except BadObject:
+            if self.samples:
+                raise
+            raise BadObject(f"{path}: no samples in it{left_out.because()}") from None
+        for name in options.fields or ():
+            if name not in self.schema:
+                raise UsageError(f"{path}: no field {name!r}; the samples have {names_of(list(names))}")
+        self.skipped = left_out.listed()
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order; no block holds samples of two files."""
+        for file in self._files:
+            pending: list[Assembled[Value]] = []
+            held = 0
+            for sample in self._samples(file, self._decode, str, LeftOut()):
+                pending.append(sample)
+                held += sum(map(nbytes_of, sample.values.values()))
+                if held >= block_bytes or len(pending) >= MAX_SAMPLES:
+                    yield self._block(file, pending)
+                    pending, held = [], 0
+            if pending:
+                yield self._block(file, pending)
+
+    def _block(self, file: Path, samples: Sequence[Assembled[Value]]) -> Block:
+        try:
+            return Block.from_samples(self.schema, [sample.values for sample in samples])
+        except UsageError:
+            for sample in samples:  # rare: the file was changed since it was looked at; find out where
+                try:
+                    Block.from_samples(self.schema, [sample.values])
+                except UsageError as error:
+                    raise BadObject(f"{file}: sample {quoted(sample.key)}: {error}") from None
+            raise
+
+    def _samples(
+        self,
+        file: Path,
+        take: Callable[[Part, _Member], Iterable[tuple[str, V]]],
+        text: Callable[[str], V],
+        left_out: LeftOut,
+    ) -> Iterator[Assembled[V]]:
+        """The samples of one file, their fields made by ``take`` while each member passes by."""
+        seen: set[int] = set()
+        sample: Assembled[V] | None = None
+        for member in _members(file, left_out):
+            part = self._stem.split(member.name)
+            if isinstance(part, str):
+                left_out.add(member.name, part)
+                continue
+            try:
+                if sample is None or sample.key != part.sample:
+                    if sample is not None:
+                        self._assembler.finish(sample, text)
+                        yield sample
+                    sample = Assembled(part.sample)
+                    if hash(sample.key) in seen:
+                        raise BadObject(f"key {quoted(sample.key)} comes twice, with other samples in between")
+                    seen.add(hash(sample.key))
+                if self._assembler.may_hold(part):
+                    self._assembler.add(sample, member.name, take(part, member))
+            except BadObject as error:
+                raise BadObject(f"{file}: {error}") from error.__cause__
+        if sample is not None:
+            try:
+                self._assembler.finish(sample, text)
+            except BadObject as error:
+                raise BadObject(f"{file}: {error}") from None
+            yield sample
+
+    def _decode(self, part: Part, member: _Member) -> Iterable[tuple[str, Value]]:
+        return decode(part, member.read(), images=self._options.decode == "image")
+
+    def _outline(self, part: Part, member: _Member) -> Iterator[tuple[str, Shape]]:
+        """What the fields of a member are, reading no more of it than that takes."""
+        if part.kind == "npy":
+            dtype, _, shape, _ = npy_layout(member.read(MAX_HEADER + 12))
+            yield part.field, Shape(dtype.newbyteorder("<").str, shape)
+        elif part.kind == "image" and self._options.decode == "image":
+            yield part.field, Shape("|u1", image_shape(member.read()))
+        elif part.kind in ("npz", "json"):
+            for name, value in self._decode(part, member):
+                outlined: Any = value if value is NULL else shape_of(value)
+                yield name, outlined
+        elif part.kind == "int":
+            yield part.field, shape_of(0)
+        else:
+            yield part.field, Shape("str" if part.kind == "str" else "bytes", ())
+
+
+@dataclass(slots=True)
+class _Member:
+    """A file inside a tar file; can be read once, while it passes by."""
+
+    name: str
+    size: int
+    stream: IO[bytes]
+    stored: int
+    """Bytes of the tar file on disk."""
+    taken: int = 0
+
+    def read(self, most: int | None = None) -> memoryview:
+        """Its bytes, or the first ``most``."""
+        count = self.size if most is None else min(most, self.size)
+        check_allocation("it", count, stored=self.stored)
+        data = memoryview(self.stream.read(count))
+        self.taken = len(data)
+        if len(data) != count:
+            raise BadObject(f"the tar file is cut short: {len(data)} of {count} bytes")
+        return data
+
+
+def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
+    """The regular files inside ``file``. Raises :class:`BadObject` naming the file and where it is damaged.
+
+    Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html and GNU tar's long names.
+    """
+    with reading(f"{file} is not a whole tar file"), file.open("rb") as raw:
+        stored = os.fstat(raw.fileno()).st_size
+        packed = raw.read(2) == _GZIP
+        raw.seek(0)
+        stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
+        at = 0
+        notes: dict[str, str] = {}
+        while (head := stream.read(_RECORD)).strip(b"\0"):
+            if len(head) < _RECORD:
+                raise BadObject(f"{file} is cut short at byte {at}")
+            try:
+                info = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+            except tarfile.HeaderError as error:
+                raise BadObject(f"{file}: byte {at} is no header of a member ({error})") from error
+            at += _RECORD
+            if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE):
+                if not 0 <= info.size <= _MAX_NOTE:
+                    raise BadObject(f"{file}: byte {at} begins a name or note of {info.size} bytes")
+                data = stream.read(info.size)
+                _note(info, data, notes)
+                at += _skip(stream, len(data), info.size)
+                continue
+            name = notes.get("path", info.name).removeprefix("./")
+            size = int(notes["size"]) if notes.get("size", "").isdecimal() else info.size
+            sparse = info.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in notes)
+            notes = {}
+            if info.type in (*_LINKS, tarfile.DIRTYPE):
+                size = 0  # as tar has it, whatever the header says
+            if size < 0:
+                raise BadObject(f"{file}: {quoted(name)} has a size of {size} bytes")
+            member = _Member(name, size, stream, stored)
+            if sparse:
+                left_out.add(name, "a sparse file")
+            elif info.type in _REGULAR:
+                if name.startswith("/") or ".." in name.split("/"):
+                    left_out.add(name, "its name leads out of the archive")
+                else:
+                    yield member
+            elif info.type != tarfile.DIRTYPE:
+                left_out.add(name, _NOT_FILES.get(info.type, "neither a file nor a folder"))
+            at += _skip(stream, member.taken, size)
+        if len(head) < _RECORD:
+            raise BadObject(f"{file} is cut short: it ends at byte {at} without an end mark")
+
+
+def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
+    """Add what precedes a member: its long name, or pax records ``LENGTH KEY=VALUE`` and a line feed."""
+    if info.type == tarfile.GNUTYPE_LONGNAME:
+        notes["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+    elif info.type == tarfile.XHDTYPE:
+        while data:
+            length, blank, _ = data.partition(b" ")
+            if not blank or not length.isdigit() or not len(length) < int(length) <= len(data):
+                raise BadObject("a note of pax is damaged")
+            record, data = data[len(length) + 1 : int(length) - 1], data[int(length) :]
+            key, _, value = record.partition(b"=")
+            notes[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
+
+
+def _skip(stream: IO[bytes], taken: int, size: int) -> int:
+    """Pass over what is left of ``size`` bytes and what fills their last record; gives the bytes of all of it."""
+    whole = math.ceil(size / _RECORD) * _RECORD
+    if isinstance(stream, gzip.GzipFile):
+        left = whole - taken
+        while left > 0 and (got := len(stream.read(min(left, _SKIP)))):
+            left -= got
+    else:
+        stream.seek(whole - taken, os.SEEK_CUR)
+    return whole

@@ -1,0 +1,245 @@
+"""TFRecord files of ``tf.train.Example`` records, plain or gzip, by whomever: several are one input.
+
+A file does not say what its records hold, so all of them are looked at first:
+
+==============================  ===============================================
+feature                         field
+==============================  ===============================================
+``float_list``                  float32: scalar when it always has one value, fixed ``(k,)`` when always k,
+``int64_list``                  else ragged, rank 1; int64 likewise
+``bytes_list``, always one      bytes
+``bytes_list``, other counts    left out
+==============================  ===============================================
+
+A number list that some records do not have is empty there, as TensorFlow's ``VarLenFeature`` has it. Fields are in the
+order of their names, since records have none. Neither TensorFlow nor the package ``tfrecord`` is needed, which cannot
+be imported into one process; every record's two checksums are checked.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cachetool.block import BLOCK_BYTES, Block, Column
+from cachetool.errors import BadObject, UsageError
+from cachetool.example import BYTES, EMPTY, FLOAT, INT64, KIND_NAMES, Feature, Gathered, parse_example
+from cachetool.schema import Field
+from cachetool.sources.filebase import NOT_ASKED, ClosingFile, FileOptions, bounded, field_names, make_schema, reading
+from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.rows import of_sizes
+
+__all__ = ["TFRecordFiles", "is_tfrecord"]
+
+MAX_FEATURES = 1000
+MAX_RECORDS = 2**14
+"""Most records of one block, however small."""
+_HEAD = struct.Struct("<QI")
+_CRC = struct.Struct("<I")
+_BUFFER = 2**20
+_GZIP = b"\x1f\x8b"
+_DTYPES = {FLOAT: "<f4", INT64: "<i8"}
+
+
+class TFRecordFiles(ClosingFile):
+    """The records of one or several files; see :class:`cachetool.sources.filebase.FileSource`."""
+
+    def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
+        """Reads all ``files`` once, to know the schema and the count; ``path`` names the input as a whole.
+
+        Raises :class:`BadObject` naming file and record, :class:`UsageError` when nothing in them can be a field.
+        """
+        self.path, self._files = path, tuple(files)
+        self.samples = 0
+        found: dict[str, _Found] = {}
+        for run in _runs(self._files, BLOCK_BYTES):
+            _look(found, run, options, first=self.samples == 0)
+            self.samples += len(run.examples)
+        if not self.samples:
+            raise BadObject(f"{path}: no records in it")
+        skipped: list[tuple[str, str]] = []
+        reasons = {name: NOT_ASKED if not options.wants(name) else each.reason() for name, each in found.items()}
+        for name in sorted(found):
+            if reason := reasons[name]:
+                skipped.append((name, reason))
+        names = field_names(path, [name for name in sorted(found) if not reasons[name]], skipped, options)
+        self._names: dict[str, str] = {}
+        fields: list[Field] = []
+        for name, new in names.items():
+            try:
+                fields.append(found[name].field(new))
+            except UsageError as error:
+                skipped.append((name, str(error)))
+                continue
+            self._names[new] = name
+        self.schema = make_schema(path, fields, skipped)
+        self.skipped = bounded(skipped)
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All records in order; no block holds records of two files."""
+        for run in _runs(self._files, block_bytes, frozenset(self._names.values())):
+            yield Block(self.schema, {f.name: _column(f, self._names[f.name], run) for f in self.schema})
+
+
+def is_tfrecord(head: bytes) -> bool:
+    """Whether a file that begins with ``head`` (12 bytes) begins with the length of a record and its checksum."""
+    return len(head) >= _HEAD.size and _length(head[: _HEAD.size]) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Some records of one file, one after another."""
+
+    file: Path
+    first: int
+    """Number of the first one in its file."""
+    examples: list[dict[str, Feature]]
+
+    def name(self, index: int) -> str:
+        """For messages."""
+        return f"{self.file}: record {self.first + index}"
+
+    def gather(self, name: str, kind: int) -> Gathered:
+        """One feature of all records. Raises :class:`BadObject` naming a record that has it as another kind."""
+        out = Gathered(kind)
+        for index, example in enumerate(self.examples):
+            feature = example.get(name)
+            if feature is not None and feature.kind not in (EMPTY, kind):
+                raise BadObject(
+                    f"{self.name(index)}: feature {quoted(name)} is {KIND_NAMES[feature.kind]},"
+                    f" but {KIND_NAMES[kind]} in records before; leave it out with --fields"
+                )
+            try:
+                out.add(feature)
+            except ValueError as error:
+                raise BadObject(f"{self.name(index)}: feature {quoted(name)}: {error}") from error
+        return out
+
+
+@dataclass(slots=True)
+class _Found:
+    """What all records looked at so far say of one feature."""
+
+    kind: int
+    least: int
+    """Values a record."""
+    most: int
+
+    def reason(self) -> str | None:
+        """Why it cannot be a field."""
+        if self.kind == EMPTY:
+            return "always empty"
+        if self.kind == BYTES and not self.least == self.most == 1:
+            return f"{self.least} to {self.most} byte strings a record; only one can be taken"
+        return None
+
+    def field(self, name: str) -> Field:
+        """The field it becomes."""
+        if self.kind == BYTES:
+            return Field(name, "bytes")
+        if self.least == self.most:
+            return Field(name, _DTYPES[self.kind], () if self.most == 1 else (self.most,))
+        return Field(name, _DTYPES[self.kind], (None,))
+
+
+def _look(found: dict[str, _Found], run: _Run, options: FileOptions, *, first: bool) -> None:
+    """Add what a run says to what was found before; ``first``: there was nothing before it."""
+    for name in {*found, *(name for example in run.examples for name in example)}:
+        known = found.setdefault(name, _Found(EMPTY, -1 if first else 0, 0))
+        if len(found) > MAX_FEATURES:
+            raise BadObject(f"{run.name(0)}: more than {MAX_FEATURES} features by name")
+        if not options.wants(name):
+            continue
+        if known.kind == EMPTY:
+            kinds = (example[name].kind for example in run.examples if name in example)
+            known.kind = next((kind for kind in kinds if kind != EMPTY), EMPTY)
+        counts = run.gather(name, known.kind).counts()
+        least = int(counts.min())
+        known.least = least if known.least < 0 else min(known.least, least)
+        known.most = max(known.most, int(counts.max()))
+
+
+def _column(field: Field, name: str, run: _Run) -> Column:
+    kind = BYTES if field.kind == "bytes" else FLOAT if field.numpy.kind == "f" else INT64
+    gathered = run.gather(name, kind)
+    with reading(f"{run.name(0)} or one of the {len(run.examples) - 1} behind it: feature {quoted(name)}"):
+        counts, values = gathered.counts(), gathered.values()
+    wanted = 1 if kind == BYTES or not field.shape else field.shape[0]
+    if wanted is not None and (counts != wanted).any():
+        index = int((counts != wanted).argmax())
+        raise BadObject(f"{run.name(index)}: feature {quoted(name)} has changed since it was looked at")
+    if kind == BYTES:
+        return of_sizes(values, gathered.sizes())
+    return values.reshape(len(counts), *field.sizes) if wanted is not None else of_sizes(values, counts, shapes=True)
+
+
+def _runs(files: Sequence[Path], block_bytes: int, wanted: Collection[str] | None = None) -> Iterator[_Run]:
+    """The records of all files, parsed, in runs of about ``block_bytes``."""
+    for file in files:
+        first = held = 0
+        examples: list[dict[str, Feature]] = []
+        with closing(_records(file)) as records:
+            for record in records:
+                try:
+                    examples.append(parse_example(record, wanted))
+                except ValueError as error:
+                    number = first + len(examples)
+                    raise BadObject(f"{file}: record {number} is not a tf.train.Example ({error})") from error
+                held += len(record)
+                if held >= block_bytes or len(examples) >= MAX_RECORDS:
+                    yield _Run(file, first, examples)
+                    first, held, examples = first + len(examples), 0, []
+        if examples:
+            yield _Run(file, first, examples)
+
+
+def _records(file: Path) -> Generator[memoryview]:
+    """The bytes of each record, checked. Raises :class:`BadObject` naming the file and the record."""
+    number = 0
+    with reading(str(file)), file.open("rb", buffering=_BUFFER) as raw:
+        stored = left = os.fstat(raw.fileno()).st_size
+        head = raw.read(_HEAD.size)
+        raw.seek(0)
+        # A plain file may begin with gzip's two bytes too, as a length; then its checksum holds.
+        plain = head[:2] != _GZIP or is_tfrecord(head)
+        stream: IO[bytes] = raw if plain else io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER)
+        while head := stream.read(_HEAD.size):
+            what = f"{file}: record {number}"
+            size = _length(head)
+            if size is None:
+                why = "is cut short" if len(head) < _HEAD.size else "has a damaged length, or the file is no TFRecord"
+                raise BadObject(f"{what} {why}")
+            left -= _HEAD.size + size + _CRC.size
+            if plain and left < 0:
+                raise BadObject(f"{what} is cut short: its {size} bytes reach past the end of the file")
+            check_allocation(what, size, stored=stored)
+            data = memoryview(stream.read(size + _CRC.size))
+            if len(data) < size + _CRC.size:
+                raise BadObject(f"{what} is cut short: it should have {size} bytes")
+            if _masked(data[:size]) != _CRC.unpack_from(data, size)[0]:
+                raise BadObject(f"{what} does not match its checksum")
+            yield data[:size]
+            number += 1
+
+
+def _length(head: bytes) -> int | None:
+    """The length of a record, out of the 12 bytes before it; None when they are not that."""
+    if len(head) != _HEAD.size:
+        return None
+    size, crc = _HEAD.unpack(head)
+    return int(size) if _masked(head[:8]) == crc else None
+
+
+def _masked(data: bytes | memoryview) -> int:
+    """CRC-32C, masked as TFRecord has it (tensorflow/core/lib/hash/crc32c.h)."""
+    import crc32c
+
+    value = crc32c.crc32c(data)
+    return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF

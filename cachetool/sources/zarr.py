@@ -1,0 +1,197 @@
+"""Zarr v2 and v3, groups and single arrays, whose arrays hold one sample a row.
+
+Every array whose first dimension is the number of samples becomes a field, those in groups as ``group/name``; a single
+array is named after its folder. Chunks that are not there hold the array's fill value, as Zarr has it.
+
+The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
+metadata can ask for unpickle, also when they stand behind others or inside a shard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Column
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import storage_dtype
+from cachetool.sources.columns import ColumnFile, StoredColumn
+from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
+from cachetool.sources.limits import check_allocation, disk_bytes, quoted
+from cachetool.sources.rows import Slab, joined, unpadded
+
+__all__ = ["is_zarr", "open_zarr"]
+
+MAX_ARRAYS = 2000
+_MAX_DEPTH = 32
+_MAX_METADATA = 16 * 2**20
+
+_COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
+_CHECKSUMS = frozenset({"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"})
+_NUMBERS = frozenset({"astype", "bitround", "bytes", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle"})
+_CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | {"transpose", "vlen-bytes", "vlen-utf8"}
+"""Codecs that turn bytes into numbers or text and do nothing else."""
+
+Array = npt.NDArray[Any]
+
+
+def is_zarr(folder: Path) -> bool:
+    """Whether ``folder`` is a Zarr array or group."""
+    return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+
+
+def open_zarr(path: Path, options: FileOptions) -> ColumnFile:
+    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array."""
+    with reading(str(path)):
+        stored = disk_bytes(path)
+        if not is_zarr(path):
+            raise BadObject(f"{path} is no Zarr folder: it has neither zarr.json nor .zarray nor .zgroup")
+    skipped: list[tuple[str, str]] = []
+    columns: list[StoredColumn] = []
+    slabs: list[Slab] = []
+    for name, folder, metadata in _arrays(path, skipped):
+        if not options.wants(name):
+            skipped.append((name, NOT_ASKED))
+            continue
+        if (unknown := _unknown_codec(metadata)) is not None:
+            skipped.append((name, f"it uses {quoted(unknown)}, which is not a codec for numbers or text"))
+            continue
+        with reading(f"{path}: {quoted(name)}"):
+            found = _column(path, name, folder, metadata, slabs, stored=stored)
+        if isinstance(found, str):
+            skipped.append((name, found))
+        else:
+            columns.append(found)
+
+    def close() -> None:
+        for slab in slabs:
+            slab.drop()
+
+    return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=close)
+
+
+def _arrays(path: Path, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Path, dict[str, Any]]]:
+    """All arrays below ``path``: name, folder and metadata. Links to folders are not followed."""
+    folders = [("", path)]
+    count = 0
+    while folders:
+        name, folder = folders.pop(0)
+        metadata = _metadata(folder)
+        if metadata is None:
+            continue
+        if "shape" in metadata:
+            count += 1
+            if count > MAX_ARRAYS:
+                raise UsageError(
+                    f"{path} holds more than {MAX_ARRAYS} arrays; one array a sample is not a layout that can be"
+                    " converted: store samples as rows"
+                )
+            yield name or path.name.removesuffix(".zarr"), folder, metadata
+            continue
+        if name.count("/") >= _MAX_DEPTH:
+            raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(name)}")
+        with reading(f"{path}: group {quoted(name)}"), os.scandir(folder) as entries:
+            below = sorted(entries, key=lambda entry: entry.name)
+        for entry in below:
+            child = f"{name}/{entry.name}" if name else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                folders.append((child, folder / entry.name))
+            elif entry.is_dir():
+                skipped.append((child, "a link to a folder"))
+
+
+def _metadata(folder: Path) -> dict[str, Any] | None:
+    """What ``zarr.json`` or ``.zarray`` says; without ``shape`` for a group; None for a folder that is neither."""
+    for name in ("zarr.json", ".zarray", ".zgroup"):
+        file = folder / name
+        with reading(str(file)):
+            if not file.is_file():
+                continue
+            if file.stat().st_size > _MAX_METADATA:
+                raise BadObject(f"{file}: metadata of {file.stat().st_size} bytes")
+            found = json.loads(file.read_bytes())
+            if not isinstance(found, dict) or found.get("zarr_format") not in (2, 3):
+                raise BadObject(f"{file}: not the metadata of Zarr v2 or v3")
+            is_array = name == ".zarray" or (name == "zarr.json" and found.get("node_type") == "array")
+            if is_array != ("shape" in found):
+                raise BadObject(f"{file}: not the metadata of an array or a group")
+            return found
+    return None
+
+
+def _unknown_codec(metadata: dict[str, Any]) -> str | None:
+    """The first codec of an array that is not known to be harmless."""
+    if metadata["zarr_format"] == 2:
+        codecs: Any = [metadata.get("compressor"), *(metadata.get("filters") or [])]
+    else:
+        codecs = metadata.get("codecs")
+    pending = list(codecs) if isinstance(codecs, list) else ["none"]
+    while pending:
+        codec = pending.pop()
+        if codec is None:
+            continue
+        settings = codec if isinstance(codec, dict) else {"name": codec}
+        name = settings.get("id", settings.get("name"))
+        if name == "sharding_indexed":
+            inner = settings.get("configuration")
+            for key in ("codecs", "index_codecs"):
+                below = inner.get(key) if isinstance(inner, dict) else None
+                pending += below if isinstance(below, list) else ["none"]
+        elif not isinstance(name, str) or name.removeprefix("numcodecs.") not in _CODECS:
+            return str(name)[:100]
+    return None
+
+
+def _column(
+    path: Path, name: str, folder: Path, metadata: dict[str, Any], slabs: list[Slab], *, stored: int
+) -> StoredColumn | str:
+    """The array as a candidate for a field, or why it cannot be one."""
+    import zarr
+    from zarr.storage import LocalStore
+
+    array = zarr.open_array(LocalStore(folder, read_only=True), mode="r", zarr_format=metadata["zarr_format"])
+    if not array.shape:
+        return "a single value, without rows"
+    dtype = array.dtype
+    check_allocation(
+        f"{path}: a chunk of {quoted(name)}", math.prod(array.shards or array.chunks) * dtype.itemsize, stored=stored
+    )
+
+    def rows(start: int, stop: int) -> Array:
+        return np.asarray(array[start:stop])
+
+    if dtype.kind in "TOSU":  # O: bytes of differing size; text of differing size is T
+        return f"texts in {len(array.shape)} dimensions" if len(array.shape) > 1 else _text(name, array, rows)
+    try:
+        little = storage_dtype(dtype)
+    except UsageError as error:
+        return "a compound type" if dtype.names else str(error)
+    row = math.prod(array.shape[1:]) * dtype.itemsize
+    slab = Slab(
+        lambda start, stop: np.ascontiguousarray(rows(start, stop), dtype=little),
+        rows=array.shape[0],
+        row_nbytes=row,
+        chunk=array.chunks[0],
+    )
+    slabs.append(slab)
+    return StoredColumn(name, little.str, array.shape, row * array.shape[0], slab.read)
+
+
+def _text(name: str, array: Any, rows: Any) -> StoredColumn:
+    kind, itemsize = array.dtype.kind, array.dtype.itemsize
+
+    def read(start: int, stop: int) -> Column:
+        found: Array = rows(start, stop)
+        if kind in "SU":
+            return unpadded(found)
+        return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in found])
+
+    nbytes = itemsize * array.shape[0] if kind in "SU" else 0
+    return StoredColumn(name, "bytes" if kind in "SO" else "str", array.shape, nbytes, read)
