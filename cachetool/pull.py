@@ -22,7 +22,7 @@ from typing import Any
 from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.errors import CacheToolError, CapBlocked, CapTooSmall, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
@@ -159,6 +159,9 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     try:
         outcomes = LocalEngine().run([task] * workers, on_message) if count or options.follow else []
         full = [outcome["full"] for outcome in outcomes if outcome["full"]]
+    except CacheToolError as error:
+        cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}")
+        raise
     finally:
         with cache.catalog.write() as connection:
             draws.close_job(connection, job)

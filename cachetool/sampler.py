@@ -136,6 +136,7 @@ class _Drawing:
         self._channel = channel
         self._from = held.start
         self._skipped: list[Skipped] = []
+        self._fetched = 0
         self._staging: Staging | None = None
         self._files: ShardFiles | None = None
         self._room = (0, 0)
@@ -152,6 +153,7 @@ class _Drawing:
         try:
             for piece in pieces:
                 self._skipped += piece.skipped
+                self._fetched += piece.fetched
                 self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
                 block, at = piece.block, piece.draws
                 while len(block):
@@ -200,7 +202,9 @@ class _Drawing:
         if files is None or staging is None:
             if upto > start:
                 with self._cache.catalog.write() as connection:
-                    draws.finish(connection, plan.job, self._held, upto, samples=0, skipped=len(skipped))
+                    draws.finish(
+                        connection, plan.job, self._held, upto, samples=0, skipped=len(skipped), fetched=self._fetched
+                    )
         else:
             facts = files.facts()
             self._files = None
@@ -208,12 +212,18 @@ class _Drawing:
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
                 origin=Origin(plan.source, self._source.url, self._held.turn, ((start, upto),)),
                 close=lambda connection: draws.finish(
-                    connection, plan.job, self._held, upto, samples=facts.samples, skipped=len(skipped)
+                    connection,
+                    plan.job,
+                    self._held,
+                    upto,
+                    samples=facts.samples,
+                    skipped=len(skipped),
+                    fetched=self._fetched,
                 ),
             )
             self._staging = None
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
-        self._from, self._room = upto, (0, 0)
+        self._from, self._room, self._fetched = upto, (0, 0), 0
         self._skipped = [s for s in self._skipped if s not in skipped]
         if skipped:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})

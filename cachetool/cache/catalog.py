@@ -14,17 +14,18 @@ admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=F
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cachetool.errors import CapacityError, CatalogError
 
-__all__ = ["Catalog", "Connection", "Row", "allowance"]
+__all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
 
 Connection = sqlite3.Connection
 Row = sqlite3.Row
@@ -75,6 +76,11 @@ _MIGRATIONS = (
 SCHEMA_VERSION = len(_MIGRATIONS)
 
 
+def library_version() -> str:
+    """Version of the SQLite library."""
+    return sqlite3.sqlite_version
+
+
 def allowance(pages: int) -> int:
     """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers."""
     return int(2.01 * pages * PAGE_BYTES) + 65536
@@ -107,6 +113,11 @@ class Catalog:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
                 self._connection = None
+
+    def note_error(self, subject: str, text: str) -> None:
+        """Keep an error for ``stats`` and for trainers that wait; where nothing can be written, another one is known."""
+        with contextlib.suppress(CapacityError, CatalogError), self.write() as connection:
+            event(connection, time.time(), "error", subject, text)
 
     def trouble(self) -> str | None:
         """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
@@ -157,12 +168,12 @@ class Catalog:
             raise CatalogError(f"catalog {self.path} has no {key}; run: cachetool verify --repair")
         return int(row["value"])
 
-    @contextmanager
+    @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """A transaction that only reads, for several statements that must agree with each other."""
         yield from self._transaction("BEGIN")
 
-    @contextmanager
+    @contextlib.contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """A transaction that holds the cache's lock from its first moment; rolled back when the body raises.
 

@@ -205,9 +205,11 @@ def claim(connection: Connection, job: str, *, holder: str, most: int) -> Claim 
     return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop)
 
 
-def finish(connection: Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int) -> None:
+def finish(
+    connection: Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int, fetched: int = 0
+) -> None:
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
-    transaction that commits their samples."""
+    transaction that commits their samples, for which ``fetched`` bytes came over the wire."""
     if upto >= held.stop:
         connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
@@ -216,7 +218,9 @@ def finish(connection: Connection, job: str, held: Claim, upto: int, *, samples:
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
     connection.execute(
-        "UPDATE sources SET skipped = skipped + ? WHERE id = (SELECT source FROM jobs WHERE id = ?)", (skipped, job)
+        "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ?"
+        " WHERE id = (SELECT source FROM jobs WHERE id = ?)",
+        (skipped, fetched, job),
     )
 
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -100,6 +101,35 @@ def live_locks(folder: Path) -> list[int]:
     """Pids of the other processes that hold a lock here, whether or not a catalog knows them; 0 where it is unknown."""
     with _lock:
         return [pid for pid in map(_owner, _others(folder)) if pid is not None]
+
+
+def lock_states(folder: Path) -> dict[str, bool]:
+    """Every holder that has a lock file here, and whether its process is alive; this process always is."""
+    with _lock:
+        own = existing_holder(folder)
+        states = {path.stem: _alive(path) for path in _others(folder)}
+        return states if own is None else {**states, own.id: True}
+
+
+def locks_work(folder: Path) -> bool:
+    """Whether a lock that this process holds in ``folder`` keeps another process out, and lets it in afterwards."""
+    path = folder / f"{secrets.token_hex(8)}.lock"
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+
+    def other_gets_it() -> bool:
+        return (
+            subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode == 0
+        )
+
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kept_out = not other_gets_it()
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+        return kept_out and other_gets_it()
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
 
 
 def _others(folder: Path) -> list[Path]:

@@ -139,11 +139,19 @@ class Layout:
 
     def free_disk(self) -> int:
         """Bytes an unprivileged user may still write on the cache's disk; also where the root does not exist yet."""
+        found = self._statvfs()
+        return found.f_bavail * found.f_frsize
+
+    def free_inodes(self) -> int | None:
+        """Files that may still be made on the cache's disk; None where the file system sets no limit."""
+        found = self._statvfs()
+        return found.f_favail if found.f_files else None
+
+    def _statvfs(self) -> os.statvfs_result:
         path = self.root
         while not path.exists() and path != path.parent:
             path = path.parent
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        return os.statvfs(path)
 
 
 def disk_bytes(found: os.stat_result) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cachetool.cache.catalog import FIRST_PAGES, allowance
+from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout, default_root
 from cachetool.cache.root import CacheDir
@@ -52,6 +53,7 @@ def open_root(
     size = None if max_size is None else parse_size(max_size, what="--max-size")
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
     path = default_root() if root is None else Path(root)
+    check_file_system(path, notify)
     layout = Layout(path)
     exists = layout.check()
     if not exists:

@@ -124,11 +124,13 @@ class Snapshot:
     def served(self) -> None:
         """Count one epoch for every shard of this snapshot: its last batch was delivered."""
         with self._catalog.write() as connection:
-            connection.execute(
+            rows = connection.execute(
                 "UPDATE shards SET epochs = epochs + 1, used = ? WHERE dataset = ? AND state IN ('ready', 'retiring')"
-                " AND since <= ? AND (until IS NULL OR until > ?)",
+                " AND since <= ? AND (until IS NULL OR until > ?) RETURNING payload",
                 (time.time(), self.dataset, self.version, self.version),
             )
+            nbytes = sum(row["payload"] for row in rows)
+            connection.execute("UPDATE meta SET value = value + ? WHERE key = 'served'", (nbytes,))
 
     def release(self) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice."""

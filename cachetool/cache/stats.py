@@ -9,6 +9,7 @@ from typing import Any
 from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, drawn
 from cachetool.cache.layout import Layout
+from cachetool.cache.repair import quarantined
 from cachetool.cache.usage import measure
 from cachetool.schema import Schema
 
@@ -37,11 +38,23 @@ class Stats:
     datasets: list[dict[str, Any]]
     """name, schema, formats (shards each), shards, samples, bytes, payload."""
     sources: list[dict[str, Any]]
-    """url, dataset, units, drawn, skipped, coverage (share of the pass), pass (from 1), seed."""
+    """url, dataset, units, drawn, skipped, fetched, coverage (share of the pass), pass (from 1), seed."""
     holders: list[dict[str, Any]]
     leases: list[dict[str, Any]]
+    quarantine: list[dict[str, Any]]
+    """Shards that are not whole and exist nowhere else: id, dataset, samples, bytes, why. No snapshot has them."""
     evicted: int
-    """Shards evicted, as far as the event log goes back."""
+    """Shards evicted so far."""
+    evictions: list[dict[str, Any]]
+    """The same by reason and policy: reason (room, renewal, evict, corrupt), policy, shards, samples, bytes."""
+    fetched: int
+    """Bytes that came over the wire for what was committed."""
+    served: int
+    """Bytes of values delivered to epochs."""
+    reuse: float | None
+    """Bytes served over bytes fetched; None when nothing was fetched."""
+    errors: list[dict[str, Any]]
+    """The newest 5 errors of pulls and damaged shards: at, kind (error, corrupt), subject, text."""
     events: list[dict[str, Any]]
     """The newest 20."""
 
@@ -60,12 +73,17 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             if dataset is None or row["name"] == dataset
         ]
         sources = [
-            _source(connection, SourceRow.of(row))
+            _source(connection, SourceRow.of(row), row["fetched"])
             for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
             if dataset is None or row["dataset"] == dataset
         ]
         events = connection.execute("SELECT at, kind, subject, text FROM events ORDER BY id DESC LIMIT 20").fetchall()
         meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+        errors = connection.execute(
+            "SELECT at, kind, subject, text FROM events WHERE kind IN ('error', 'corrupt') ORDER BY id DESC LIMIT 5"
+        ).fetchall()
+        evictions = connection.execute("SELECT * FROM evictions ORDER BY reason, policy").fetchall()
+        fetched = int(connection.execute("SELECT coalesce(sum(fetched), 0) FROM sources").fetchone()[0])
         return Stats(
             root=str(layout.root),
             version=meta["version"],
@@ -88,7 +106,13 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                     " FROM leases l JOIN holders h ON h.id = l.holder ORDER BY l.taken"
                 )
             ],
-            evicted=connection.execute("SELECT count(*) FROM events WHERE kind = 'evict'").fetchone()[0],
+            quarantine=list(quarantined(connection)),
+            evicted=sum(row["shards"] for row in evictions),
+            evictions=[dict(row) for row in evictions],
+            fetched=fetched,
+            served=meta["served"],
+            reuse=meta["served"] / fetched if fetched else None,
+            errors=[dict(row) for row in errors],
             events=[dict(row) for row in events],
         )
 
@@ -113,7 +137,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     }
 
 
-def _source(connection: Connection, source: SourceRow) -> dict[str, Any]:
+def _source(connection: Connection, source: SourceRow, fetched: int) -> dict[str, Any]:
     done = drawn(connection, source)
     return {
         "url": source.url,
@@ -122,6 +146,7 @@ def _source(connection: Connection, source: SourceRow) -> dict[str, Any]:
         "samples": source.samples,
         "drawn": done,
         "skipped": source.skipped,
+        "fetched": fetched,
         "coverage": done / source.units if source.units else 1.0,
         "pass": source.turn + 1,
         "seed": source.seed,

@@ -19,6 +19,7 @@ import typer
 import cachetool
 from cachetool.cli.convert import convert
 from cachetool.cli.demo import demo
+from cachetool.cli.doctor import doctor
 from cachetool.cli.evict import evict
 from cachetool.cli.ls import ls
 from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
@@ -53,7 +54,7 @@ def _root(
         raise typer.Exit(2)
 
 
-for _verb in (pull, convert, evict, stats, ls, show, verify, demo):
+for _verb in (pull, convert, evict, stats, ls, show, verify, doctor, demo):
     app.command()(_verb)
 
 

@@ -78,6 +78,21 @@ def _print(out: Output, found: dict[str, Any]) -> None:
                 for row in found["sources"]
             ],
         )
+    if found["evictions"]:
+        out.table(
+            ["evicted for", "policy", ">shards", ">samples", ">bytes"],
+            [
+                (row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
+                for row in found["evictions"]
+            ],
+        )
+    if found["reuse"] is not None and found["served"]:
+        fetched, served = format_size(found["fetched"]), format_size(found["served"])
+        out.line(f"{fetched} fetched, {served} served to epochs: each byte {found['reuse']:.1f} times")
+    for row in found["quarantine"]:
+        out.line(f"in quarantine: shard {row['id']}, {row['samples']} samples: {row['why']}")
+    for row in found["errors"][:1]:
+        out.line(f"last error, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
     if found["leases"]:
         out.table(
             ["reader", "program", "dataset", ">version", "since"],

@@ -30,7 +30,7 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check every byte of every shard, and the catalog against the disk.
+    """Check every byte of every shard, and the catalog.
 
     Exit code 5 when something is wrong and not repaired. With --repair a bad shard that can be pulled again is removed,
     and the next pull fetches exactly its samples; one that exists nowhere else is kept aside, where no training reads

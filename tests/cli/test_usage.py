@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
-COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "demo")
+COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "demo")
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_the_help_lists_every_command_in_one_line_each(here: Run) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_has_two_examples_and_fits_80_columns(here: Run, command: str) -> None:
+def test_the_help_of_a_command_has_examples_and_fits_80_columns(here: Run, command: str) -> None:
     ran = here(command, "--help")
 
     assert ran.code == 0
-    assert len(re.findall(rf"^    cachetool {command}\b", ran.stdout, flags=re.MULTILINE)) == 2
+    assert len(re.findall(rf"^    cachetool {command}\b", ran.stdout, flags=re.MULTILINE)) >= 2
     assert max(map(len, ran.stdout.splitlines())) <= 80
     for option in ("--json", "--quiet", "--help"):
         assert option in ran.stdout
