@@ -115,7 +115,7 @@ class Catalog:
                 self._connection = None
 
     def note_error(self, subject: str, text: str) -> None:
-        """Keep an error for ``stats`` and for trainers that wait; where nothing can be written, another one is known."""
+        """Keep an error for ``stats`` and for trainers that wait; where nothing can be written it is let go."""
         with contextlib.suppress(CapacityError, CatalogError), self.write() as connection:
             event(connection, time.time(), "error", subject, text)
 
