@@ -22,7 +22,7 @@ from cachetool.cache import CacheDir, Facts, Origin, Room, Shard
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CatalogError, CorruptError, UsageError
-from cachetool.export import DEFAULT_PART, export
+from cachetool.export import DEFAULT_PART, export, require_new
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
@@ -211,6 +211,7 @@ def _to_files(
     if source is not None:
         return None, write(describe(source, options.files))
     assert cache is not None
+    require_new(out)  # before a lease is written
     with cache.snapshot(dataset=options.dataset) as snapshot:
         shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
         place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}

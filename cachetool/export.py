@@ -31,7 +31,7 @@ from cachetool.inputs import Input, identity, open_input
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 
-__all__ = ["export", "runs", "write_parts"]
+__all__ = ["export", "require_new", "runs", "write_parts"]
 
 DEFAULT_PART = 64 * 10**6
 """Bytes of values in one file."""
@@ -45,6 +45,12 @@ def runs(source: Input, part_bytes: int) -> list[tuple[int, int]]:
         size = -(-first.nbytes // len(first))
     step = max(1, part_bytes // max(1, size))
     return [(at, min(at + step, source.samples)) for at in range(0, source.samples, step)]
+
+
+def require_new(out: Path) -> None:
+    """Raise :class:`UsageError` when there is anything at ``out``."""
+    if out.exists():
+        raise UsageError(f"{out} exists already; name a new folder with --out")
 
 
 def export(
@@ -63,8 +69,7 @@ def export(
     A run that was interrupted is gone on with: parts that are whole stay. Raises :class:`UsageError` when ``out``
     exists or another process is writing it.
     """
-    if out.exists():
-        raise UsageError(f"{out} exists already; name a new folder with --out")
+    require_new(out)
     source = open_input(description)
     try:
         schema, samples, random = source.schema, source.samples, source.random

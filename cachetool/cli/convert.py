@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cachetool.cli.options import CacheOption, DatasetOption, FormatOption, JsonOption, QuietOption, WorkersOption
+from cachetool.cli.options import (
+    CacheOption,
+    DecodeOption,
+    FieldsOption,
+    FormatOption,
+    JsonOption,
+    KeyOption,
+    QuietOption,
+    RenameOption,
+    StemOption,
+    WorkersOption,
+    field_names,
+    renames,
+)
 from cachetool.cli.output import Output, count
+from cachetool.errors import UsageError
 from cachetool.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from cachetool.convert import Preview
 
 __all__ = ["convert"]
 
 
 def convert(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="INPUT",
+            help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, or a folder. Default: the cache.",
+        ),
+    ] = None,
+    *,
     to: FormatOption,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
     ] = None,
     cache: CacheOption = None,
-    dataset: DatasetOption = None,
+    max_size: Annotated[
+        str | None, typer.Option("--max-size", metavar="SIZE", help="Cap of a new cache that INPUT is taken into.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
+    ] = None,
+    fields: FieldsOption = None,
+    rename: RenameOption = None,
+    stem: StemOption = "first",
+    decode: DecodeOption = None,
+    key: KeyOption = True,
+    value_format: Annotated[
+        str | None,
+        typer.Option(
+            "--value-format",
+            metavar="KIND",
+            help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
+        ),
+    ] = None,
     shard_size: Annotated[
-        str | None, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of values in one file of --out.")
+        str | None, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of values in one new shard or file.")
     ] = None,
     compression: Annotated[
         str | None,
@@ -35,24 +78,47 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
     ] = False,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
+    ] = "60s",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the samples and fields of INPUT, and what of it is left out.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write the same samples in another format, bit for bit.
 
-    The cache's shards are replaced one by one, inside the cap, while readers go on. With --out the cache stays as it is
-    and the result is plain files (part-00000.h5, ...) that other tools open.
+    Without INPUT the cache's shards are replaced one by one, inside the cap, while readers go on. With INPUT its
+    samples go into the cache. With --out the result is plain files (part-00000.h5, ...) that other tools open.
 
     \b
     Examples:
       cachetool convert --to tfrecord
-      cachetool convert --to hdf5 --out ./volumes-h5 --verify
+      cachetool convert volumes.h5 --to lmdb --out ./volumes-lmdb --verify
     """
     from cachetool import api
 
     output = Output(as_json=as_json, quiet=quiet)
+    made: dict[str, Any] = {
+        "fields": field_names(fields),
+        "rename": renames(rename),
+        "stem": stem,
+        "decode": decode,
+        "key": key,
+        "value_format": value_format,
+    }
+    if source is None and (dry_run or any((fields, rename, decode, value_format, max_size))):
+        raise UsageError("--dry-run, --max-size, --fields, --rename, --decode and --value-format go with an INPUT")
+    if source is not None and dry_run:
+        from cachetool.convert import preview
+        from cachetool.sources.files import FileOptions
+
+        _show(output, preview(Path(source), FileOptions(**made)))
+        return
     with output.progress() as report:
         result = api.convert(
+            source,
             to=to,
             out=out,
             cache=cache,
@@ -61,14 +127,27 @@ def convert(
             compression=compression,
             workers=workers,
             verify=verify,
+            wait=wait,
+            max_size=max_size,
             progress=report,
+            **made,
         )
     if as_json:
         output.document(result.as_dict())
         return
-    where = f" in {result.out}" if result.out else ""
+    where = f"; the files are in {result.out}" if result.out else ""
     output.line(
         f"converted {count(result.samples, 'sample')} to {count(result.shards, f'{result.to} shard')},"
-        f" {format_size(result.bytes)},{where} in {format_duration(result.seconds)}"
-        f"{', verified' if result.verified else ''}"
+        f" {format_size(result.bytes)}, in {format_duration(result.seconds)}"
+        f"{', verified' if result.verified else ''}{where}"
     )
+
+
+def _show(output: Output, found: Preview) -> None:
+    if output.as_json:
+        output.document(found.as_dict())
+        return
+    output.line(f"{found.input}: {count(found.samples, 'sample')}")
+    output.table(["field", "type"], found.schema.items())
+    if found.skipped:
+        output.table(["left out", "why"], found.skipped)

@@ -7,18 +7,27 @@ from typing import Annotated
 
 import typer
 
+from cachetool.errors import UsageError
+
 __all__ = [
     "CacheOption",
     "DatasetOption",
+    "DecodeOption",
+    "FieldsOption",
     "FormatOption",
     "JsonOption",
+    "KeyOption",
     "MinEpochsOption",
     "PolicyOption",
     "QuietOption",
+    "RenameOption",
     "ShardSizeOption",
+    "StemOption",
     "WorkersOption",
     "complete_format",
     "complete_policy",
+    "field_names",
+    "renames",
 ]
 
 
@@ -84,3 +93,37 @@ WorkersOption = Annotated[
     int,
     typer.Option("--workers", min=1, metavar="N", help="Processes that work side by side."),
 ]
+FieldsOption = Annotated[
+    str | None, typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename).")
+]
+RenameOption = Annotated[
+    list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
+]
+StemOption = Annotated[
+    str,
+    typer.Option(
+        "--stem",
+        metavar="first|last|REGEX",
+        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1.",
+    ),
+]
+DecodeOption = Annotated[
+    str | None, typer.Option("--decode", metavar="image", help="Decode JPEG and PNG into uint8 arrays.")
+]
+KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
+
+
+def field_names(text: str | None) -> tuple[str, ...] | None:
+    """The names in ``--fields a,b``."""
+    return None if text is None else tuple(name.strip() for name in text.split(","))
+
+
+def renames(pairs: list[str] | None) -> dict[str, str]:
+    """Old to new name of ``--rename a=b --rename c=d`` or ``--rename a=b,c=d``. Raises :class:`UsageError`."""
+    names: dict[str, str] = {}
+    for pair in ",".join(pairs).split(",") if pairs else []:
+        old, equals, new = (part.strip() for part in pair.partition("="))
+        if not (old and equals and new):
+            raise UsageError(f"--rename {pair!r} is not OLD=NEW; write it like --rename npy=volume")
+        names[old] = new
+    return names

@@ -8,16 +8,22 @@ import typer
 
 from cachetool.cli.options import (
     CacheOption,
+    DecodeOption,
+    FieldsOption,
     JsonOption,
+    KeyOption,
     MinEpochsOption,
     PolicyOption,
     QuietOption,
+    RenameOption,
     ShardSizeOption,
+    StemOption,
     WorkersOption,
     complete_format,
+    field_names,
+    renames,
 )
 from cachetool.cli.output import Output, count
-from cachetool.errors import UsageError
 from cachetool.units import format_duration, format_size
 
 __all__ = ["pull"]
@@ -63,27 +69,14 @@ def pull(
         int | None, typer.Option("--concurrency", min=1, metavar="N", help="Requests in flight in each worker.")
     ] = None,
     shard_size: ShardSizeOption = None,
-    fields: Annotated[
-        str | None, typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename).")
-    ] = None,
-    rename: Annotated[
-        list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
-    ] = None,
-    stem: Annotated[
-        str,
-        typer.Option(
-            "--stem",
-            metavar="first|last|REGEX",
-            help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1.",
-        ),
-    ] = "first",
-    decode: Annotated[
-        str | None, typer.Option("--decode", metavar="image", help="Decode JPEG and PNG into uint8 arrays.")
-    ] = None,
+    fields: FieldsOption = None,
+    rename: RenameOption = None,
+    stem: StemOption = "first",
+    decode: DecodeOption = None,
     label_from_folder: Annotated[
         bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
     ] = False,
-    key: Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")] = True,
+    key: KeyOption = True,
     on_error: Annotated[
         str,
         typer.Option(
@@ -131,8 +124,8 @@ def pull(
             workers=workers,
             shard_size=shard_size,
             policy=policy,
-            fields=None if fields is None else [name.strip() for name in fields.split(",")],
-            rename=_renames(rename or []),
+            fields=field_names(fields),
+            rename=renames(rename),
             stem=stem,
             decode=decode,
             label_from_folder=label_from_folder,
@@ -159,13 +152,3 @@ def pull(
             out.line(f"  {skip['key']}: {skip['reason']}")
     if result.reason != "done":
         out.line(f"stopped: {result.reason}")
-
-
-def _renames(pairs: list[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for pair in ",".join(pairs).split(",") if pairs else []:
-        old, equals, new = (part.strip() for part in pair.partition("="))
-        if not (old and equals and new):
-            raise UsageError(f"--rename {pair!r} is not OLD=NEW; write it like --rename npy=volume")
-        names[old] = new
-    return names

@@ -54,6 +54,55 @@ def test_plain_hdf5_opens_without_cachetool(run: Run, filled: Path, tmp_path: Pa
     assert sorted(numbers) == sorted(labels(filled))
 
 
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """An HDF5 file of somebody else: 20 rows of ``x`` and ``y``, and an array that is no row of theirs."""
+    path = tmp_path / "foreign.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(60, dtype=np.float32).reshape(20, 3)
+        file["y"] = np.arange(20)
+        file["scale"] = np.arange(3)
+    return path
+
+
+def test_a_file_of_somebody_else_is_shown_before_it_is_converted(here: Run, foreign: Path, tmp_path: Path) -> None:
+    ran = here("convert", foreign, "--to", "lmdb", "--dry-run")
+
+    assert ran.code == 0, ran.stderr
+    assert "20 samples" in ran.stdout
+    assert "float32 (3,)" in ran.stdout
+    assert "scale" in ran.stdout
+    assert list(tmp_path.iterdir()) == [foreign]
+    assert here("convert", foreign, "--to", "lmdb", "--dry-run", "--json").document["schema"]["y"] == "int64"
+
+
+def test_a_file_goes_into_plain_files_without_a_cache_and_into_a_new_cache(
+    run: Run, foreign: Path, tmp_path: Path
+) -> None:
+    ran = run(
+        "convert", foreign, "--to", "hdf5", "--out", "plain", "--rename", "x=image", "--fields", "image", "--verify"
+    )
+    assert ran.code == 0, ran.stderr
+    assert "the files are in plain" in ran.stdout
+    assert not (tmp_path / "cache").exists()
+    with h5py.File(tmp_path / "plain" / "part-00000.h5") as file:
+        assert np.array_equal(file["image"][:], np.arange(60, dtype=np.float32).reshape(20, 3))
+
+    ran = run("convert", foreign, "--to", "zarr", "--max-size", "8MB", "--dataset", "theirs", "--json")
+    assert ran.code == 0, ran.stderr
+    assert (ran.document["samples"], ran.document["dataset"]) == (20, "theirs")
+
+
+@pytest.mark.parametrize(
+    "option", [["--dry-run"], ["--fields", "x"], ["--rename", "a=b"], ["--value-format", "npy"], ["--max-size", "1GB"]]
+)
+def test_options_for_an_input_are_refused_without_one(here: Run, filled: Path, option: list[str]) -> None:
+    ran = here("convert", "--to", "hdf5", *option)
+
+    assert ran.code == 2
+    assert option[0] in ran.error
+
+
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [
@@ -62,6 +111,7 @@ def test_plain_hdf5_opens_without_cachetool(run: Run, filled: Path, tmp_path: Pa
         ("convert --to lmdb --compression gzip", 2, "gzip"),
         ("convert --to hdf5 --compression brotli", 2, "brotli"),
         ("convert --to hdf5 --out cache", 2, "cache"),
+        ("convert nowhere.h5 --to hdf5", 2, "nowhere.h5"),
     ],
 )
 def test_what_cannot_be_converted_leaves_the_cache_as_it_was(
