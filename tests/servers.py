@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import html
 import http.server
 import json
@@ -68,12 +69,13 @@ class Moto:
 
     def put(self, bucket: str, objects: Mapping[str, bytes]) -> None:
         """Make the bucket unless it is there, and put objects into it."""
-        client = self.client()
+        client = self.client
         with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
             client.create_bucket(Bucket=bucket)
         for key, body in objects.items():
             client.put_object(Bucket=bucket, Key=key, Body=body)
 
+    @functools.cached_property
     def client(self) -> Any:
         """A boto3 client of it."""
         import boto3
@@ -151,11 +153,19 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error of the server's; anything else is."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextlib.contextmanager
 def scripted_server(script: Script) -> Iterator[Http]:
     """A server that answers each request by ``script(handler)``."""
-    server = http.server.ThreadingHTTPServer((HOST, 0), Scripted)
-    server.daemon_threads = True
+    server = _Server((HOST, 0), Scripted)
     state = Http(f"http://{HOST}:{server.server_address[1]}")
     server.script, server.state = script, state  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

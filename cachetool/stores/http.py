@@ -96,7 +96,7 @@ class HttpStore:
         """The whole object."""
         response = self._client.fetch(self._url_of(item), size=item.size)
         what = f"{self.url}: {item.key!r}"
-        _check_status(response, what, 200)
+        _check_status(response, what, 200, listed=True)
         size = len(response.body)
         if item.size < 0 and _is_page(response) and not item.key.lower().endswith((".html", ".htm")):
             raise BadObject(f"{what}: an HTML page came instead of the object")
@@ -116,7 +116,7 @@ class HttpStore:
             raise BadObject(f"{what} is shorter than when it was listed")
         if response.status == 200:
             raise SourceError(f"{what}: the server ignores the Range header, so that parts of objects cannot be read")
-        _check_status(response, what, 206)
+        _check_status(response, what, 206, listed=True)
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":
             raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
@@ -149,14 +149,14 @@ def _is_page(response: Response) -> bool:
     return response.headers.get("Content-Type", "").lower().startswith("text/html")
 
 
-def _check_status(response: Response, what: str, expected: int) -> None:
+def _check_status(response: Response, what: str, expected: int, *, listed: bool = False) -> None:
     status = response.status
     if status == expected:
         return
     if status in (401, 403, 407):
         raise AccessDenied(f"{what}: access denied ({status}); give user and password in ~/.netrc")
     if status in (404, 410):
-        raise NotFound(f"{what}: not found ({status})")
+        raise NotFound(f"{what} is not there any more" if listed else f"{what}: not found ({status})")
     raise SourceError(f"{what}: the server answers {status}")
 
 

@@ -87,7 +87,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 monkeypatch.setenv(name, value)
             bucket = f"bucket-{uuid.uuid4().hex}"
             moto.put(bucket, {})
-            client = moto.client()
+            client = moto.client
             yield Place(
                 f"s3://{bucket}/some/where/",
                 lambda key, body: moto.put(bucket, {f"some/where/{key}": body}),

@@ -1,0 +1,217 @@
+"""What every source does: each test runs for a folder, an S3 bucket and a web server with the same samples in it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachetool.block import Block
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import Field, Schema
+from cachetool.sources import Piece, Source, list_source, open_source
+from tests.servers import folder_server
+
+COUNT = 60
+SCHEMA = Schema((Field("image", "<f4", (3, 5)), Field("label", "<i8"), Field("__key__", "str")))
+
+
+def image(number: int) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.full((3, 5), number, dtype=np.float32))
+    return file.getvalue()
+
+
+def samples() -> dict[str, bytes]:
+    """Keys and bodies of :data:`COUNT` samples, in two folders."""
+    found = {}
+    for number in range(COUNT):
+        found[f"part{number % 2}/{number:03d}.image.npy"] = image(number)
+        found[f"part{number % 2}/{number:03d}.json"] = json.dumps({"label": number}).encode()
+    return found
+
+
+@dataclass
+class Place:
+    """Where the samples are, and how to change them there."""
+
+    url: str
+    put: Callable[[str, bytes], None]
+    delete: Callable[[str], None]
+
+
+@pytest.fixture(params=["local", "s3", "http"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Each kind of place in turn, with the samples in it."""
+    root = tmp_path / "place"
+
+    def put(key: str, body: bytes) -> None:
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(body)
+
+    with contextlib.ExitStack() as stack:
+        found = Place(str(root), put, lambda key: (root / key).unlink())
+        if request.param != "s3":
+            for key, body in samples().items():
+                put(key, body)
+        if request.param == "http":
+            found.url = stack.enter_context(folder_server(root, index="json")).url
+        elif request.param == "s3":
+            moto = request.getfixturevalue("moto")
+            for name, value in moto.env.items():
+                monkeypatch.setenv(name, value)
+            bucket, client = f"source-{uuid.uuid4().hex}", moto.client
+            moto.put(bucket, {})
+            found = Place(
+                f"s3://{bucket}/p",
+                lambda key, body: moto.put(bucket, {f"p/{key}": body}),
+                lambda key: client.delete_object(Bucket=bucket, Key=f"p/{key}"),
+            )
+            moto.put(bucket, {f"p/{key}": body for key, body in samples().items()})
+        yield found
+
+
+@pytest.fixture
+def source(place: Place, tmp_path: Path) -> Iterator[Source]:
+    """The place, listed and opened."""
+    list_source(place.url, tmp_path / "listing")
+    with contextlib.closing(open_source(place.url, tmp_path / "listing")) as found:
+        yield found
+
+
+def order(seed: int = 0, count: int = COUNT) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.random.default_rng(seed).permutation(COUNT)[:count].astype(np.int64)
+
+
+def whole(pieces: list[Piece]) -> Block:
+    return Block.concat([piece.block for piece in pieces])
+
+
+def check(block: Block) -> list[int]:
+    """The labels, after checking that every field of each sample belongs to it."""
+    found = []
+    for at in range(len(block)):
+        sample = block.sample(at)
+        number = int(sample["label"])
+        assert (sample["image"] == number).all()
+        assert sample["__key__"] == f"part{number % 2}/{number:03d}"
+        found.append(number)
+    return found
+
+
+def test_units_and_samples_are_counted_and_the_url_is_clean(source: Source) -> None:
+    assert (source.units, source.samples) == (COUNT, COUNT)
+    assert "@" not in source.url
+
+
+def test_the_probe_finds_the_schema_and_the_mean_size(source: Source) -> None:
+    probe = source.probe(order(count=20))
+
+    assert probe.schema == SCHEMA
+    assert probe.mean_bytes == 8 + 60 + len("part0/000")
+
+
+@pytest.mark.parametrize("block_bytes", [1, 500, 8 * 2**20])
+def test_samples_come_whole_in_the_order_asked_for(source: Source, block_bytes: int) -> None:
+    """The units are numbered by key: part0 holds the even ones."""
+    units = order()
+
+    pieces = list(source.read(units, schema=SCHEMA, block_bytes=block_bytes))
+
+    assert check(whole(pieces)) == [2 * unit if unit < 30 else 2 * (unit - 30) + 1 for unit in units.tolist()]
+    assert np.concatenate([piece.draws for piece in pieces]).tolist() == list(range(COUNT))
+    assert [piece.done for piece in pieces] == np.cumsum([len(piece.block) for piece in pieces]).tolist()
+    assert sum(piece.fetched for piece in pieces) == sum(map(len, samples().values()))
+    assert not any(piece.skipped for piece in pieces)
+    assert all(piece.block.nbytes < block_bytes + 200 for piece in pieces)
+
+
+def test_a_unit_may_be_asked_for_twice_and_none_at_all(source: Source) -> None:
+    twice = list(source.read(np.array([3, 3]), schema=SCHEMA))
+
+    assert check(whole(twice)) == [6, 6]
+    assert list(source.read(np.array([], dtype=np.int64), schema=SCHEMA)) == []
+
+
+def test_another_process_listing_again_numbers_the_same(place: Place, source: Source, tmp_path: Path) -> None:
+    list_source(place.url, tmp_path / "again")
+    with contextlib.closing(open_source(place.url, tmp_path / "again")) as other:
+        assert other.identity == source.identity
+        assert check(whole(list(other.read(np.array([7]), schema=SCHEMA)))) == [14]
+
+
+def test_a_bad_unit_is_an_error_that_names_the_object(place: Place, tmp_path: Path) -> None:
+    place.put("part0/004.image.npy", b"junk")
+    list_source(place.url, tmp_path / "l")
+    with contextlib.closing(open_source(place.url, tmp_path / "l")) as source:
+        with pytest.raises(BadObject, match=r"part0/004\.image\.npy.*not a \.npy file"):
+            list(source.read(order(), schema=SCHEMA))
+        with pytest.raises(BadObject, match=r"part0/004\.image\.npy"):
+            source.probe(np.arange(COUNT))
+        assert source.probe(np.arange(COUNT), skip_bad=True).schema == SCHEMA
+
+
+def test_bad_missing_and_changed_units_are_skipped_and_named(place: Place, tmp_path: Path) -> None:
+    place.put("part0/004.image.npy", b"junk")
+    list_source(place.url, tmp_path / "l")
+    place.delete("part1/007.json")
+    place.put("part0/010.json", b'{"label": 10, "more": 1}')
+    units = order(3)
+    with contextlib.closing(open_source(place.url, tmp_path / "l")) as source:
+        pieces = list(source.read(units, schema=SCHEMA, skip_bad=True, block_bytes=400))
+
+    skipped = {s.key: (s.draw, s.reason) for piece in pieces for s in piece.skipped}
+    assert sorted(check(whole(pieces))) == [n for n in range(COUNT) if n not in (4, 7, 10)]
+    assert set(skipped) == {"part0/004", "part1/007", "part0/010"}
+    assert "not a .npy file" in skipped["part0/004"][1]
+    assert "not there any more" in skipped["part1/007"][1]
+    assert "changed since it was listed" in skipped["part0/010"][1]
+    assert units[skipped["part0/004"][0]] == 2
+    draws = [*np.concatenate([piece.draws for piece in pieces]), *(draw for draw, _ in skipped.values())]
+    assert sorted(draws) == list(range(COUNT))
+    assert pieces[-1].done == COUNT
+
+
+def test_a_sample_that_does_not_fit_the_schema_is_named(source: Source) -> None:
+    for schema in (
+        Schema((Field("image", "<f4", (3, 6)), *SCHEMA.fields[1:])),
+        Schema((SCHEMA["image"], Field("label", "str"), SCHEMA["__key__"])),
+        Schema(SCHEMA.fields[:2]),
+        Schema((*SCHEMA.fields, Field("extra", "<i8"))),
+    ):
+        with pytest.raises(BadObject, match="part0/010"):
+            list(source.read(np.array([5, 6]), schema=schema))
+        pieces = list(source.read(np.array([5, 6]), schema=schema, skip_bad=True))
+        assert [s.draw for piece in pieces for s in piece.skipped] == [0, 1]
+        assert sum(len(piece.block) for piece in pieces) == 0
+        assert pieces[-1].done == 2
+
+
+def test_closing_the_iterator_early_leaves_the_source_usable(source: Source) -> None:
+    pieces = source.read(order(), schema=SCHEMA, block_bytes=1)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+
+    assert sorted(check(whole(list(source.read(order(1), schema=SCHEMA))))) == list(range(COUNT))
+
+
+def test_a_listing_of_another_grouping_is_refused(place: Place, source: Source, tmp_path: Path) -> None:
+    from cachetool.sources import SourceOptions
+
+    with pytest.raises(UsageError, match="--stem first"):
+        open_source(place.url, tmp_path / "listing", SourceOptions(stem="last"))
+
+
+def test_closing_twice_is_fine(source: Source) -> None:
+    source.probe(order(count=2))
+    source.close()
+    source.close()
+
+    assert source.units == COUNT
