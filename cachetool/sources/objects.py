@@ -22,7 +22,7 @@ from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Skipped
 from cachetool.sources.decode import Value, decode
 from cachetool.sources.fetch import Fetcher
-from cachetool.sources.keys import Part, Stem
+from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
@@ -95,7 +95,9 @@ class ObjectsSource:
         schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields)
         for name in self._options.fields or ():
             if name not in schema:
-                raise UsageError(f"no field {name!r}; the samples have {names_of(samples[0].names)}")
+                raise UsageError(
+                    f"no field {name!r}; the samples have {names_of(self._names(samples[0], int(units[0])))}"
+                )
         return Probe(schema, -(-sum(sample.nbytes for sample in samples) // len(samples)))
 
     def read(
@@ -166,6 +168,13 @@ class ObjectsSource:
             sample.error = error
         sample.nbytes = sum(map(nbytes_of, sample.values.values()))
         return sample
+
+    def _names(self, sample: _Shapes, unit: int) -> list[str]:
+        """Names of the fields of a sample, those included whose objects were not fetched."""
+        parts = map(self._part, self._listing.unit(unit))
+        rename = self._options.rename
+        unread = [rename.get(part.field, part.field) for part in parts if part.kind not in CONTAINERS]
+        return list(dict.fromkeys((*sample.names, *unread)))
 
     def _part(self, item: Object) -> Part:
         part = self._stem.split(item.key)

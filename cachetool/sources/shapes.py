@@ -77,7 +77,8 @@ def common_schema(samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Seq
         fields = [Field(name, found[name].dtype, found[name].shape) for name in names]
         return Schema((*fields, Field(KEY, "str")) if KEY in found else tuple(fields))
     except UsageError as error:
-        raise BadObject(f"sample {first_key!r}: {error}") from None
+        hint = "" if "--rename" in str(error) else ";\ncall it something else with --rename"
+        raise BadObject(f"sample {first_key!r}: {error}{hint}") from None
 
 
 def majority(samples: Sequence[tuple[str, Mapping[str, Shape]]]) -> list[tuple[str, Mapping[str, Shape]]]:

@@ -1,0 +1,443 @@
+"""Objects as samples: which fields they get, what their schema is, and what is fetched for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, Unreachable, UsageError
+from cachetool.schema import Field, Schema
+from cachetool.sources import SourceOptions, list_source, open_source
+from cachetool.sources.objects import ObjectsSource
+from cachetool.stores import Limits
+from tests.servers import Scripted, folder_server, scripted_server
+
+Files = Mapping[str, Any]
+
+
+def write(folder: Path, files: Files) -> Path:
+    """Arrays as ``.npy``, dicts as JSON, the rest as it is."""
+    for key, value in files.items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(value, np.ndarray):
+            np.save(path, value)
+        elif isinstance(value, bytes):
+            path.write_bytes(value)
+        else:
+            path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return folder
+
+
+@contextlib.contextmanager
+def opened(folder: Path, files: Files, **options: Any) -> Iterator[ObjectsSource]:
+    """A source of these files."""
+    place = write(folder / "place", files)
+    given = SourceOptions(**options)
+    list_source(str(place), folder / "listing", given)
+    with contextlib.closing(open_source(str(place), folder / "listing", given)) as source:
+        assert isinstance(source, ObjectsSource)
+        yield source
+
+
+def schema(folder: Path, files: Files, **options: Any) -> Schema:
+    with opened(folder, files, **options) as source:
+        return source.probe(np.arange(source.units)).schema
+
+
+def samples(folder: Path, files: Files, **options: Any) -> list[dict[str, Any]]:
+    with opened(folder, files, **options) as source:
+        units = np.arange(source.units)
+        pieces = list(source.read(units, schema=source.probe(units).schema))
+        return [piece.block.sample(at) for piece in pieces for at in range(len(piece.block))]
+
+
+def failure(folder: Path, files: Files, **options: Any) -> CacheToolError:
+    with pytest.raises(CacheToolError) as caught:
+        schema(folder, files, **options)
+    assert str(caught.value).count("\n") <= 1
+    return caught.value
+
+
+def fields(found: Schema) -> dict[str, str]:
+    return {field.name: field.describe() for field in found}
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------
+
+ONE = {
+    "7.image.npy": np.ones((2, 3), dtype=">f4"),
+    "7.json": {"label": 3, "box": [1, 2]},
+    "7.cls": "5",
+    "7.caption.txt": "ein Löwe",
+    "7.raw": b"\0\1",
+}
+
+
+def test_the_objects_of_one_key_are_the_fields_of_one_sample(tmp_path: Path) -> None:
+    found = samples(tmp_path, ONE)
+
+    assert len(found) == 1
+    np.testing.assert_array_equal(found[0].pop("image"), np.ones((2, 3), dtype=np.float32))
+    assert found[0] == {"label": 3, "box": "[1,2]", "cls": 5, "caption": "ein Löwe", "raw": b"\0\1", "__key__": "7"}
+
+
+def test_fields_are_chosen_renamed_and_ordered(tmp_path: Path) -> None:
+    found = schema(tmp_path, ONE, fields=("kind", "image"), rename={"cls": "kind", "raw": "image"} | {"image": "x"})
+
+    assert fields(found) == {"kind": "int64", "image": "bytes", "__key__": "str"}
+    assert found.names == ("kind", "image", "__key__")
+
+
+def test_the_key_can_be_left_out_and_the_folder_be_the_label(tmp_path: Path) -> None:
+    files = {"cats/a/1.txt": "x", "dogs/1.txt": "y"}
+
+    assert samples(tmp_path, files, key=False, label_from_folder=True) == [
+        {"txt": "x", "label": "a"},
+        {"txt": "y", "label": "dogs"},
+    ]
+
+
+def test_several_extensions_can_become_one_field(tmp_path: Path) -> None:
+    files = {"1.png": b"p", "2.jpg": b"j"}
+
+    assert "--rename jpg=X --rename png=X" in str(failure(tmp_path, files)) or "--rename png=X" in str(
+        failure(tmp_path / "again", files)
+    )
+    assert [s["image"] for s in samples(tmp_path / "ok", files, rename={"png": "image", "jpg": "image"})] == [
+        b"p",
+        b"j",
+    ]
+
+
+def test_only_what_can_hold_a_chosen_field_is_fetched(tmp_path: Path) -> None:
+    place = write(
+        tmp_path / "place",
+        {
+            f"{n}.{name}": value
+            for n in range(3)
+            for name, value in {"a.npy": np.zeros(2), "b.npy": np.ones(2), "json": {"c": 1}}.items()
+        },
+    )
+
+    def fetched(*names: str) -> set[str]:
+        options = SourceOptions(fields=names)
+        with folder_server(place, index="json") as server:
+            list_source(server.url, tmp_path / "-".join(names), options)
+            server.requests.clear()
+            with contextlib.closing(open_source(server.url, tmp_path / "-".join(names), options)) as source:
+                found = source.probe(np.arange(1)).schema
+        assert found.names == (*names, "__key__")
+        return {path for path, _ in server.requests}
+
+    assert fetched("b") == {"/0.b.npy"}
+    assert fetched("a", "b") == {"/0.a.npy", "/0.b.npy"}
+    assert fetched("c", "a") == {"/0.a.npy", "/0.json"}
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "said"),
+    [
+        ({"1.npy": np.zeros(1), "1.json": {"npy": 1}}, {}, "has field 'npy' twice"),
+        ({"1.a.npy": np.zeros(1), "1.a.txt": "x"}, {}, "has field 'a' twice"),
+        ({"1.json": {"__key__": "x"}}, {}, "has field '__key__' twice"),
+        ({"d/1.json": {"label": 1}}, {"label_from_folder": True}, "has field 'label' twice"),
+        ({"1.txt": "x"}, {"label_from_folder": True}, "lies in no folder"),
+        ({"1.json": {"a": None, "b": 1}}, {}, "'a' is null"),
+        ({"1.json": {"größe": 1}}, {}, "--rename"),
+        ({"1.json": {"a:b": 1}}, {}, "cannot be used"),
+        ({"1.json": {"a": 1, "a/b": 2}}, {}, "also the folder"),
+        ({"1.npy": b"junk"}, {}, "'1.npy': not a .npy file"),
+        ({"1.json": b"{"}, {}, "'1.json': not JSON"),
+        ({"1.cls": b"x"}, {}, "'1.cls': not a whole number"),
+        ({"1.png": b"x"}, {"decode": "image"}, "'1.png': not an image"),
+        ({"ctl\x1b\n.npy": b"junk"}, {}, r"'ctl\x1b\n.npy'"),
+    ],
+)
+def test_a_sample_that_cannot_be_made_is_named(
+    tmp_path: Path, files: Files, options: dict[str, Any], said: str
+) -> None:
+    error = failure(tmp_path, files, **options)
+
+    assert isinstance(error, BadObject)
+    assert said in str(error)
+    assert str(error).replace("\n", "").isprintable()
+
+
+def test_a_null_nobody_wants_does_no_harm(tmp_path: Path) -> None:
+    assert fields(schema(tmp_path, {"1.json": {"a": None, "b": 1}}, fields=("b",))) == {"b": "int64", "__key__": "str"}
+
+
+def test_a_field_that_no_sample_has_is_a_wrong_option(tmp_path: Path) -> None:
+    error = failure(tmp_path, ONE, fields=("volume",))
+
+    assert isinstance(error, UsageError)
+    assert "no field 'volume'; the samples have" in str(error)
+    assert "caption" in str(error)
+
+
+# --- schema ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "described"),
+    [
+        ([np.zeros((2, 3)), np.ones((2, 3))], "float64 (2, 3)"),
+        ([np.zeros((2, 3)), np.zeros((4, 3))], "float64 ragged rank 2"),
+        ([np.zeros(0, dtype="i2"), np.zeros(5, dtype=">i2")], "int16 ragged rank 1"),
+        ([np.array(1.5), np.array(2.5)], "float64"),
+        ([np.asfortranarray(np.zeros((2, 3))), np.zeros((2, 3))], "float64 (2, 3)"),
+    ],
+)
+def test_arrays_of_one_dtype_and_rank_share_a_field(tmp_path: Path, values: list[Any], described: str) -> None:
+    found = schema(tmp_path, {f"{at}.npy": value for at, value in enumerate(values)})
+
+    assert fields(found)["npy"] == described
+
+
+@pytest.mark.parametrize(
+    ("values", "described"),
+    [([1, 2], "int64"), ([1, 2.5], "float64"), ([0.5, 1], "float64"), ([True, False], "bool"), (["a", ""], "str")],
+)
+def test_numbers_under_one_json_key_share_a_field(tmp_path: Path, values: list[Any], described: str) -> None:
+    files = {f"{at}.json": {"x": value} for at, value in enumerate(values)}
+
+    assert fields(schema(tmp_path, files))["x"] == described
+    assert [sample["x"] for sample in samples(tmp_path, files)] == values
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (np.zeros(3), np.zeros(3, dtype="f4")),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.zeros(3, dtype="i4"), np.zeros(3, dtype="u4")),
+        (np.array(1), np.array(1.5)),
+    ],
+)
+def test_arrays_that_do_not_are_an_error_naming_both(tmp_path: Path, one: Any, two: Any) -> None:
+    error = failure(tmp_path, {"a.npy": one, "b.npy": two})
+
+    assert isinstance(error, BadObject)
+    assert "field 'npy' is" in str(error)
+    assert "'a'" in str(error)
+    assert "'b'" in str(error)
+
+
+@pytest.mark.parametrize("pair", [(1, "1"), (True, 1), (0.5, False), (1, [1])])
+def test_json_values_that_do_not_are_an_error_naming_both(tmp_path: Path, pair: tuple[Any, Any]) -> None:
+    error = failure(tmp_path, {"a.json": {"x": pair[0]}, "b.json": {"x": pair[1]}})
+
+    assert "field 'x' is" in str(error)
+    assert "'a'" in str(error)
+    assert "'b'" in str(error)
+
+
+def test_samples_with_other_fields_are_an_error_naming_both_with_a_hint(tmp_path: Path) -> None:
+    error = failure(tmp_path, {"scan.v1.npy": np.zeros(1), "scan.v2.npy": np.zeros(1), "other.v1.npy": np.zeros(1)})
+
+    assert isinstance(error, BadObject)
+    assert "'other' has v1; 'scan' has v1, v2" in str(error)
+    assert "--stem" in str(error)
+    assert fields(
+        schema(tmp_path / "b", {"scan.v1.npy": np.zeros(1), "scan.v2.npy": np.zeros(1)}, stem="last", key=False)
+    ) == {"npy": "float64 (1,)"}
+
+
+def test_with_skip_the_schema_is_that_of_the_most(tmp_path: Path) -> None:
+    files = {f"{n}.npy": np.zeros((2, n)) for n in range(1, 6)}
+    files |= {"0.npy": np.zeros(3), "README.md": b"x", "7.npy": b"junk"}  # type: ignore[dict-item]
+    with opened(tmp_path, files) as source:
+        units = np.arange(source.units)
+        found = source.probe(units, skip_bad=True).schema
+        pieces = list(source.read(units, schema=found, skip_bad=True))
+
+    assert fields(found) == {"npy": "float64 ragged rank 2", "__key__": "str"}
+    assert sum(len(piece.block) for piece in pieces) == 5
+    assert {s.key for piece in pieces for s in piece.skipped} == {"0", "README", "7"}
+    assert all("\n" not in s.reason for piece in pieces for s in piece.skipped)
+
+
+def test_when_all_are_bad_the_first_says_why(tmp_path: Path) -> None:
+    with opened(tmp_path, {"1.npy": b"junk", "2.npy": b"junk"}) as source, pytest.raises(BadObject, match=r"'1\.npy'"):
+        source.probe(np.arange(2), skip_bad=True)
+
+
+def test_a_later_number_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    files = {"a.json": {"x": 1}, "b.json": {"x": 2.5}}
+    with opened(tmp_path, files) as source:
+        found = source.probe(np.array([0])).schema
+        assert fields(found)["x"] == "int64"
+        with pytest.raises(BadObject, match=r"sample 'b'.*'x'"):
+            list(source.read(np.arange(2), schema=found))
+
+
+# --- real data ------------------------------------------------------------------------------------------------------
+
+
+def use(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_digits_come_out_of_s3_as_scikit_learn_has_them(
+    s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from sklearn.datasets import load_digits
+
+    use(monkeypatch, s3_env)
+    digits = load_digits()
+    listing = list_source("s3://digits/train/", tmp_path / "l")
+    units = np.random.default_rng(7).permutation(listing.units)
+
+    with contextlib.closing(open_source("s3://digits/train/", tmp_path / "l")) as source:
+        found = source.probe(units[:64]).schema
+        pieces = list(source.read(units, schema=found, block_bytes=2**16))
+
+    assert (listing.objects, listing.units) == (2 * 1797, 1797)
+    assert fields(found) == {"label": "int64", "npy": "float64 (8, 8)", "__key__": "str"}
+    np.testing.assert_array_equal(np.concatenate([p.block.columns["npy"] for p in pieces]), digits.images[units])
+    np.testing.assert_array_equal(np.concatenate([p.block.columns["label"] for p in pieces]), digits.target[units])
+    assert len(pieces) > 10
+
+
+@pytest.mark.parametrize("decode", [None, "image"])
+def test_the_photographs_come_as_bytes_or_as_ragged_arrays(
+    s3_env: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, decode: str | None
+) -> None:
+    from PIL import Image
+
+    use(monkeypatch, s3_env)
+    options = SourceOptions(rename={"png": "image", "jpg": "image"}, decode=decode)
+    listing = list_source("s3://photos", tmp_path / "l", options)
+    units = np.arange(listing.units)
+    with contextlib.closing(open_source("s3://photos", tmp_path / "l", options)) as source:
+        found = source.probe(units).schema
+        blocks = [piece.block for piece in source.read(units, schema=found)]
+
+    assert fields(found) == {"image": "uint8 ragged rank 3" if decode else "bytes", "__key__": "str"}
+    files = {path.name.partition(".")[0]: path for path in photos.iterdir()}
+    got = {s["__key__"]: s["image"] for block in blocks for s in map(block.sample, range(len(block)))}
+    assert got.keys() == files.keys()
+    for key, path in files.items():
+        if decode:
+            with Image.open(path) as image:
+                assert got[key].shape == (image.height, image.width, 3)
+        else:
+            assert got[key] == path.read_bytes()
+
+
+# --- failing stores -------------------------------------------------------------------------------------------------
+
+
+def serving(script: Callable[[Scripted], None], tmp_path: Path) -> contextlib.AbstractContextManager[Any]:
+    """A server of 40 samples whose objects are answered by ``script``."""
+    index = json.dumps([{"name": f"{n:02d}.txt", "type": "file", "size": 2} for n in range(40)]).encode()
+
+    def answer(handler: Scripted) -> None:
+        if handler.path == "/":
+            handler.answer(200, index, Content_Type="application/json")
+        else:
+            script(handler)
+
+    return scripted_server(answer)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, Unreachable), (403, AccessDenied)])
+def test_a_store_that_fails_is_an_error_and_never_a_skip(
+    tmp_path: Path, status: int, kind: type[CacheToolError]
+) -> None:
+    def script(handler: Scripted) -> None:
+        if handler.path == "/25.txt":
+            handler.answer(status)
+        else:
+            handler.answer(200, b"ok")
+
+    with serving(script, tmp_path) as server:
+        list_source(server.url, tmp_path / "l")
+        limits = Limits(retry=0.3, throttle=0.3)
+        with contextlib.closing(open_source(server.url, tmp_path / "l", limits=limits)) as source:
+            found = source.probe(np.arange(5)).schema
+            with pytest.raises(kind, match=r"25\.txt"):
+                list(source.read(np.arange(40), schema=found, skip_bad=True))
+
+
+def test_requests_in_flight_are_as_many_as_asked_for(tmp_path: Path) -> None:
+    """A barrier that only opens when four requests are there at once, and is never waited for by a fifth."""
+    import threading
+
+    gate = threading.Barrier(4, timeout=20)
+    now, most, lock = [0], [0], threading.Lock()
+
+    def script(handler: Scripted) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        gate.wait()
+        with lock:
+            now[0] -= 1
+        handler.answer(200, b"ok")
+
+    options = SourceOptions(concurrency=4)
+    with serving(script, tmp_path) as server:
+        list_source(server.url, tmp_path / "l", options)
+        with contextlib.closing(open_source(server.url, tmp_path / "l", options)) as source:
+            found = Schema((Field("txt", "str"), Field("__key__", "str")))
+            pieces = list(source.read(np.arange(40), schema=found))
+
+    assert sum(len(piece.block) for piece in pieces) == 40
+    assert most[0] == 4
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def test_options_cross_processes_as_json() -> None:
+    options = SourceOptions(
+        fields=("a", "b"),
+        rename={"x": "a"},
+        stem=r"(\d+)",
+        decode="image",
+        label_from_folder=True,
+        key=False,
+        concurrency=3,
+    )
+
+    assert SourceOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert SourceOptions.from_json(SourceOptions().to_json()) == SourceOptions()
+    assert SourceOptions(stem="last").numbering() != SourceOptions().numbering()
+    assert SourceOptions(key=False).numbering() == SourceOptions().numbering()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stem": "("},
+        {"decode": "video"},
+        {"concurrency": 0},
+        {"concurrency": 5000},
+        {"fields": ("a:b",)},
+        {"fields": (), "key": False},
+        {"rename": {"a": "../b"}},
+        {"rename": {"a": "__key__"}},
+        {"rename": {"__key__": "a"}},
+    ],
+)
+def test_wrong_options_are_refused_when_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SourceOptions(**wrong)
+
+
+def test_json_that_is_no_options_is_refused() -> None:
+    with pytest.raises(UsageError, match="not the options"):
+        SourceOptions.from_json({"nope": 1})
+
+
+def test_naming_the_key_among_the_fields_is_fine() -> None:
+    assert SourceOptions(fields=("a", "__key__", "a")).fields == ("a",)
