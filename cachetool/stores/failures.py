@@ -61,7 +61,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
             f"{what}: access denied{f' ({said})' if said else ''}; check the credentials in the environment"
         )
     if name == "PreconditionError" or status == 412:
-        return BadObject(f"{what} changed since it was listed; list again with --refresh")
+        return BadObject(f"{what} changed since it was listed; leave it out with --on-error skip")
     if "redirect without LOCATION" in text or status in (301, 307):
         return SourceError(f"{what}: the bucket is in another region; set AWS_REGION")
     if status == 416:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import email.utils
 import http.client
 import random
+import socket
 import ssl
 import threading
 import time
@@ -35,6 +36,8 @@ _MAX_HOPS = 5
 _MAX_RETRY_AFTER = 300.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429, 500, 502, 503, 504)
+_FLAP = 5.0
+"""Seconds that a name which does not resolve or a port where nobody listens is given to come back."""
 _CHUNK = 2**20
 _MOST = 2**32
 """Bytes of a body whose size nobody told."""
@@ -104,6 +107,8 @@ class HttpClient:
                         f"{redact(url)}: the server's certificate is not valid: {error.verify_message}"
                     ) from error
                 failure, why = error, _reason(error)
+                if isinstance(error, ConnectionRefusedError | socket.gaierror):
+                    patience = min(patience, _FLAP)
             else:
                 if response.status not in _AGAIN:
                     return response
