@@ -58,6 +58,7 @@ class Layout:
         self.root = root
         self.tag = root / "CACHEDIR.TAG"
         self.marker = root / "cachetool.json"
+        self.marker_aside = root / "cachetool.json.new"
         self.catalog = root / "catalog.sqlite3"
         self.holders = root / "holders"
         self.shards = root / "shards"
@@ -107,11 +108,11 @@ class Layout:
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def mark(self, **settings: int) -> None:
-        """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it was made with."""
-        aside = self.root / f"cachetool.json.{os.getpid()}"
-        aside.unlink(missing_ok=True)
-        write_durable(aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
-        os.replace(aside, self.marker)
+        """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it has; under the
+        catalog's lock: the file beside is one for all."""
+        self.marker_aside.unlink(missing_ok=True)
+        write_durable(self.marker_aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
+        os.replace(self.marker_aside, self.marker)
         fsync_folder(self.root)
 
     def settings(self) -> dict[str, int]:

@@ -126,7 +126,7 @@ def write_source_record(connection: Connection, layout: Layout, source: str) -> 
         return
     version = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0]
     path = layout.record(source)
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside = path.with_name(f"{path.name}.new")
     aside.unlink(missing_ok=True)
     write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, "progress": progress}))
     os.replace(aside, path)

@@ -83,14 +83,17 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
     return version
 
 
+_UNREAD = (
+    "state = 'retiring' AND NOT EXISTS"
+    " (SELECT 1 FROM leases WHERE leases.version < shards.until AND leases.dataset = shards.dataset)"
+)
+
+
 def sweep(connection: Connection, holder: Holder) -> list[str]:
     """Turn retiring shards that nobody reads any more into this process's trash; gives their ids."""
     holder.register(connection)
     rows = connection.execute(
-        "UPDATE shards SET state = 'trash', holder = ? WHERE state = 'retiring'"
-        " AND NOT EXISTS (SELECT 1 FROM leases l WHERE l.version < shards.until AND l.dataset = shards.dataset)"
-        " RETURNING id",
-        (holder.id,),
+        f"UPDATE shards SET state = 'trash', holder = ? WHERE {_UNREAD} RETURNING id", (holder.id,)
     )
     return [row["id"] for row in rows]
 
@@ -137,12 +140,13 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
 
     Touches only ids of holders whose lock is free, under the cache's lock. What must be deleted becomes this process's
     own trash in the same transaction, so that two recoveries never share work and a crash here is recovered like any.
-    Writes nothing when nobody died.
+    Writes nothing when there is nothing to finish.
     """
     with catalog.write() as connection:
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)
-        if not dead:
+        layout.marker_aside.unlink(missing_ok=True)
+        if not dead and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} LIMIT 1").fetchone():
             return 0
         own = holder()
         own.register(connection)

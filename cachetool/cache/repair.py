@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 _SHARD = re.compile(r"[0-9a-f]{16}")
-_ASIDE = re.compile(r"(cachetool\.json|catalog\.sqlite3\.new|catalog\.sqlite3\.new-journal)(\.\d+)?")
+_ASIDE = ("cachetool.json.new", "catalog.sqlite3.new", "catalog.sqlite3.new-journal")
+"""Files that are about to be renamed; left when their process was killed."""
 _BOUND = ("dataset", "format", "samples", "payload", "content", "digest", "since", "seq", "source", "turn")
 """Columns of a row that ``shard.json`` has too."""
 
@@ -95,25 +96,12 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
     names.add(f"{layout.catalog.name}-journal")
     for path in layout.root.iterdir():
-        if path.name not in names and not _being_written(path.name):
-            found.append((path, bool(_ASIDE.fullmatch(path.name))))
+        if path.name not in names:
+            found.append((path, path.name in _ASIDE))
     found += [(path, False) for path in layout.holders.iterdir() if path.suffix != ".lock"]
     # Deleted meanwhile: it was on its way out when we looked.
     there = [Stray(path, ours, _bytes(path)) for path, ours in found if os.path.lexists(path)]
     return sorted(there, key=lambda stray: (-stray.bytes, stray.path))
-
-
-def _being_written(name: str) -> bool:
-    """Whether this is a file that a live process of this machine is about to rename."""
-    if not name.startswith("cachetool.json."):
-        return False
-    try:
-        os.kill(int(name.rpartition(".")[2]), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _bytes(path: Path) -> int:

@@ -95,7 +95,8 @@ class CacheDir:
         return holders.holder_of(self.layout.holders)
 
     def _mark(self) -> None:
-        self.layout.mark(**{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
+        with self._catalog.write():
+            self.layout.mark(**{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
 
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""

@@ -1,0 +1,200 @@
+"""kill -9 before every system call that changes a file: of one commit in each format, one eviction, one conversion, one
+recovery, of making a cache, of bringing its catalog to a new schema and of rebuilding it (faults 1, 3, 4, 10).
+
+By default every few calls are tried; ``pytest -m soak tests/faults`` tries them all.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import open_cache
+from cachetool.cache.catalog import SCHEMA_VERSION
+from tests.faults.tracing import Children, Point, needs_strace
+from tests.faults.world import FORMATS, Oracle, make, old_catalog
+
+pytestmark = needs_strace
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+def tried(short: int) -> pytest.MarkDecorator:
+    """Every ``short``-th call by default, every one in a soak."""
+    return pytest.mark.parametrize(
+        "step", [pytest.param(short, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)]
+    )
+
+
+class Stage:
+    """A prepared cache, copied for each try."""
+
+    def __init__(self, tmp_path: Path, children: Children) -> None:
+        self.children = children
+        self._tmp = tmp_path
+        self.ready, self.root = tmp_path / "ready", tmp_path / "cache"
+        self.ledger = tmp_path / "ledger"
+        self.kept = tmp_path / "ready.ledger"
+
+    def do(self, action: str, **arguments: object) -> None:
+        """Run an action to its end on the cache that is being prepared."""
+        outcome = self.children.run(action, root=str(self.ready), **arguments)
+        assert outcome.status == 0, outcome
+
+    def fill(self, shards: int, **arguments: object) -> None:
+        """Make the cache and commit some shards."""
+        make(self.ready)
+        self.do("pull", shards=shards, ledger=str(self.kept), **arguments)
+
+    def copy(self) -> None:
+        """Begin again from what was prepared."""
+        for path, source in ((self.root, self.ready), (self.ledger, self.kept)):
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, path)
+            elif source.exists():
+                shutil.copy(source, path)
+
+    def points(self, action: str, **arguments: object) -> list[Point]:
+        """The calls of an undisturbed run."""
+        self.copy()
+        return self.children.points(action, self._tmp / "log", within=self.root, root=str(self.root), **arguments)
+
+    def kill(self, action: str, point: Point, **arguments: object) -> int:
+        """Run until this call; gives the exit status."""
+        inject = f"{point.call}:signal=KILL:when={point.nth}"
+        return self.children.run(action, inject=inject, root=str(self.root), **arguments).status
+
+    def check(self, *, library: bool = False) -> int:
+        """The post-check; gives the number of visible samples."""
+        return Oracle(self.root, self.ledger).check(library=library)
+
+    def kill_everywhere(
+        self, action: str, step: int, check: Callable[[], object] | None = None, **arguments: object
+    ) -> int:
+        """Kill ``action`` before each ``step``-th of its calls; after each the world must be whole. Gives how many."""
+        points = self.points(action, **arguments)
+        self.check(library=True)
+        for point in points[::step]:
+            self.copy()
+            try:
+                assert self.kill(action, point, **arguments) == -9, "the call was not reached"
+                (check or self.check)()
+            except Exception as error:
+                raise AssertionError(f"killed before {point}: {error}") from error
+        return len(points)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, children: Children) -> Stage:
+    return Stage(tmp_path, children)
+
+
+@tried(12)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_commit_killed_anywhere_leaves_all_of_the_shard_or_nothing(stage: Stage, format: str, step: int) -> None:
+    stage.fill(2, format=format)
+
+    assert stage.kill_everywhere("pull", step, format=format, ledger=str(stage.ledger)) > 150
+
+
+@tried(10)
+def test_an_eviction_killed_anywhere_goes_on_at_the_next_open(stage: Stage, step: int) -> None:
+    stage.fill(6, format="all")
+
+    assert stage.kill_everywhere("evict", step, size=1_350_000) > 50
+
+
+@tried(12)
+def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, step: int) -> None:
+    stage.fill(2, format="tfrecord")
+
+    def both() -> None:
+        assert stage.check() == 24
+
+    assert stage.kill_everywhere("convert", step, both, to="hdf5") > 100
+
+
+@tried(8)
+def test_a_recovery_killed_anywhere_is_recovered_like_any_death(stage: Stage, step: int) -> None:
+    stage.fill(2)
+    shutil.copytree(stage.ready, stage.root)
+    points = stage.points("pull", format="zarr")
+    late = next(point for point in points if "shard.json" in point.text and point.call == "fsync")
+    stage.copy()
+    assert stage.kill("pull", late, format="zarr") == -9
+    shutil.rmtree(stage.ready)
+    shutil.copytree(stage.root, stage.ready)
+
+    assert stage.kill_everywhere("recover", step) > 40
+
+
+@pytest.mark.parametrize("chains", [pytest.param(6, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
+def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> None:
+    stage.fill(3, format="all")
+    arguments = {"format": "hdf5", "ledger": str(stage.ledger)}
+    points = stage.points("pull", **arguments)
+    rng = random.Random(4)
+    for chain in range(chains):
+        stage.copy()
+        first = rng.choice(points)
+        assert stage.kill("pull", first, **arguments) == -9
+        killed = [first]
+        for _ in range(3):
+            killed.append(Point("pwrite64" if rng.random() < 0.7 else "unlinkat", rng.randrange(1, 40), ""))
+            assert stage.kill("recover", killed[-1]) in (0, -9)
+        try:
+            stage.check()
+        except AssertionError as error:
+            raise AssertionError(f"chain {chain}, {killed}: {error}") from error
+
+
+@tried(8)
+def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, step: int) -> None:
+    points = stage.points("create")
+    for point in points[::step]:
+        stage.copy()
+        assert stage.kill("create", point) == -9, point
+        make(stage.root)
+        assert stage.children.run("pull", root=str(stage.root), ledger=str(stage.ledger)).status == 0
+        assert stage.check() == 12, point
+
+
+@tried(10)
+def test_a_catalog_killed_anywhere_on_its_way_to_a_new_schema_is_old_or_new(stage: Stage, step: int) -> None:
+    stage.fill(2)
+    old_catalog(stage.ready)
+
+    def whole() -> None:
+        with open_cache(stage.root) as cache:
+            assert cache.catalog.rows("PRAGMA user_version")[0][0] == SCHEMA_VERSION
+            assert sum(shard.samples for shard in cache.shards()) == 24
+            assert cache.stats().served == 0
+
+    points = stage.points("recover")
+    assert len(points) > 20
+    for point in points[::step]:
+        stage.copy()
+        assert stage.kill("recover", point) == -9, point
+        whole()
+
+
+@tried(8)
+def test_a_rebuild_killed_anywhere_is_done_by_the_next_one(stage: Stage, step: int) -> None:
+    stage.fill(4, format="all")
+    (stage.ready / "catalog.sqlite3").unlink()
+
+    def repaired() -> None:
+        assert stage.children.run("repair", root=str(stage.root)).status == 0
+        assert stage.check() == 48
+
+    assert stage.kill_everywhere("repair", step, repaired) > 30

@@ -1,0 +1,150 @@
+"""System calls made to kill or to fail, one after another: ``strace`` attached to a child that waits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+CHANGING = (
+    "openat,write,writev,pwrite64,pwritev,pwritev2,ftruncate,truncate,fallocate,fsync,fdatasync,msync,sync_file_range,"
+    "copy_file_range,sendfile,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,rmdir,link,linkat,symlink,symlinkat"
+)
+"""The calls that change files, or make them last."""
+_LINE = re.compile(r"^(\d+) +(\w+)\((.*)")
+_MAKES = re.compile(r"O_(CREAT|WRONLY|RDWR|TRUNC)")
+
+needs_strace = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed: apt-get install strace (needs the right to trace)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One call on the way: the ``nth`` of its name that a thread makes."""
+
+    call: str
+    nth: int
+    text: str
+    """What it did when nothing was wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a child ended."""
+
+    status: int
+    """Exit code, or minus the signal."""
+    kinds: tuple[str, ...] = ()
+    """Class names of the error it raised, most special first."""
+    text: str = ""
+
+
+class Children:
+    """Starts actions in processes of their own, traced or not."""
+
+    def __init__(self) -> None:
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.zygote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.close()
+        self._zygote.wait(30)
+
+    def run(self, action: str, *, inject: str | None = None, paths: tuple[Path, ...] = (), **arguments: Any) -> Outcome:
+        """Do it, with system calls disturbed as strace's ``-e inject=`` says."""
+        pid = self._start(action, arguments)
+        if inject is None:
+            return self._go()
+        only = [word for path in paths for word in ("-P", str(path))]
+        tracer = _attach(
+            pid, ["-e", f"trace={inject.partition(':')[0]}", "-e", f"inject={inject}", *only, "-o", "/dev/null"]
+        )
+        outcome = self._go()
+        tracer.wait(30)
+        return outcome
+
+    def points(self, action: str, log: Path, *, within: Path, **arguments: Any) -> list[Point]:
+        """The calls of an undisturbed run that change files below ``within``, in their order."""
+        pid = self._start(action, arguments)
+        tracer = _attach(pid, ["-y", "-s", "40", "-e", f"trace={CHANGING}", "-o", str(log)])
+        outcome = self._go()
+        assert outcome.status == 0, outcome
+        tracer.wait(30)
+        count: Counter[tuple[str, str]] = Counter()
+        found: dict[tuple[str, int], Point] = {}
+        for line in log.read_text(errors="replace").splitlines():
+            match = _LINE.match(line)
+            if match is None:
+                continue
+            thread, call, rest = match.groups()
+            count[thread, call] += 1
+            if str(within) in rest and (call != "openat" or _MAKES.search(rest)):
+                nth = count[thread, call]
+                found.setdefault((call, nth), Point(call, nth, rest[:120]))
+        return list(found.values())
+
+    def start(self, action: str, **arguments: Any) -> int:
+        """Begin an action and give its pid; :meth:`wait` for it before the next one."""
+        pid = self._start(action, arguments)
+        self._tell("go\n")
+        return pid
+
+    def wait(self) -> Outcome:
+        """Until the started action has ended."""
+        return self._outcome()
+
+    def _start(self, action: str, arguments: dict[str, Any]) -> int:
+        self._tell(json.dumps({"action": action, "arguments": arguments}, default=str) + "\n")
+        return int(self._hear()["pid"])
+
+    def _go(self) -> Outcome:
+        self._tell("go\n")
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        said = self._hear()
+        error = said["error"] or {"kinds": [], "text": ""}
+        return Outcome(said["status"], tuple(error["kinds"]), error["text"])
+
+    def _tell(self, text: str) -> None:
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.write(text)
+        self._zygote.stdin.flush()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._zygote.stdout is not None
+        line = self._zygote.stdout.readline()
+        assert line, "the zygote died"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def _attach(pid: int, options: list[str]) -> subprocess.Popen[str]:
+    tracer = subprocess.Popen(["strace", "-f", "-p", str(pid), *options], stderr=subprocess.PIPE, text=True)
+    assert tracer.stderr is not None
+    said = tracer.stderr.readline()
+    if "attached" not in said:
+        tracer.kill()
+        pytest.skip(f"this process may not be traced: {said.strip()}")
+    return tracer

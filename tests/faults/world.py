@@ -1,0 +1,260 @@
+"""A small world for faults: samples that follow from their number, processes that pull, evict and recover, and an
+oracle outside the cache that knows what was acknowledged.
+
+The functions named in ``ACTIONS`` run in processes of their own (see ``zygote.py``), which are killed or whose system
+calls fail; the rest runs in the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cachetool.block import Block
+from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache
+from cachetool.cache.layout import tree_bytes
+from cachetool.convert import convert_shards
+from cachetool.formats import format_names, get_format
+from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
+from cachetool.permutation import Permutation
+from cachetool.schema import Field, Schema
+from cachetool.verify import verify
+
+FORMATS = format_names()
+SCHEMA = Schema((Field("x", "<f4", (3, 40)), Field("number", "<i8"), Field("words", "str"), Field("r", "<i2", (None,))))
+SOURCE = SourceRow("world", "/nowhere", {}, "identity", "default", 100_000, 100_000, 7, 0, 0, 0)
+PER_SHARD = 12
+CAP = 2_500_000
+
+
+def sample(number: int) -> dict[str, Any]:
+    """The sample with this number."""
+    rng = np.random.default_rng(number)
+    return {
+        "x": rng.standard_normal((3, 40)).astype("<f4"),
+        "number": number,
+        "words": f"sample {number} ☂" * (number % 3),
+        "r": rng.integers(-9, 9, number % 50).astype("<i2"),
+    }
+
+
+def block(numbers: list[int]) -> Block:
+    """The samples with these numbers."""
+    return Block.from_samples(SCHEMA, [sample(number) for number in numbers])
+
+
+def numbers_of(turn: int, ranges: list[list[int]]) -> list[int]:
+    """Which samples these positions of a pass are."""
+    order = Permutation(SOURCE.units, seed=SOURCE.seed, turn=turn)
+    return [int(n) for start, stop in ranges for n in order[np.arange(start, stop)]]
+
+
+def make(root: Path, *, cap: int | str = CAP) -> None:
+    """A new, empty cache that knows the source."""
+    with open_cache(root, max_size=cap) as cache, tempfile.TemporaryDirectory() as listing:
+        cache.declare("default", SCHEMA)
+        (Path(listing) / "listing.json").write_text("{}")
+        cache.add_source(SOURCE, Path(listing))
+
+
+# -- what processes do -----------------------------------------------------------------------------------------------
+
+
+def acknowledge(ledger: str | None, shard: str, turn: int, numbers: list[int]) -> None:
+    """One durable line, outside of the cache: these samples are committed."""
+    if ledger is None:
+        return
+    fd = os.open(ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(fd, json.dumps({"shard": shard, "turn": turn, "numbers": numbers}).encode() + b"\n")
+    os.fsync(fd)
+    os.close(fd)
+
+
+def commit_one(
+    cache: CacheDir, job: str, *, format: str, ledger: str | None, room: Room | None = None, most: int = PER_SHARD
+) -> str | None:
+    """Claim, write and commit one shard as a worker of ``pull`` does; None when nothing is left to draw."""
+    kind = get_format(format)
+    with cache.catalog.write() as connection:
+        cache.holder.register(connection)
+        held = draws.claim(connection, job, holder=cache.holder.id, most=most)
+    if held is None:
+        return None
+    numbers = numbers_of(held.turn, [[held.start, held.stop]])
+    samples = block(numbers)
+    bound = shard_bound(kind, SCHEMA, samples.samples, samples.nbytes)
+    with cache.stage(dataset="default", schema=SCHEMA, format=format, bound=bound, job=job, room=room) as staging:
+        files = ShardFiles(staging.path, kind, SCHEMA, samples=samples.samples, nbytes=samples.nbytes)
+        try:
+            files.write(samples.slice(0, 5))
+            files.write(samples.slice(5, len(samples)))
+            facts = files.facts()
+        except BaseException:
+            files.abort()
+            raise
+        shard = staging.commit(
+            Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
+            origin=Origin(SOURCE.id, SOURCE.url, held.turn, ((held.start, held.stop),)),
+            close=lambda connection: draws.finish(
+                connection, job, held, held.stop, samples=facts.samples, skipped=0, fetched=facts.payload
+            ),
+        )
+    acknowledge(ledger, shard, held.turn, numbers)
+    return shard
+
+
+def pull(root: str, *, format: str = "lmdb", ledger: str | None = None, shards: int = 1, evict: bool = False) -> None:
+    """Open the cache, commit ``shards`` shards (0: for ever), close it."""
+    room = Room(evict=evict, wait=60.0)
+    with open_cache(root, create=False) as cache:
+        with cache.catalog.write() as connection:
+            cache.holder.register(connection)
+            job, _ = draws.open_job(connection, SOURCE.id, holder=cache.holder.id, wanted=None, seed=None)
+        done = 0
+        while done < shards or not shards:
+            commit_one(cache, job, format=FORMATS[done % 4] if format == "all" else format, ledger=ledger, room=room)
+            done += 1
+        with cache.catalog.write() as connection:
+            draws.give_back(connection, cache.holder.id, job)
+            draws.close_job(connection, job)
+
+
+def evict(root: str, *, size: int) -> None:
+    """Evict down to ``size`` bytes."""
+    with open_cache(root, create=False) as cache:
+        cache.evict(size)
+
+
+def recover(root: str) -> None:
+    """Open and close."""
+    with open_cache(root, create=False):
+        pass
+
+
+def convert(root: str, *, to: str) -> None:
+    """Replace the oldest shard."""
+
+    class Quiet:
+        def send(self, message: dict[str, Any]) -> None:
+            """Nobody listens."""
+
+    with open_cache(root, create=False) as cache:
+        oldest = cache.shards()[0].id
+    convert_shards(
+        Quiet(), root=root, dataset="default", shards=[oldest], to=to, compression=None, verify=False, wait=0.0
+    )
+
+
+def repair(root: str) -> None:
+    """Verify and repair."""
+    verify(root, repair=True)
+
+
+def create(root: str) -> None:
+    """Make a cache."""
+    make(Path(root))
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "pull": pull,
+    "evict": evict,
+    "recover": recover,
+    "convert": convert,
+    "repair": repair,
+    "create": create,
+}
+
+
+# -- what must then be true -------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """Knows every acknowledged sample, from a ledger outside of the cache, and every eviction it has seen recorded."""
+
+    def __init__(self, root: Path, ledger: Path) -> None:
+        self.root, self.ledger = root, ledger
+        self._decided: set[str] = set()
+        self._lineage: dict[str, str] = {}
+        self._where: dict[tuple[int, int], str] = {}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was acknowledged."""
+        return [json.loads(line) for line in self.ledger.read_text().splitlines()] if self.ledger.exists() else []
+
+    def check(self, *, deep: bool = True, library: bool = False) -> int:
+        """The post-check of the fault catalogue; gives the number of visible samples.
+
+        Opening repairs: nothing is left to repair afterwards. ``deep`` reads every visible sample and every byte.
+        """
+        with open_cache(self.root, create=False) as cache:
+            rows = cache.catalog.rows("SELECT * FROM shards")
+            self._decided |= {
+                row["subject"] for row in cache.catalog.rows("SELECT subject FROM events WHERE kind = 'evict'")
+            }
+            assert {row["state"] for row in rows} <= {"ready"}, "nothing half done is left"
+            self._folders_are_those_of_rows(cache, {row["id"] for row in rows})
+            for row in rows:
+                assert row["bytes"] == tree_bytes(cache.layout.shards / row["id"]), "charged is what the disk has"
+                self._lineage[row["id"]] = row["lineage"]
+                self._once(row)
+            assert tree_bytes(self.root) <= cache.usage().total <= cache.max_size
+            self._acknowledged_is_there(rows)
+            if deep:
+                for shard in cache.shards():
+                    self._readable(shard.path, shard.format, library=library)
+                found = verify(self.root, repair=True)
+                assert found.problems == []
+                assert found.checked == len(rows)
+            return sum(row["samples"] for row in rows)
+
+    def _folders_are_those_of_rows(self, cache: CacheDir, ids: set[str]) -> None:
+        assert set(os.listdir(cache.layout.shards)) == ids
+        assert set(os.listdir(cache.layout.holders)) <= {f"{cache.holder.id}.lock"}
+        assert set(os.listdir(cache.layout.listings)) <= {"world", "world.json"}
+        names = {"CACHEDIR.TAG", "cachetool.json", "catalog.sqlite3", "catalog.sqlite3-journal"}
+        assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
+
+    def _once(self, row: Any) -> None:
+        """No sample of a pass is in two shards, unless one became the other."""
+        for number in numbers_of(row["turn"], json.loads(row["draws"])):
+            first = self._where.setdefault((row["turn"], number), row["lineage"])
+            assert first == row["lineage"], f"sample {number} was committed twice"
+
+    def _acknowledged_is_there(self, rows: list[Any]) -> None:
+        here = {row["id"] for row in rows} | {row["lineage"] for row in rows}
+        for line in self.lines():
+            assert line["shard"] in here | self._decided, f"shard {line['shard']} was acknowledged and is lost"
+
+    def _readable(self, path: Path, format: str, *, library: bool) -> None:
+        about = json.loads((path / "shard.json").read_bytes())
+        numbers = numbers_of(about["turn"], about["draws"])
+        with open_shard(path, get_format(format), SCHEMA, library=library) as reader:
+            assert reader.samples == len(numbers)
+            got = reader.read(0, reader.samples)
+        for index, number in enumerate(numbers):
+            found, wanted = got.sample(index), sample(number)
+            assert found["number"] == number
+            assert found["words"] == wanted["words"]
+            np.testing.assert_array_equal(found["x"], wanted["x"])
+            np.testing.assert_array_equal(found["r"], wanted["r"])
+
+
+def old_catalog(root: Path) -> None:
+    """Take the catalog of a cache back to the first schema."""
+    path = root / "catalog.sqlite3"
+    with sqlite3.connect(path) as connection:
+        for table, columns in (("shards", ("lineage",)), ("sources", ("fetched",))):
+            for column in columns:
+                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("DROP TABLE evictions")
+        connection.execute("DROP INDEX claims_by_source")
+        connection.execute("DELETE FROM meta WHERE key = 'served'")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()

@@ -1,0 +1,69 @@
+"""A process with everything imported that forks one child for each line it is told, so that a thousand children cost no
+thousand imports. Run as ``python -m tests.faults.zygote``.
+
+::
+
+    stdin    {"action": "pull", "arguments": {...}}    ->  stdout  {"pid": 123}     the child waits
+    stdin    go                                        ->  the child does it        ->  {"status": 0, "error": null}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+PR_SET_PTRACER = 0x59616D61
+DONE, FAILED = 0, 3
+
+
+def main() -> None:
+    from tests.faults import world
+
+    for module in (
+        "h5py",
+        "lmdb",
+        "zarr",
+        "cachetool.formats.hdf5",
+        "cachetool.formats.lmdb",
+        "cachetool.formats.zarr",
+    ):
+        __import__(module)
+    __import__("cachetool.formats.tfrecord")
+    libc = ctypes.CDLL(None)
+    for line in sys.stdin:
+        told = json.loads(line)
+        go, ready = os.pipe()
+        trouble, report = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ready)
+            # Where the kernel lets only ancestors trace (Yama), this one may be traced by anybody.
+            libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
+            os.read(go, 1)
+            code = DONE
+            try:
+                world.ACTIONS[told["action"]](**told["arguments"])
+            except BaseException as error:  # noqa: BLE001 - everything is reported
+                names = [kind.__name__ for kind in type(error).__mro__]
+                os.write(report, json.dumps({"kinds": names, "text": str(error)}).encode())
+                code = FAILED
+            os._exit(code)
+        os.close(go)
+        os.close(report)
+        print(json.dumps({"pid": pid}), flush=True)
+        assert sys.stdin.readline() == "go\n"
+        os.write(ready, b"g")
+        _, status = os.waitpid(pid, 0)
+        text = os.read(trouble, 65536).decode()
+        os.close(ready)
+        os.close(trouble)
+        print(
+            json.dumps({"status": os.waitstatus_to_exitcode(status), "error": json.loads(text) if text else None}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
