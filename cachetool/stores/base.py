@@ -100,7 +100,8 @@ def check_identity(item: Object, *, size: int | None, etag: str | None) -> None:
     """
     if size is not None and item.size >= 0 and size != item.size:
         raise BadObject(
-            f"{item.key!r} changed since it was listed: {size} bytes instead of {item.size}; leave it out with --on-error skip"
+            f"{item.key!r} changed since it was listed ({size} bytes instead of {item.size});"
+            " leave it out with --on-error skip"
         )
     if item.etag is not None and etag is not None and etag != item.etag:
         raise BadObject(f"{item.key!r} changed since it was listed (another ETag); leave it out with --on-error skip")
