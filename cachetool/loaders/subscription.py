@@ -124,8 +124,12 @@ def _copy(root: Path, dataset: str, run: str | None) -> CacheSubscription:
     return made
 
 
+_inherited: list[CacheDir] = []
+
+
 def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
     if os.getpid() != pid:
+        _inherited.append(cache)  # a database connection that came through a fork is neither used nor closed: kept
         return
 
     def release() -> None:

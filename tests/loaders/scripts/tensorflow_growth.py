@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import cachetool
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
-from cachetool.convert import export
 from cachetool.loaders import subscription
 from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
 from tests.loaders.numbered import EVERY, SMALL, leases, put, sample
@@ -67,7 +67,7 @@ def dtypes(root: Path, out: dict[str, Any]) -> None:
         spec = make_dataset(cache, batch_size=4, drop_remainder=True).element_spec
         out["fixed spec"] = [str(spec["array int16"].dtype.name), list(spec["array int16"].shape)]
         out["ragged spec"] = [spec["cube"].ragged_rank, spec["cube"].dtype.name]
-        export(cache, root / "files", to="tfrecord")
+        cachetool.convert(cache=cache.root, to="tfrecord", out=root / "files")
         folder = [plain(b["cube"]) for b in make_dataset(root / "files", batch_size=4)]
         out["folder"] = folder == [plain(b["cube"]) for b in make_dataset(cache, batch_size=4)]
         chosen = next(iter(make_dataset(cache, batch_size=4, fields=["words", "deep"])))

@@ -85,11 +85,6 @@ def main(kind: str, method: str, root: str) -> None:
     old = next(iter(sampler))
     evict_oldest(cache)
     dataset.refresh()
-    try:
-        out["plain 3"] = numbers(plain)
-    except CacheToolError as error:
-        out["plain 3"] = str(error).splitlines()[-1]
-    del plain
     fresh = DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=dataset.collate, num_workers=2)
     out["plain, new workers"] = numbers(fresh)
 
@@ -98,9 +93,16 @@ def main(kind: str, method: str, root: str) -> None:
         out["old index"] = int(dataset[old]["number"])
     except CacheToolError as error:
         out["old index"] = str(error)
+
+    try:
+        out["plain 3"] = numbers(plain)
+    except CacheToolError as error:
+        out["plain 3"] = str(error).splitlines()[-1]
     dataset.close()
     out["leases at the end"] = len(leases(cache))
     print(json.dumps(out))
+    for worker in plain._iterator._workers:  # else PyTorch waits five seconds for each after an error in one of them
+        worker.kill()
 
 
 if __name__ == "__main__":

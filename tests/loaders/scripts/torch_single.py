@@ -17,9 +17,9 @@ import lmdb
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
+import cachetool
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
-from cachetool.convert import export
 from cachetool.loaders.torch import CacheDataset, EpochSampler, LMDBDataset, Samples, TensorList
 from tests.loaders.numbered import EVERY, SMALL, digest, leases, put
 
@@ -156,7 +156,7 @@ def files(cache: CacheDir, out: dict[str, Any]) -> None:
             int(dataset[i]["number"]) for i in EpochSampler(dataset, rank=0, world_size=1)
         ) == list(range(20))
     folder = cache.root.parent / "files"
-    export(cache, folder, to="lmdb", dataset="default", shard_size=2000)
+    cachetool.convert(cache=cache.root, to="lmdb", out=folder, dataset="default", shard_size=2000)
     for kind in (CacheDataset, LMDBDataset):
         with kind(folder) as dataset, CacheDataset(cache, dataset="default") as same:
             sampler = EpochSampler(dataset, shuffle=False, rank=0, world_size=1)
