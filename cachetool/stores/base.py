@@ -38,6 +38,8 @@ class Limits:
     """Until a connection stands."""
     silence: float = 8.0
     """Without a single byte: the attempt is given up."""
+    listing: float = 25.0
+    """The same for a page of an object store's listing, which some servers take long to put together."""
     retry: float = 18.0
     """After the first attempt: no further attempt begins, unless the server itself asked to wait."""
     throttle: float = 600.0

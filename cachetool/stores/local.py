@@ -28,7 +28,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 class LocalStore:
     """Files under one folder; see :class:`cachetool.stores.base.Store`."""
 
-    concurrency = 8
+    concurrency = 4
 
     def __init__(self, root: str | Path) -> None:
         """``root`` must be a folder: :class:`NotFound` or :class:`UsageError` otherwise."""

@@ -60,7 +60,6 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         options, made = azure_options(place, account), obstore_store.AzureStore
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=limits.connect),
-        "read_timeout": timedelta(seconds=limits.silence),
         "timeout": timedelta(hours=1),
     }
     if str(options.get("endpoint", options.get("base_url", ""))).startswith("http://"):
@@ -76,12 +75,15 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             "base": 2,
         },
     }
-    prefix = prefix.strip("/")
+    shared = {"prefix": prefix.strip("/") or None, "retry_config": retry, **options}
     try:
-        client_store = made(bucket, prefix=prefix or None, client_options=client, retry_config=retry, **options)
+        reading, listing = (
+            made(bucket, client_options={**client, "read_timeout": timedelta(seconds=silence)}, **shared)
+            for silence in (limits.silence, limits.listing)
+        )
     except _errors() as error:
         raise as_our_error(error, place=place) from None
-    return ObjectStore(client_store, place)
+    return ObjectStore(reading, listing, place)
 
 
 def _read(path: str) -> bytes:
@@ -103,9 +105,12 @@ class ObjectStore:
 
     concurrency = 32
 
-    def __init__(self, store: Any, url: str) -> None:
-        """``store`` is obstore's, ``url`` what may be shown. Made by :func:`open_object_store`."""
-        self._store = store
+    def __init__(self, reading: Any, listing: Any, url: str) -> None:
+        """Two stores of obstore's with the limits that suit them, and the URL as it may be shown.
+
+        Made by :func:`open_object_store`.
+        """
+        self._reading, self._listing = reading, listing
         self.url = url
         self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
@@ -115,17 +120,16 @@ class ObjectStore:
         """What the last finished :meth:`list` passed over."""
         return self._left_out
 
-    def _client(self) -> Any:
+    def _refuse_fork(self) -> None:
         if self._pid != os.getpid():
             raise _forked()
-        return self._store
 
     def list(self) -> Pages:
         """All objects below the prefix, a page at a time."""
-        store = self._client()
+        self._refuse_fork()
         left_out: Counter[str] = Counter()
         try:
-            for page in store.list(chunk_size=_LIST_CHUNK):
+            for page in self._listing.list(chunk_size=_LIST_CHUNK):
                 batch = []
                 for meta in page:
                     # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.
@@ -140,7 +144,7 @@ class ObjectStore:
 
     def _exists(self, key: str) -> bool:
         try:
-            self._store.head(key)
+            self._reading.head(key)
         except FileNotFoundError:
             return False
         return True
@@ -156,9 +160,9 @@ class ObjectStore:
         return self._get(item, {"range": (start, start + length)}, length)
 
     def _get(self, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
-        store = self._client()
+        self._refuse_fork()
         try:
-            found = store.get(item.key, options=options)
+            found = self._reading.get(item.key, options=options)
             meta = found.meta
             check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
             body = memoryview(found.bytes())

@@ -14,8 +14,8 @@ from cachetool.stores.redact import redact, scrub, split_url
 __all__ = ["FsspecStore", "open_fsspec_store"]
 
 _BATCH = 1000
-_EXTRAS = {"sftp": "sftp", "hf": "hf"}
-"""Schemes that a package of ours-to-be-installed serves."""
+_EXTRAS = {"hf": "hf"}
+"""Schemes whose package one of our extras installs."""
 _REFUSED = ("local", "file", "reference", "simplecache", "blockcache", "filecache", "cached", "dir", "data", "shell")
 
 

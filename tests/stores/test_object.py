@@ -16,7 +16,7 @@ from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, 
 from cachetool.stores import Limits, Object, open_store
 from tests.servers import Moto, free_port, scripted_server
 
-QUICK = Limits(connect=1.0, silence=0.5, retry=0.8)
+QUICK = Limits(connect=1.0, silence=0.5, listing=0.5, retry=0.8)
 SECRET = "CANARYsecret"
 
 
@@ -167,6 +167,7 @@ def test_a_server_that_says_nothing_is_given_up(made_up: pytest.MonkeyPatch, sil
     began = time.monotonic()
 
     assert isinstance(fail("s3://bucket/prefix"), Unreachable)
+    assert isinstance(fail("s3://bucket/prefix", item=Object("a.npy", 5)), Unreachable)
     assert time.monotonic() - began < 15  # far above QUICK, far below a client without limits
 
 
@@ -176,6 +177,7 @@ def test_the_standard_limits_give_up_within_half_a_minute() -> None:
 
     assert limits.retry + 2 * limits.connect <= 30
     assert limits.retry + limits.silence <= 30
+    assert limits.retry < limits.listing <= 30  # a silent listing is not asked for again
 
 
 def test_a_body_cut_short_is_gone_on_with_or_refused(made_up: pytest.MonkeyPatch) -> None:

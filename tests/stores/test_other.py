@@ -1,0 +1,86 @@
+"""Schemes that fsspec serves, when it is installed and knows them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import uuid
+
+import pytest
+
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, MissingExtra, NotFound, Unreachable, UsageError
+from cachetool.stores import Object, open_store
+from cachetool.stores.other import FsspecStore
+
+
+class Failing:
+    """A file system whose every call fails in one way."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def exists(self, _: str) -> bool:
+        return True
+
+    def find(self, *_: object, **__: object) -> None:
+        raise self.error
+
+    def cat_file(self, *_: object, **__: object) -> bytes:
+        raise self.error
+
+
+def test_without_fsspec_an_unknown_scheme_says_what_would_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+
+    with pytest.raises(UsageError, match="pip install fsspec"):
+        open_store("sftp://host/a")
+    with pytest.raises(MissingExtra, match=r"cachetool\[hf\]"):
+        open_store("hf://datasets/owner/name")
+
+
+@pytest.mark.parametrize(
+    ("url", "module"), [("sftp://u:CANARY@host/a", "paramiko"), ("smb://u:CANARY@h/a", "smbprotocol")]
+)
+def test_a_package_that_fsspec_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch, url: str, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in ("fsspec.implementations.sftp", "fsspec.implementations.smb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    with pytest.raises(MissingExtra, match="not installed") as caught:
+        open_store(url)
+
+    assert "CANARY" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("x"), NotFound),
+        (PermissionError("token=CANARY"), AccessDenied),
+        (ConnectionRefusedError("https://u:CANARY@host"), Unreachable),
+        (TimeoutError(), Unreachable),
+        (RuntimeError("password=CANARY\nand a second line"), CacheToolError),
+        (type("AuthenticationException", (Exception,), {})("no"), AccessDenied),
+    ],
+)
+def test_whatever_fsspec_raises_becomes_one_of_our_errors(error: Exception, kind: type[CacheToolError]) -> None:
+    store = FsspecStore(Failing(error), "/root", "x://host/root")
+
+    for attempt in (lambda: list(store.list()), lambda: store.get(Object("a.npy", 1))):
+        with pytest.raises(kind) as caught:
+            attempt()
+        assert "CANARY" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_body_of_another_length_is_refused() -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    folder = f"/{uuid.uuid4().hex}"
+    system.pipe(f"{folder}/a.npy", b"12345")
+    with contextlib.closing(open_store(f"memory:/{folder}")) as store:
+        assert bytes(store.get(Object("a.npy", -1))) == b"12345"
+        with pytest.raises(BadObject, match=r"a\.npy"):
+            store.get(Object("a.npy", 4))
