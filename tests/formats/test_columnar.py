@@ -202,6 +202,19 @@ def test_a_shard_of_another_schema_or_a_newer_layout_is_refused(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_description_of_more_samples_than_rows_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, schema = get_format(name), Schema((Field("x", "<f4", (3,)),))
+    module = {"hdf5": hdf5, "zarr": zarr}[name]
+    monkeypatch.setattr(module, "header", lambda schema, samples: columnar.header(schema, samples + 1))
+    write(kind, tmp_path / "data", block(schema, 2))
+
+    with pytest.raises(CorruptError, match="data: 'x' has 2 rows, not 3"):
+        kind.open(tmp_path / "data")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_shard_is_refused(tmp_path: Path, name: str) -> None:
     kind = get_format(name)
     (tmp_path / "junk").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(5000))

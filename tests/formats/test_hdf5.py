@@ -80,6 +80,7 @@ def test_h5py_finds_every_array_contiguous_aligned_and_of_its_type(path: Path) -
             dataset, column = file[field.name], content.columns[field.name]
             assert dataset.chunks is None
             assert dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS
+            assert h5py.h5g.get_objinfo(file.id, field.name.encode()).mtime == 0  # no time of day
             values = column.values if isinstance(column, Ragged) else column
             stored = dataset[()]
             if field.numpy.kind in "mM":
