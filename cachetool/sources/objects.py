@@ -30,7 +30,7 @@ from cachetool.stores import Object, Store
 
 __all__ = ["ObjectsSource"]
 
-AHEAD = 64 * 2**20
+AHEAD = 128 * 2**20
 """Bytes that may be in flight or waiting for their turn."""
 _TASK_BYTES = 128 * 2**10
 _TASK_UNITS = 32

@@ -22,11 +22,19 @@ from cachetool.stores.http_listing import MODIFIED, SHA256, is_absolute, read_in
 from cachetool.stores.http_wire import origin_of
 from cachetool.stores.redact import redact
 
-__all__ = ["HttpStore"]
+__all__ = ["HttpStore", "open_http_store"]
 
 _MANIFESTS = (".txt", ".jsonl", ".ndjson")
 _INDEX_BYTES = 2**30
 _MAX_DEPTH = 64
+
+
+def open_http_store(url: str, limits: Limits) -> HttpStore:
+    """The store at an http(s) URL; nothing is fetched yet.
+
+    Raises :class:`UsageError` for a URL without a host or a netrc file that cannot be used.
+    """
+    return HttpStore(url, HttpClient(url, limits, authorization=_authorization(url)))
 
 
 class HttpStore:
@@ -34,9 +42,8 @@ class HttpStore:
 
     concurrency = 32
 
-    def __init__(self, url: str, limits: Limits) -> None:
-        """Nothing is fetched yet. Raises :class:`UsageError` for a URL without a host."""
-        origin_of(url)  # refuses what is no URL
+    def __init__(self, url: str, client: HttpClient) -> None:
+        """Takes over ``client``. Made by :func:`open_http_store`."""
         parts = urlsplit(url)
         self.url = redact(url)
         self._query = f"?{parts.query}" if parts.query else ""
@@ -44,7 +51,7 @@ class HttpStore:
         folder = self._manifest.rpartition("/")[0] if self._manifest else parts.path.rstrip("/")
         self._origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._folder = f"{folder}/"
-        self._client = HttpClient(url, limits, authorization=_authorization(url))
+        self._client = client
         self._left_out: Counter[str] = Counter()
 
     @property
@@ -162,6 +169,7 @@ def _check_status(response: Response, what: str, expected: int, *, listed: bool 
 
 def _authorization(url: str) -> str | None:
     """The header of basic authentication from the URL's user info or the netrc file."""
+    origin_of(url)  # refuses what is no URL
     parts = urlsplit(url)
     user, password = parts.username, parts.password
     if user is None:

@@ -18,11 +18,29 @@ from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Usa
 from cachetool.stores.base import Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "open_local_store"]
 
 _BATCH = 1000
 # Not blocking: a FIFO put in a file's place must not hang the open. The final name is not followed: see _open.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+
+
+def open_local_store(root: str | Path) -> LocalStore:
+    """The store of the folder ``root``.
+
+    Raises :class:`NotFound` when it is not there, :class:`UsageError` when it is a file, :class:`AccessDenied`.
+    """
+    shown = printable(str(root))
+    try:
+        real = os.path.realpath(root)
+        mode = os.stat(real).st_mode
+    except PermissionError as error:
+        raise AccessDenied(f"{shown!r}: permission denied") from error
+    except (OSError, ValueError) as error:
+        raise NotFound(f"no folder {shown!r}") from error
+    if not stat.S_ISDIR(mode):
+        raise UsageError(f"{shown!r} is a file; give the folder that holds the samples")
+    return LocalStore(real)
 
 
 class LocalStore:
@@ -30,19 +48,11 @@ class LocalStore:
 
     concurrency = 4
 
-    def __init__(self, root: str | Path) -> None:
-        """``root`` must be a folder: :class:`NotFound` or :class:`UsageError` otherwise."""
+    def __init__(self, root: str) -> None:
+        """``root`` is a folder's real path. Made by :func:`open_local_store`."""
+        self._root = root
+        self.url = printable(root)
         self._left_out: Counter[str] = Counter()
-        try:
-            self._root = os.path.realpath(root)
-            self.url = printable(self._root)
-            mode = os.stat(self._root).st_mode
-        except PermissionError as error:
-            raise AccessDenied(f"{printable(str(root))!r}: permission denied") from error
-        except (OSError, ValueError) as error:
-            raise NotFound(f"no folder {printable(str(root))!r}") from error
-        if not stat.S_ISDIR(mode):
-            raise UsageError(f"{self.url!r} is a file; give the folder that holds the samples")
 
     @property
     def left_out(self) -> Mapping[str, int]:

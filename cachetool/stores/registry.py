@@ -26,17 +26,17 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     if not scheme and "://" in url:
         raise UsageError(f"{redact(url)!r} is neither a path nor a URL; known are a path and {', '.join(SCHEMES)}")
     if not scheme or scheme == "file":
-        from cachetool.stores.local import LocalStore
+        from cachetool.stores.local import open_local_store
 
-        return LocalStore(_file_path(rest, url) if scheme else url)
+        return open_local_store(_file_path(rest, url) if scheme else url)
     if scheme in _OBJECT:
         from cachetool.stores.object import open_object_store
 
         return open_object_store(url, limits or Limits())
     if scheme in _HTTP:
-        from cachetool.stores.http import HttpStore
+        from cachetool.stores.http import open_http_store
 
-        return HttpStore(url, limits or Limits())
+        return open_http_store(url, limits or Limits())
     from cachetool.stores.other import open_fsspec_store
 
     return open_fsspec_store(url)

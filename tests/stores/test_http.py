@@ -74,6 +74,25 @@ def test_what_follows_a_body_is_no_part_of_it_or_of_the_next_answer() -> None:
             assert bytes(store.get(ITEM)) == BODY
 
 
+def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next() -> None:
+    """Row 40: it arrives while the connection is idle."""
+    idle, sent = threading.Event(), threading.Event()
+
+    def script(handler: Scripted) -> None:
+        handler.answer(200, BODY)
+        if handler.number == 1:
+            assert idle.wait(20)
+            handler.answer(200, bytes(len(BODY)))
+            sent.set()
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        assert bytes(store.get(ITEM)) == BODY
+        idle.set()
+        assert sent.wait(20)
+        assert bytes(store.get(ITEM)) == BODY
+
+
 @pytest.mark.parametrize("cut", [0, 1])
 def test_without_a_length_the_listing_decides_whether_a_body_is_whole(cut: int) -> None:
     """Row 41: the connection's end is the body's end."""

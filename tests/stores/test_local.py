@@ -10,11 +10,11 @@ import pytest
 
 from cachetool.errors import AccessDenied, BadObject, NotFound
 from cachetool.stores import Object, open_store
-from cachetool.stores.local import LocalStore
+from cachetool.stores.local import open_local_store
 
 
 def listed(folder: Path) -> tuple[set[str], dict[str, int]]:
-    store = LocalStore(folder)
+    store = open_local_store(folder)
     keys = {item.key for page in store.list() for item in page}
     return keys, dict(store.left_out)
 
@@ -49,7 +49,7 @@ def test_links_count_when_they_stay_inside(tmp_path: Path) -> None:
     assert left_out["links that lead out of the folder"] == 1
     assert left_out["links to folders"] == 1
     assert left_out["links to nothing"] == 2
-    assert bytes(LocalStore(inside).get(Object("ok.npy", 2))) == b"in"
+    assert bytes(open_local_store(inside).get(Object("ok.npy", 2))) == b"in"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_no_key_reads_outside_of_the_folder(tmp_path: Path, key: str) -> None:
     (folder / "a").mkdir(parents=True)
 
     with pytest.raises(BadObject, match="no name of a file below"):
-        LocalStore(folder).get(Object(key, 1))
+        open_local_store(folder).get(Object(key, 1))
 
 
 def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None:
@@ -71,13 +71,13 @@ def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None
     (folder / "a.npy").symlink_to(tmp_path / "secret")
 
     with pytest.raises(BadObject, match=r"a\.npy"):
-        LocalStore(folder).get(Object("a.npy", 1))
+        open_local_store(folder).get(Object("a.npy", 1))
 
 
 def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.npy")
     (tmp_path / "b.npy").mkdir()
-    store = LocalStore(tmp_path)
+    store = open_local_store(tmp_path)
 
     for key in ("a.npy", "b.npy"):
         with pytest.raises(BadObject, match="no regular file"):
@@ -88,7 +88,7 @@ def test_a_file_below_what_is_now_a_file_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
 
     with pytest.raises(NotFound, match="not there any more"):
-        LocalStore(tmp_path).get(Object("a/b.npy", 1))
+        open_local_store(tmp_path).get(Object("a/b.npy", 1))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -97,7 +97,7 @@ def test_what_may_not_be_read_is_access_denied(tmp_path: Path) -> None:
     (tmp_path / "sub").chmod(0)
     (tmp_path / "a.npy").write_bytes(b"x")
     (tmp_path / "a.npy").chmod(0)
-    store = LocalStore(tmp_path)
+    store = open_local_store(tmp_path)
 
     with pytest.raises(AccessDenied, match=r"a\.npy"):
         store.get(Object("a.npy", 1))
@@ -120,7 +120,7 @@ def test_a_large_folder_comes_in_batches(tmp_path: Path) -> None:
     for number in range(2500):
         (tmp_path / f"{number}.npy").touch()
 
-    pages = list(LocalStore(tmp_path).list())
+    pages = list(open_local_store(tmp_path).list())
 
     assert [len(page) for page in pages] == [1000, 1000, 500]
     assert len({item.key for page in pages for item in page}) == 2500
