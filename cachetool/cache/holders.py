@@ -7,6 +7,7 @@ process drops the lock. So the file is opened once per process, here, and a proc
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -33,18 +34,19 @@ class Holder:
         while True:
             self.id = secrets.token_hex(8)
             self.path = folder / f"{self.id}.lock"
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            # A recovery elsewhere may take the file for that of a dead process until it is locked: then another one.
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.path.exists():
-                    return
-            except BlockingIOError:
-                pass
-            os.close(self._fd)
+            fd = _make_locked(self.path)
+            if fd is not None:
+                self._fd = fd
+                return
 
     def register(self, connection: Connection) -> None:
-        """Write this process into the catalog unless it is there; inside a transaction."""
+        """Write this process into the catalog unless it is there; inside a transaction.
+
+        A lock file that somebody deleted is made again: until then others go by the pid (:func:`dead_holders`).
+        """
+        if not self.path.exists() and (fd := _make_locked(self.path)) is not None:
+            self._fd, gone = fd, self._fd
+            os.close(gone)
         what = " ".join(os.path.basename(part) for part in sys.argv[:2])[:80] or "python"
         connection.execute(
             "INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?, ?)",
@@ -53,8 +55,22 @@ class Holder:
 
     def retire(self) -> None:
         """Let the lock go and remove its file; the row is the caller's."""
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
+            self.path.unlink()
         os.close(self._fd)
+
+
+def _make_locked(path: Path) -> int | None:
+    """A new lock file, locked; None when a recovery elsewhere took it for that of a dead process before it was."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists():
+            return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)
+    return None
 
 
 _holders: dict[tuple[int, str], Holder] = {}
@@ -82,10 +98,34 @@ def forget(folder: Path) -> None:
 
 
 def dead_holders(connection: Connection, folder: Path) -> list[str]:
-    """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then."""
+    """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then.
+
+    Judged by the kernel's lock. Only where the lock file itself was deleted by somebody, by whether the process that
+    registered still runs here: its pid, started before it registered.
+    """
     own = existing_holder(folder)
-    ids = [row["id"] for row in connection.execute("SELECT id FROM holders")]
-    return [each for each in ids if not (own is not None and each == own.id) and not _alive(folder / f"{each}.lock")]
+    dead = []
+    for row in connection.execute("SELECT id, pid, host, started FROM holders"):
+        path = folder / f"{row['id']}.lock"
+        if own is not None and row["id"] == own.id:
+            continue
+        alive = (
+            _alive(path) if path.exists() else row["host"] == socket.gethostname() and _runs(row["pid"], row["started"])
+        )
+        if not alive:
+            dead.append(row["id"])
+    return dead
+
+
+def _runs(pid: int, since: float) -> bool:
+    """Whether the process ``pid`` of this machine was there at the time ``since``."""
+    try:
+        # proc(5): field 22 is the start in clock ticks after boot, behind the name in parentheses; btime is the boot.
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        boot = int(Path("/proc/stat").read_text().partition("btime ")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return False
+    return boot + ticks / os.sysconf("SC_CLK_TCK") <= since + 2
 
 
 def remove_stale_locks(connection: Connection, folder: Path) -> None:

@@ -11,7 +11,7 @@ from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout, default_root
 from cachetool.cache.root import CacheDir
-from cachetool.errors import CapTooSmall, UsageError
+from cachetool.errors import CapacityError, CapTooSmall, UsageError
 from cachetool.units import format_size, parse_size
 
 __all__ = ["open_cache", "open_root"]
@@ -68,7 +68,7 @@ def open_root(
             raise CapTooSmall(f"--max-size {max_size}: the cache's own files need {least} bytes before any shard")
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     if exists:
-        cache.recover()
+        _recover(cache, notify)
         if size is not None and size != cache.catalog.meta("max_size"):
             _refuse_while_used(cache, size)
     return cache
@@ -79,6 +79,14 @@ def _explained(notify: Callable[[str], None] | None) -> Callable[[str], None] | 
     if notify is None:
         return None
     return lambda line: notify(f"{line}: half of the free disk; --max-size sets another")
+
+
+def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:
+    try:
+        cache.recover()
+    except CapacityError as error:  # a full or read-only disk: what is there can still be read
+        if notify is not None:
+            notify(f"warning: {error}")
 
 
 def _refuse_while_used(cache: CacheDir, size: int) -> None:

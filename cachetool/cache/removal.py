@@ -18,7 +18,7 @@ from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
 
-__all__ = ["Removal", "candidates", "delete_trash", "leaseholders", "recover", "retire", "sweep"]
+__all__ = ["Removal", "candidates", "delete_trash", "leaseholders", "recover", "retire", "sign_out", "sweep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
     return version
 
 
+_UNHELD = "holder NOT IN (SELECT id FROM holders)"
+_ORPHANED = f"state IN ('staging', 'trash') AND {_UNHELD}"
 _UNREAD = (
     "state = 'retiring' AND NOT EXISTS"
     " (SELECT 1 FROM leases WHERE leases.version < shards.until AND leases.dataset = shards.dataset)"
@@ -146,24 +148,37 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)
         layout.marker_aside.unlink(missing_ok=True)
-        if not dead and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} LIMIT 1").fetchone():
+        if (
+            not dead
+            and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} OR {_ORPHANED} LIMIT 1").fetchone()
+        ):
             return 0
         own = holder()
         own.register(connection)
-        marks = ",".join("?" * len(dead))
-        connection.execute(f"DELETE FROM leases WHERE holder IN ({marks})", dead)
-        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE holder IN ({marks})", dead)
-        connection.execute(f"DELETE FROM jobs WHERE holder IN ({marks})", dead)
-        connection.execute(
-            f"UPDATE shards SET state = 'trash', holder = ?"
-            f" WHERE holder IN ({marks}) AND state IN ('staging', 'trash')",
-            (own.id, *dead),
-        )
         for each in dead:
             connection.execute("DELETE FROM holders WHERE id = ?", (each,))
             (layout.holders / f"{each}.lock").unlink(missing_ok=True)
+        connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
+        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {_UNHELD}")
+        connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")
+        connection.execute(f"UPDATE shards SET state = 'trash', holder = ? WHERE {_ORPHANED}", (own.id,))
         remove_unfinished(layout, dead)
         sweep(connection, own)
         rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (own.id,)).fetchall()
     delete_trash(catalog, layout, [row["id"] for row in rows])
     return len(dead)
+
+
+def sign_out(catalog: Catalog, layout: Layout, holder: Holder) -> None:
+    """Give back all that this process holds, and take it out of the catalog."""
+    with catalog.write() as connection:
+        connection.execute("DELETE FROM leases WHERE holder = ?", (holder.id,))
+        connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (holder.id,))
+        connection.execute("DELETE FROM jobs WHERE holder = ?", (holder.id,))
+        trash = sweep(connection, holder)
+    delete_trash(catalog, layout, trash)
+    with catalog.write() as connection:
+        # With files that could not be deleted it stays, for the next process to find it dead and try again.
+        connection.execute(
+            "DELETE FROM holders WHERE id = ? AND NOT EXISTS (SELECT 1 FROM shards WHERE holder = ?)", (holder.id,) * 2
+        )

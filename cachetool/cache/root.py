@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -21,12 +22,12 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.policies import choose
 from cachetool.cache.records import record_bound
-from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sign_out, sweep
 from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure
-from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, CatalogError, UsageError
 from cachetool.schema import Schema
 from cachetool.units import format_size, parse_size
 
@@ -298,14 +299,9 @@ class CacheDir:
         _users[key] = _users.get(key, 1) - 1
         own = holders.existing_holder(self.layout.holders)
         if own is not None and _users[key] <= 0:
-            with self._catalog.write() as connection:
-                connection.execute("DELETE FROM leases WHERE holder = ?", (own.id,))
-                connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (own.id,))
-                connection.execute("DELETE FROM jobs WHERE holder = ?", (own.id,))
-                trash = sweep(connection, own)
-            delete_trash(self._catalog, self.layout, trash)
-            with self._catalog.write() as connection:
-                connection.execute("DELETE FROM holders WHERE id = ?", (own.id,))
+            # What cannot be written now is finished by the next process, which finds this one's lock free.
+            with contextlib.suppress(CapacityError, CatalogError):
+                sign_out(self._catalog, self.layout, own)
             holders.forget(self.layout.holders)
             own.retire()
         self._catalog.close()

@@ -7,6 +7,7 @@ with its process, whichever is first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -20,6 +21,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.renewal import top_up
+from cachetool.errors import CapacityError
 from cachetool.schema import Schema
 
 __all__ = ["Shard", "Snapshot", "take", "visible"]
@@ -133,14 +135,18 @@ class Snapshot:
             connection.execute("UPDATE meta SET value = value + ? WHERE key = 'served'", (nbytes,))
 
     def release(self) -> None:
-        """Give the lease back; shards that only it kept are deleted now. May be called twice."""
+        """Give the lease back; shards that only it kept are deleted now. May be called twice.
+
+        On a disk that cannot be written it ends with the process instead: the reader was served all the same.
+        """
         lease, self._lease = self._lease, None
         if lease is None or self._holder.pid != os.getpid():
             return
-        with self._catalog.write() as connection:
-            connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
-            trash = sweep(connection, self._holder)
-        delete_trash(self._catalog, self._layout, trash)
+        with contextlib.suppress(CapacityError):
+            with self._catalog.write() as connection:
+                connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+                trash = sweep(connection, self._holder)
+            delete_trash(self._catalog, self._layout, trash)
 
 
 def take(

@@ -19,6 +19,7 @@ import threading
 import traceback
 from types import FrameType
 
+from cachetool.disk import disk_error
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, to_json
 
@@ -52,13 +53,13 @@ def main() -> None:
         threading.Thread(target=_watch, daemon=True).start()  # from here on Interrupted may be raised
         outcome = {"result": _call(task, pipe)}
     except CacheToolError as error:
-        outcome = to_json(error)
+        outcome = to_json(disk_error(error) or error)
     except MemoryError:
         outcome = to_json(CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size"))
     except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
         if os.environ.get("CACHETOOL_DEBUG"):
             traceback.print_exc()
-        outcome = to_json(_bug(error))
+        outcome = to_json(disk_error(error) or _bug(error))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         pipe.put(outcome)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import sys
 
 PR_SET_PTRACER = 0x59616D61
@@ -19,6 +20,7 @@ DONE, FAILED = 0, 3
 
 
 def main() -> None:
+    from cachetool.disk import disk_error
     from tests.faults import world
 
     for module in (
@@ -35,7 +37,7 @@ def main() -> None:
     for line in sys.stdin:
         told = json.loads(line)
         go, ready = os.pipe()
-        trouble, report = os.pipe()
+        trouble, report = socket.socketpair()  # not a pipe: calls to write are among those that are made to fail
         pid = os.fork()
         if pid == 0:
             os.close(ready)
@@ -47,18 +49,20 @@ def main() -> None:
                 world.ACTIONS[told["action"]](**told["arguments"])
             except BaseException as error:  # noqa: BLE001 - everything is reported
                 names = [kind.__name__ for kind in type(error).__mro__]
-                os.write(report, json.dumps({"kinds": names, "text": str(error)}).encode())
+                known = disk_error(error)
+                names = [type(known).__name__, *names] if known else names
+                report.send(json.dumps({"kinds": names, "text": str(known or error)}).encode())
                 code = FAILED
             os._exit(code)
         os.close(go)
-        os.close(report)
+        report.close()
         print(json.dumps({"pid": pid}), flush=True)
         assert sys.stdin.readline() == "go\n"
         os.write(ready, b"g")
         _, status = os.waitpid(pid, 0)
-        text = os.read(trouble, 65536).decode()
+        text = trouble.recv(65536).decode()
         os.close(ready)
-        os.close(trouble)
+        trouble.close()
         print(
             json.dumps({"status": os.waitstatus_to_exitcode(status), "error": json.loads(text) if text else None}),
             flush=True,
