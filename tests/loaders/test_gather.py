@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import resource
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CorruptError, UsageError
 from cachetool.formats import format_names
+from cachetool.formats.runs import Int64s
 from cachetool.loaders.board import Board
-from cachetool.loaders.gather import Parts, gather, open_by_extents, open_by_library
+from cachetool.loaders.gather import OpenPart, Parts, Runs, gather, open_by_extents, open_by_library
 from cachetool.loaders.view import Part, View
+from cachetool.schema import Schema
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 
@@ -58,6 +61,33 @@ OPEN = {
 def test_any_samples_in_any_order_out_of_any_format(how: str, mixed: View, indices: list[int]) -> None:
     """By extents and through the library; also with fewer open parts than a batch touches."""
     assert gathered(mixed, indices, OPEN[how]) == [EXPECTED[i] for i in indices]
+
+
+def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View) -> None:
+    alive, most = [0], []
+
+    class Counted:
+        """An open part that counts the buffers it gave out and that are still in use."""
+
+        def __init__(self, inner: OpenPart) -> None:
+            self.inner = inner
+
+        def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
+            located = self.inner.locate(within, schema)
+            buffer = located["raw"].buffer.view()
+            alive[0] += 1
+            most.append(alive[0])
+            weakref.finalize(buffer, lambda: alive.__setitem__(0, alive[0] - 1))
+            return {**located, "raw": located["raw"]._replace(buffer=buffer)}
+
+        def close(self) -> None:
+            self.inner.close()
+
+    parts = Parts(lambda part, schema: Counted(open_by_extents(part, schema)), limit=2)
+
+    assert gathered(mixed, list(range(77)), parts) == EXPECTED
+    assert len(most) == 7
+    assert max(most) == 1
 
 
 def test_a_chosen_field_alone_is_read(cache: CacheDir) -> None:
@@ -111,6 +141,7 @@ def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
     child = context.Process(target=lambda: answers.put(gathered(view, [45, 7], parts)))
     child.start()
     child.join()
+    assert child.exitcode == 0
     assert answers.get() == [digest(SMALL, sample(SMALL, n)) for n in (45, 7)]
     assert Parts(open_by_extents).limit <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 

@@ -60,6 +60,8 @@ def test_a_run_shares_the_view_of_an_epoch_and_only_then(cache: CacheDir) -> Non
     assert stranger.newest(epoch=0).samples == 80
     assert two.newest().samples == 80
     assert one.newest(epoch=1).samples == 80
+    put(cache, range(80, 100))
+    assert two.newest().samples == 100
     for subscription in (one, two, stranger):
         subscription.close()
 
