@@ -19,8 +19,9 @@ VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progr
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
-    "cache": VALUES,
-    "formats": VALUES,
+    "disk": VALUES,
+    "cache": VALUES | {"disk"},
+    "formats": VALUES | {"disk"},
     "stores": VALUES,
     "sources": VALUES | {"stores"},
     "loaders": VALUES | {"cache", "formats"},
@@ -31,7 +32,7 @@ DOORS = {"cli", "loaders", "__init__", "__main__"}
 HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
-    "lmdb": {"formats.lmdb", "sources.lmdb_child"},
+    "lmdb": {"formats.lmdb", "sources.lmdb"},
     "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index

@@ -31,6 +31,8 @@ class StoredColumn:
     """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
     ragged: bool = False
     """Whether every row is an array of its own size, of rank 1."""
+    piece: int = 0
+    """Bytes of the largest part that is in memory at once, if that is not a row."""
 
     def field(self, name: str) -> Field:
         """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
@@ -79,6 +81,7 @@ class ColumnFile(ClosingFile):
             self._columns[new] = column
         self.schema = make_schema(path, fields, out)
         self.skipped = bounded(out)
+        self.piece = max(max(c.piece, c.nbytes // max(1, self.samples)) for c in self._columns.values())
         check_claims(
             str(path),
             {name: (column.nbytes, self.samples) for name, column in self._columns.items()},

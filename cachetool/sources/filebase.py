@@ -100,6 +100,9 @@ class FileSource(Protocol):
 class RandomAccess(FileSource, Protocol):
     """A file source that reads any run of samples: arrays and LMDB, not tar and TFRecord."""
 
+    piece: int
+    """Bytes of the largest row or chunk, which is in memory as a whole while it is read."""
+
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``; cheapest when each call goes on where the last one ended."""
         ...

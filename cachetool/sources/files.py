@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from cachetool.errors import UsageError
 from cachetool.sources.filebase import FileOptions, FileSource, RandomAccess, reading
@@ -40,6 +40,7 @@ _NAMES: dict[Kind, re.Pattern[str]] = {
     "tfrecord": re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d+-of-\d+)?(\.gz)?\Z"),
     "lmdb": re.compile(r"\.(lmdb|mdb)\Z"),
 }
+_GUARDED = ("hdf5", "zarr", "lmdb")
 _PART = re.compile(r"-\d{5,}-of-\d{5,}\Z")
 _HEAD = 512
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
@@ -48,11 +49,29 @@ _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 def open_files(path: str | Path, options: FileOptions | None = None) -> FileSource:
     """The samples of a file, or of a folder of files of one kind.
 
-    Raises :class:`UsageError` for what is no such file, and the errors of each kind: :class:`BadObject` for a damaged
-    or hostile file, :class:`NotFound`, :class:`AccessDenied`.
+    HDF5, Zarr and LMDB are read by a process of their own, which ends at ``close``. Raises :class:`UsageError` for what
+    is no such file, and the errors of each kind: :class:`BadObject` for a damaged or hostile file, :class:`NotFound`,
+    :class:`AccessDenied`.
     """
-    path = Path(path)
-    options = options or FileOptions()
+    path, options = Path(path), options or FileOptions()
+    if _checked_kind(path, options) in _GUARDED:
+        from cachetool.sources.guard import GuardedFile
+
+        return GuardedFile(path, options)
+    return _open(path, options, lambda at: None)
+
+
+def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RandomAccess:
+    """As :func:`open_files`, in this process, for the kinds that need one of their own.
+
+    ``notice`` is told which file is touched next.
+    """
+    if _checked_kind(path, options) not in _GUARDED:
+        raise UsageError(f"{path} needs no process of its own")
+    return cast(RandomAccess, _open(path, options, notice))
+
+
+def _checked_kind(path: Path, options: FileOptions) -> Kind:
     kind = file_kind(path)
     if kind is None:
         raise UsageError(
@@ -61,8 +80,7 @@ def open_files(path: str | Path, options: FileOptions | None = None) -> FileSour
         )
     if options.value_format is not None and kind != "lmdb":
         raise UsageError(f"--value-format is for lmdb files; {path} is {kind}")
-    files, others = ([path], []) if _is_one(path) else _members(path, kind)
-    return _open(kind, path, files, others, options)
+    return kind
 
 
 def file_kind(path: Path) -> Kind | None:
@@ -137,9 +155,9 @@ def _members(path: Path, kind: Kind) -> tuple[list[Path], list[tuple[str, str]]]
     return files, [(entry.name, f"not {kind}") for entry in entries if entry not in set(files)]
 
 
-def _open(
-    kind: Kind, path: Path, files: Sequence[Path], others: Sequence[tuple[str, str]], options: FileOptions
-) -> FileSource:
+def _open(path: Path, options: FileOptions, notice: Callable[[Path], None]) -> FileSource:
+    kind = _checked_kind(path, options)
+    files, others = ([path], []) if _is_one(path) else _members(path, kind)
     found: FileSource
     if kind == "tar":
         from cachetool.sources.tar import TarFiles
@@ -150,9 +168,10 @@ def _open(
 
         found = TFRecordFiles(path, files, options)
     elif len(files) == 1:
+        notice(files[0])
         found = _open_one(kind, files[0], options)
     else:
-        found = JoinedFiles(path, files, lambda file: _open_one(kind, file, options))
+        found = JoinedFiles(path, files, lambda file: _open_one(kind, file, options), notice)
     found.skipped = (*others, *found.skipped)
     return found
 

@@ -21,7 +21,7 @@ elsewhere could so have any file of this machine read as data, so they are refus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ def open_hdf5(path: Path, options: FileOptions) -> ColumnFile:
                 skipped.append((name, found))
             else:
                 columns.append(found)
+        for slab in file.slabs:
+            slab.share(len(file.slabs))
         return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close)
     finally:
         file.close()
@@ -73,22 +75,16 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: Any = None
-        self._on_close: list[Callable[[], None]] = []
+        self.slabs: list[Slab] = []
 
     def open(self) -> Any:
         if self._file is None:
             self._file = h5py.File(self.path, "r", locking=False)
         return self._file
 
-    def slab(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> Slab:
-        """Rows kept until :meth:`close`."""
-        slab = Slab(fetch, rows=rows, row_nbytes=row_nbytes, chunk=chunk)
-        self._on_close.append(slab.drop)
-        return slab
-
     def close(self) -> None:
-        for drop in self._on_close:
-            drop()
+        for slab in self.slabs:
+            slab.drop()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -166,6 +162,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         dtype = dataset.dtype
     except (TypeError, ValueError) as error:
         return f"a type that h5py does not know ({error})"
+    chunk = 0
     if dataset.chunks is not None:
         chunk = math.prod(dataset.chunks) * dtype.itemsize
         check_allocation(f"{file.path}: a chunk of {quoted(name)}", chunk, stored=stored)
@@ -174,8 +171,8 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         if len(dataset.shape) > 1:
             return f"values of differing size in {len(dataset.shape)} dimensions"
         if text is not None:
-            return _text(file, name, dataset, text)
-        return _ragged(file, name, dataset, base)
+            return _text(file, name, dataset, text, stored=stored)
+        return _ragged(file, name, dataset, base, stored=stored)
     if h5py.check_enum_dtype(dtype) is not None:
         return "an enumeration"
     if h5py.check_ref_dtype(dtype) is not None:
@@ -193,8 +190,10 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
 
     read = fetch
     if dataset.chunks is not None:
-        read = file.slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0]).read
-    return StoredColumn(name, little.str, (*dataset.shape, *inner), row * dataset.shape[0], read)
+        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0])
+        file.slabs.append(slab)
+        read = slab.read
+    return StoredColumn(name, little.str, (*dataset.shape, *inner), row * dataset.shape[0], read, piece=chunk)
 
 
 def _unreadable(dataset: Any) -> str | None:
@@ -208,18 +207,22 @@ def _unreadable(dataset: Any) -> str | None:
     return None
 
 
-def _text(file: _File, name: str, dataset: Any, text: Any) -> StoredColumn:
+def _text(file: _File, name: str, dataset: Any, text: Any, *, stored: int) -> StoredColumn:
     def read(start: int, stop: int) -> Column:
         rows: Array = file.open()[name][start:stop]
         return unpadded(rows) if text.length is not None else joined(rows.tolist())
 
     kind = "str" if text.encoding == "utf-8" else "bytes"
-    return StoredColumn(name, kind, dataset.shape, (text.length or 0) * dataset.shape[0], read)
+    if text.length is None:
+        return StoredColumn(name, kind, dataset.shape, 0, read, piece=stored)
+    return StoredColumn(name, kind, dataset.shape, text.length * dataset.shape[0], read)
 
 
-def _ragged(file: _File, name: str, dataset: Any, base: Any) -> StoredColumn | str:
+def _ragged(file: _File, name: str, dataset: Any, base: Any, *, stored: int) -> StoredColumn | str:
     if not isinstance(base, np.dtype) or base.hasobject:
         return "lists of values of differing size"
+    if not base.isnative:
+        return "lists of big-endian numbers, which h5py reads wrongly"
     try:
         little = storage_dtype(base)
     except UsageError as error:
@@ -229,4 +232,4 @@ def _ragged(file: _File, name: str, dataset: Any, base: Any) -> StoredColumn | s
         rows = [np.asarray(row, dtype=little) for row in file.open()[name][start:stop]]
         return of_sizes(np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64), shapes=True)
 
-    return StoredColumn(name, little.str, dataset.shape, 0, read, ragged=True)
+    return StoredColumn(name, little.str, dataset.shape, 0, read, ragged=True, piece=stored)

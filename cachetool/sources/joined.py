@@ -20,17 +20,28 @@ __all__ = ["JoinedFiles", "common", "conform"]
 class JoinedFiles(ClosingFile):
     """Files of one kind; see :class:`cachetool.sources.filebase.RandomAccess`. One is open at a time."""
 
-    def __init__(self, path: Path, files: Sequence[Path], open_one: Callable[[Path], RandomAccess]) -> None:
-        """Opens each of ``files`` once. Raises :class:`BadObject` naming two files whose samples differ."""
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        files: Sequence[Path],
+        open_one: Callable[[Path], RandomAccess],
+        notice: Callable[[Path], None],
+    ) -> None:
+        """Opens each of ``files`` once; ``notice`` is told which one is touched next.
+
+        Raises :class:`BadObject` naming two files whose samples differ.
+        """
+        self.path, self._notice = path, notice
         self._files: list[RandomAccess] = []
         skipped: list[tuple[str, str]] = []
         for file in files:
+            notice(file)
             found = open_one(file)
             found.close()
             self._files.append(found)
             skipped += [(f"{file.name}: {name}", reason) for name, reason in found.skipped]
         self.skipped = bounded(skipped)
+        self.piece = max(each.piece for each in self._files)
         self.schema = self._files[0].schema
         for other in self._files[1:]:
             self.schema = common(self.schema, other.schema, first=self._files[0].path, then=other.path)
@@ -45,6 +56,7 @@ class JoinedFiles(ClosingFile):
         while start < stop:
             index = bisect_right(self._starts, start) - 1
             first, end = self._starts[index], min(stop, self._starts[index + 1])
+            self._notice(self._files[index].path)
             parts.append(conform(self._files[index].read(start - first, end - first), self.schema))
             if end == self._starts[index + 1]:
                 self._files[index].close()
@@ -54,6 +66,7 @@ class JoinedFiles(ClosingFile):
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """All samples in order; no block holds samples of two files."""
         for file in self._files:
+            self._notice(file.path)
             try:
                 for block in file.blocks(block_bytes=block_bytes):
                     yield conform(block, self.schema)

@@ -11,46 +11,42 @@ None, ``bytes``     bytes. Values that look pickled are refused, unless ``bytes`
 ``raw:DTYPE,SHAPE`` numbers as they lie in memory: ``raw:float32,3x64x64``
 ==================  ==================================================================================
 
-Entries like ``__len__`` are notes on the file and left out. The file is opened by a process of its own
-(:mod:`cachetool.sources.lmdb_child`), which it may kill.
+Entries like ``__len__`` are notes on the file and left out. LMDB trusts its files, and a damaged one can kill the
+process that opens it: only the one of :mod:`cachetool.sources.guard` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import select
-import struct
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 
-from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import KEY, Field
 from cachetool.sources.decode import npy_layout, parse_npy
 from cachetool.sources.filebase import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 from cachetool.sources.images import decode_image, image_shape
-from cachetool.sources.limits import FREE_VALUE, check_allocation, disk_bytes
-from cachetool.sources.rows import of_sizes
+from cachetool.sources.limits import FREE_VALUE, disk_bytes
+from cachetool.sources.rows import joined
 
 __all__ = ["LMDBFile", "check_value_format"]
 
 VALUE = "value"
-SILENCE = 60.0
-"""Seconds without a byte after which the child is taken to be lost in the file."""
+MAX_NOTES = 1000
+_NOTES = (b"length", b"num-samples", b"num_samples")
 _LOOK = 100
-"""Values that are looked at for pickles."""
-_HEAD = 1024
+"""Values that are looked at for pickles, and for named databases."""
 _COUNT = 2**14
-_GRACE = 5.0
+_TABLE = 48
+"""Bytes of the record of a named database."""
 _RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
 
@@ -70,14 +66,14 @@ def check_value_format(text: str | None) -> Field | None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Some entries of the file, one after another."""
+    """Some entries of the file, one after another; views of its map."""
 
-    keys: Ragged
-    values: Ragged
+    keys: Sequence[memoryview]
+    values: Sequence[memoryview]
 
     def key(self, index: int) -> str:
         """For messages."""
-        return repr(self.keys[index].tobytes()[:60].decode("utf-8", "backslashreplace"))
+        return repr(bytes(self.keys[index][:60]).decode("utf-8", "backslashreplace"))
 
 
 class LMDBFile(ClosingFile):
@@ -88,27 +84,27 @@ class LMDBFile(ClosingFile):
         self.path = path
         self._raw = check_value_format(options.value_format)
         self._format = "raw" if self._raw is not None else options.value_format
+        names = field_names(path, [VALUE], [], options)
+        if VALUE not in names:
+            raise UsageError(f"{path}: its values are the field {VALUE!r}; name it in --fields")
+        self._name = names[VALUE]
+        self._env: Any = None
+        self._txn: Any = None
+        self._next = 0
         with reading(str(path)):
-            self._stored = disk_bytes(path)
-        self._child: _Child | None = None
-        try:
-            about = self._open().about
-            self.samples: int = about["samples"]
-            skipped = [(str(name), "a note on the file, not a sample") for name in about["notes"]]
-            if not self.samples:
-                raise BadObject(f"{path}: no samples in it")
-            names = field_names(path, [VALUE], [], options)
-            if VALUE not in names:
-                raise UsageError(f"{path}: its values are the field {VALUE!r}; name it in --fields")
-            self._name = names[VALUE]
-            self._refuse_pickles()
-            fields = [self._find_field(self._name)]
-            if options.key:
-                fields.append(Field(KEY, "str"))
-            self.schema = make_schema(path, fields, ())
-            self.skipped = bounded(skipped)
-        finally:
-            self.close()
+            self._stored = self.piece = disk_bytes(path)
+            try:
+                self._refuse_tables()
+                notes: list[str] = []
+                self.samples = _count(self._open(), notes)
+                if not self.samples:
+                    raise BadObject(f"{path}: no samples in it")
+                self._refuse_pickles()
+                fields = [self._find_field(self._name)]
+            finally:
+                self.close()
+        self.schema = make_schema(path, [*fields, Field(KEY, "str")] if options.key else fields, ())
+        self.skipped = bounded((name, "a note on the file, not a sample") for name in notes)
 
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``."""
@@ -124,34 +120,75 @@ class LMDBFile(ClosingFile):
             yield self._block(batch)
 
     def close(self) -> None:
-        """End the process that has the file open."""
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        """Let go of the file; views of it must not be used any more."""
+        self._entries: Iterator[tuple[memoryview, memoryview]] = iter(())
+        self._next = 0
+        if self._env is not None:
+            self._txn.abort()
+            self._env.close()
+            self._env = self._txn = None
 
-    def _open(self) -> _Child:
-        if self._child is None:
-            self._child = _Child(self.path)
-        return self._child
+    def _open(self) -> Any:
+        if self._env is None:
+            folder = self.path.is_dir()
+            self._env = lmdb.open(os.fspath(self.path), subdir=folder, readonly=True, lock=False, max_dbs=1)
+            self._txn = self._env.begin(buffers=True)
+            self._entries, self._next = _samples(self._txn), 0
+        return self._txn
 
-    def _batches(self, start: int, stop: int, *, nbytes: int, head: int | None = None) -> Iterator[_Batch]:
+    def _batches(self, start: int, stop: int, *, nbytes: int) -> Iterator[_Batch]:
         total = 0
         while start < stop:
-            batch = self._open().entries(start, min(_COUNT, stop - start), nbytes, head=head, stored=self._stored)
-            if not len(batch.keys):
+            with reading(str(self.path)):
+                batch = self._take(start, min(_COUNT, stop - start), nbytes)
+            if not batch.keys:
                 raise BadObject(f"{self.path}: it ends after {start} of {stop} samples; it was changed meanwhile")
-            total += batch.values.nbytes
+            total += sum(map(len, batch.values))
             if total > FREE_VALUE + 4 * self._stored:
                 raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
             yield batch
             start += len(batch.keys)
+
+    def _take(self, start: int, count: int, nbytes: int) -> _Batch:
+        txn = self._open()
+        if start < self._next:
+            self._entries, self._next = _samples(txn), 0
+        while self._next < start and next(self._entries, None) is not None:
+            self._next += 1
+        keys: list[memoryview] = []
+        values: list[memoryview] = []
+        held = 0
+        for key, value in self._entries:
+            keys.append(key)
+            values.append(value)
+            held += len(key) + len(value)
+            if held >= nbytes or len(keys) >= count:
+                break
+        self._next += len(keys)
+        return _Batch(keys, values)
+
+    def _refuse_tables(self) -> None:
+        """Named databases are entries too: refuse them rather than read their page numbers as values."""
+        txn = self._open()
+        names = []
+        for _, (key, value) in zip(range(_LOOK), txn.cursor(), strict=False):
+            if len(value) == _TABLE:
+                name = bytes(key).rstrip(b"\0")
+                with contextlib.suppress(lmdb.Error):  # an entry like any other
+                    self._env.open_db(name, txn=txn, create=False)
+                    names.append(name.decode("utf-8", "replace"))
+        if names:
+            raise UsageError(
+                f"{self.path} holds named databases ({', '.join(names)[:100]});\ncopy one into a file of its own, with"
+                f" mdb_dump -s {names[0][:50]} and mdb_load"
+            )
 
     def _refuse_pickles(self) -> None:
         if self._format == "bytes":
             return
         for batch in self._batches(0, min(_LOOK, self.samples), nbytes=BLOCK_BYTES):
             for index in range(len(batch.values)):
-                if _PICKLED.match(batch.values[index].tobytes()):
+                if _PICKLED.match(batch.values[index]):
                     raise BadObject(
                         f"{self.path}: the value of {batch.key(index)} is a Python pickle, which can run any program"
                         " when it is read, so it is not;\nwrite the values again as arrays (numpy.save, tobytes), or"
@@ -166,9 +203,8 @@ class LMDBFile(ClosingFile):
         if self._format in (None, "bytes"):
             return Field(name, "bytes")
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
-        head = _HEAD if self._format == "npy" else None
         fixed = True
-        for batch in self._batches(0, self.samples, nbytes=BLOCK_BYTES, head=head):
+        for batch in self._batches(0, self.samples, nbytes=BLOCK_BYTES):
             for index in range(len(batch.values)):
                 dtype, shape = self._look(batch, index)
                 if not found:
@@ -185,35 +221,33 @@ class LMDBFile(ClosingFile):
         return Field(name, dtype, shape if fixed else (None,) * len(shape))
 
     def _look(self, batch: _Batch, index: int) -> tuple[str, tuple[int, ...]]:
-        data = batch.values[index].data
-        with reading(f"{self.path}: the value of {batch.key(index)}"):
-            try:
-                if self._format == "image":
-                    return "|u1", image_shape(data)
-                dtype, _, shape, _ = npy_layout(data)
-                return dtype.newbyteorder("<").str, shape
-            except BadObject as error:
-                raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
+        try:
+            if self._format == "image":
+                return "|u1", image_shape(batch.values[index])
+            dtype, _, shape, _ = npy_layout(batch.values[index])
+            return dtype.newbyteorder("<").str, shape
+        except BadObject as error:
+            raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
 
     def _block(self, batch: _Batch) -> Block:
         columns: dict[str, Column] = {self._name: self._values(batch)}
         if KEY in self.schema:
-            columns[KEY] = batch.keys
+            columns[KEY] = joined(batch.keys)
         return Block(self.schema, columns)
 
     def _values(self, batch: _Batch) -> Column:
         field = self.schema[self._name]
         if field.kind == "bytes":
-            return batch.values
+            return joined(batch.values)
         if self._format == "raw":
-            wrong = np.flatnonzero(batch.values.sizes != field.nbytes)
-            if len(wrong):
-                index = int(wrong[0])
-                raise BadObject(
-                    f"{self.path}: the value of {batch.key(index)} has {batch.values.sizes[index]} bytes, not the"
-                    f" {field.nbytes} of {field.describe()}"
-                )
-            return batch.values.values.view(field.numpy).reshape(len(batch.values), *field.sizes)
+            for index, value in enumerate(batch.values):
+                if len(value) != field.nbytes:
+                    raise BadObject(
+                        f"{self.path}: the value of {batch.key(index)} has {len(value)} bytes, not the"
+                        f" {field.nbytes} of {field.describe()}"
+                    )
+            flat = np.frombuffer(b"".join(batch.values), dtype=field.numpy)
+            return flat.reshape(len(batch.values), *field.sizes)
         samples = [self._decode(batch, index) for index in range(len(batch.values))]
         try:
             return Block.from_samples(self.schema.select([self._name]), samples).columns[self._name]
@@ -221,7 +255,7 @@ class LMDBFile(ClosingFile):
             raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
 
     def _decode(self, batch: _Batch, index: int) -> dict[str, Any]:
-        data = batch.values[index].data
+        data = batch.values[index]
         try:
             array = decode_image(data) if self._format == "image" else parse_npy(data)
         except BadObject as error:
@@ -229,85 +263,27 @@ class LMDBFile(ClosingFile):
         return {self._name: array}
 
 
-class _Child:
-    """The process that has the file open."""
+def _is_note(key: memoryview) -> bool:
+    text = bytes(key)
+    return text in _NOTES or (len(text) > 4 and text.startswith(b"__") and text.endswith(b"__"))
 
-    def __init__(self, path: Path) -> None:
-        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.sources.lmdb_child import main; main()"
-        self._path = path
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", boot],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
-        )
-        try:
-            self._ask({"path": os.fspath(path)})
-            self.about = self._answer()
-            while "busy" in self.about:
-                self.about = self._answer()
-        except BaseException:
-            self.close()
-            raise
 
-    def entries(self, start: int, count: int, nbytes: int, *, head: int | None, stored: int) -> _Batch:
-        """Up to ``count`` entries and about ``nbytes`` of them; with ``head`` only so much of each value."""
-        self._ask({"start": start, "count": count, "bytes": nbytes, "head": head})
-        about = self._answer()
-        found, keys, values = int(about["count"]), int(about["keys"]), int(about["values"])
-        check_allocation(f"{self._path}: {found} values", keys + values, stored=stored)
-        sizes = np.frombuffer(self._receive(16 * found), dtype="<i8").reshape(2, found)
-        if (sizes < 0).any() or sizes.sum(axis=1).tolist() != [keys, values]:
-            raise BadObject(f"{self._path}: its values have no sound sizes")
-        parts = [np.frombuffer(self._receive(size), dtype=np.uint8) for size in (keys, values)]
-        return _Batch(of_sizes(parts[0], sizes[0]), of_sizes(parts[1], sizes[1]))
+def _samples(txn: Any) -> Iterator[tuple[memoryview, memoryview]]:
+    return ((key, value) for key, value in txn.cursor() if not _is_note(key))
 
-    def close(self) -> None:
-        """End it, and wait for that."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(OSError):  # it is gone
-            process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
-    def _ask(self, request: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._died()
-
-    def _answer(self) -> dict[str, Any]:
-        (length,) = struct.unpack("<I", self._receive(4))
-        about: dict[str, Any] = json.loads(bytes(self._receive(length)))
-        if "error" in about:
-            raise BadObject(f"{self._path}: {about['error']}")
-        return about
-
-    def _receive(self, count: int) -> memoryview:
-        """Exactly ``count`` bytes."""
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
-        out = memoryview(bytearray(count))
-        done = 0
-        while done < count:
-            if not select.select([fd], [], [], SILENCE)[0]:
-                self._process.kill()
-                raise BadObject(f"{self._path}: reading it does not come to an end; the file is damaged")
-            got = os.readv(fd, [out[done:]])
-            if not got:
-                self._died()
-            done += got
-        return out.toreadonly()
-
-    def _died(self) -> None:
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        raise BadObject(f"{self._path}: the file is damaged: the process that read it {how}")
+def _count(txn: Any, notes: list[str]) -> int:
+    """Samples in the file. Keys must rise: a tree that leads back into itself would never end."""
+    count, last = 0, None
+    for view in txn.cursor().iternext(keys=True, values=False):
+        key = bytes(view)
+        if last is not None and key <= last:
+            raise ValueError(f"its keys are not in order at {key[:50]!r}")
+        last = key
+        if _is_note(view):
+            if len(notes) == MAX_NOTES:
+                raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
+            notes.append(key.decode("utf-8", "replace")[:100])
+        else:
+            count += 1
+    return count

@@ -12,8 +12,9 @@ from cachetool.block import BLOCK_BYTES, Ragged
 
 __all__ = ["Slab", "joined", "of_sizes", "unpadded"]
 
-SLAB_BYTES = 128 * 2**20
-"""Most bytes of one array kept at a time, unless a row is larger; chunks that reach further are read several times."""
+SLABS_BYTES = 256 * 2**20
+"""Most bytes kept at a time by all arrays of a file, unless a row is larger; chunks that reach further are read several
+times."""
 
 Array = npt.NDArray[Any]
 
@@ -23,10 +24,8 @@ class Slab:
 
     def __init__(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> None:
         """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all."""
-        self._fetch, self._rows = fetch, rows
-        fit = max(1, SLAB_BYTES // max(1, row_nbytes))
-        want = max(1, BLOCK_BYTES // max(1, row_nbytes))
-        self._step = fit if chunk > fit else -(-min(want, fit) // chunk) * chunk
+        self._fetch, self._rows, self._row_nbytes, self._chunk = fetch, rows, max(1, row_nbytes), chunk
+        self.share(1)
         self._start = self._stop = 0
         self._held: Array | None = None
 
@@ -44,6 +43,12 @@ class Slab:
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def share(self, slabs: int) -> None:
+        """Keep no more than this one's part, of so many."""
+        fit = max(1, SLABS_BYTES // slabs // self._row_nbytes)
+        want = max(1, BLOCK_BYTES // self._row_nbytes)
+        self._step = fit if self._chunk > fit else -(-min(want, fit) // self._chunk) * self._chunk
+
     def drop(self) -> None:
         """Let go of the rows kept; views that were handed out stay valid."""
         self._held = None
@@ -56,7 +61,7 @@ def of_sizes(values: Array, sizes: npt.NDArray[np.int64], *, shapes: bool = Fals
     return Ragged(values, offsets, sizes[:, None] if shapes else None)
 
 
-def joined(values: Sequence[bytes]) -> Ragged:
+def joined(values: Sequence[bytes | memoryview]) -> Ragged:
     """A column of byte strings."""
     sizes = np.fromiter((len(value) for value in values), dtype=np.int64, count=len(values))
     return of_sizes(np.frombuffer(b"".join(values), dtype=np.uint8), sizes)

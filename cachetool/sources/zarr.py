@@ -70,6 +70,9 @@ def open_zarr(path: Path, options: FileOptions) -> ColumnFile:
         else:
             columns.append(found)
 
+    for slab in slabs:
+        slab.share(len(slabs))
+
     def close() -> None:
         for slab in slabs:
             slab.drop()
@@ -160,15 +163,14 @@ def _column(
     if not array.shape:
         return "a single value, without rows"
     dtype = array.dtype
-    check_allocation(
-        f"{path}: a chunk of {quoted(name)}", math.prod(array.shards or array.chunks) * dtype.itemsize, stored=stored
-    )
+    chunk = math.prod(array.shards or array.chunks) * dtype.itemsize
+    check_allocation(f"{path}: a chunk of {quoted(name)}", chunk, stored=stored)
 
     def rows(start: int, stop: int) -> Array:
         return np.asarray(array[start:stop])
 
     if dtype.kind in "TOSU":  # O: bytes of differing size; text of differing size is T
-        return f"texts in {len(array.shape)} dimensions" if len(array.shape) > 1 else _text(name, array, rows)
+        return f"texts in {len(array.shape)} dimensions" if len(array.shape) > 1 else _text(name, array, rows, stored)
     try:
         little = storage_dtype(dtype)
     except UsageError as error:
@@ -181,10 +183,10 @@ def _column(
         chunk=array.chunks[0],
     )
     slabs.append(slab)
-    return StoredColumn(name, little.str, array.shape, row * array.shape[0], slab.read)
+    return StoredColumn(name, little.str, array.shape, row * array.shape[0], slab.read, piece=chunk)
 
 
-def _text(name: str, array: Any, rows: Any) -> StoredColumn:
+def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
     kind, itemsize = array.dtype.kind, array.dtype.itemsize
 
     def read(start: int, stop: int) -> Column:
@@ -193,5 +195,6 @@ def _text(name: str, array: Any, rows: Any) -> StoredColumn:
             return unpadded(found)
         return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in found])
 
-    nbytes = itemsize * array.shape[0] if kind in "SU" else 0
-    return StoredColumn(name, "bytes" if kind in "SO" else "str", array.shape, nbytes, read)
+    if kind in "TO":
+        return StoredColumn(name, "str" if kind == "T" else "bytes", array.shape, 0, read, piece=stored)
+    return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * array.shape[0], read)

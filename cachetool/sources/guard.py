@@ -1,0 +1,251 @@
+"""Foreign files that their library may stumble over, read by a process of its own.
+
+LMDB maps a file and believes it; HDF5 and the codecs of Zarr unpack whatever it says. A damaged or hostile file can so
+kill the process that opens it, keep it busy for ever, or have it fill the memory. The process started here has limits
+on memory and time, is told no credentials, and hands blocks through a pipe; :mod:`cachetool.sources.guarded` is what it
+runs. Whatever happens to it is a :class:`BadObject` here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.errors import BadObject, UsageError, from_json
+from cachetool.schema import Field, Schema
+from cachetool.sources.filebase import ClosingFile, FileOptions
+
+__all__ = ["GuardedFile", "read_block"]
+
+CPU_SECONDS = 120
+"""Of computing for one answer, after which a file is taken to have no end."""
+SILENCE = 900.0
+"""Seconds to wait for an answer, however slow the disk."""
+MAX_ANSWER = 2**26
+_GRACE = 5.0
+_PIPE = 2**20
+_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+
+
+class GuardedFile(ClosingFile):
+    """A file, or a folder of files of one kind; see :class:`cachetool.sources.filebase.RandomAccess`."""
+
+    def __init__(self, path: Path, options: FileOptions) -> None:
+        """Opens ``path`` in a process of its own; raises what :func:`cachetool.sources.files.open_here` does there."""
+        self.path, self._options = path, options
+        self._child: _Child | None = None
+        about = self._open().about
+        try:
+            self.schema = Schema.from_json(about["schema"])
+            self.samples = int(about["samples"])
+            self.skipped: tuple[tuple[str, str], ...] = tuple((str(name), str(why)) for name, why in about["skipped"])
+        except (UsageError, KeyError, TypeError, ValueError) as error:
+            self.close()
+            raise BadObject(f"{path}: its reader talks nonsense: {error}") from error
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        if not 0 <= start <= stop <= self.samples:
+            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+        child = self._open()
+        child.ask({"read": [start, stop]})
+        with self._closing_on_error():
+            return child.block(self.schema)
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order; the next block is read while the caller works on this one."""
+        child = self._open()
+        done = 0
+        child.ask({"blocks": block_bytes})
+        while done < self.samples:
+            with self._closing_on_error():
+                block = child.block(self.schema)
+                done += len(block)
+                if not len(block) or done > self.samples:
+                    raise BadObject(f"{self.path}: {done} samples came, {self.samples} were counted")
+                if done < self.samples:
+                    child.ask({"more": True})
+            yield block
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> _Child:
+        if self._child is None or self._child.busy:
+            self.close()
+            self._child = _Child(self.path, self._options)
+        return self._child
+
+
+class _Child:
+    """The process that has the file open: one request, one answer."""
+
+    def __init__(self, path: Path, options: FileOptions) -> None:
+        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.sources.guarded import main; main()"
+        self._at = str(path)
+        self.busy = False
+        """Whether an answer is still to come."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
+        )
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # all that pipes may take is in use
+                fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE)  # type: ignore[arg-type]
+        try:
+            self.ask({"path": os.fspath(path), "options": options.to_json(), "seconds": CPU_SECONDS})
+            self.about = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, Any]) -> None:
+        """Send a request."""
+        assert self._process.stdin is not None
+        self.busy = True
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._died()
+
+    def block(self, schema: Schema) -> Block:
+        """The block that was asked for."""
+        about = self._answer()
+        try:
+            return read_block(schema, about["arrays"], self._receive)
+        except (UsageError, ValueError, TypeError, KeyError) as error:
+            raise BadObject(f"{self._at}: its reader talks nonsense: {error}") from error
+        finally:
+            self.busy = False
+
+    def close(self) -> None:
+        """End it, and wait for that."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if self.busy:
+            process.kill()
+        with contextlib.suppress(OSError):  # it is gone
+            process.stdin.close()
+        process.stdout.close()
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        while True:
+            (length,) = struct.unpack("<I", self._receive(4).data)
+            if length > MAX_ANSWER:
+                raise BadObject(f"{self._at}: its reader talks nonsense")
+            about: dict[str, Any] = json.loads(self._receive(length).tobytes())
+            if "error" in about:
+                self.busy = False
+                raise from_json(about)
+            if "at" not in about:
+                self.busy = "arrays" in about  # these follow
+                return about
+            self._at = str(about["at"])
+
+    def _receive(self, count: int) -> npt.NDArray[np.uint8]:
+        """Exactly ``count`` bytes."""
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        out = np.empty(count, dtype=np.uint8)
+        view, done = out.data, 0
+        while done < count:
+            if not select.select([fd], [], [], SILENCE)[0]:
+                raise BadObject(f"{self._at}: no answer from the process that reads it in {SILENCE:.0f} s")
+            got = os.readv(fd, [view[done:]])
+            if not got:
+                self._died()
+            done += got
+        return out
+
+    def _died(self) -> NoReturn:
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            raise BadObject(f"{self._at}: reading it does not come to an end; the file is damaged")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        raise BadObject(f"{self._at}: the file is damaged: the process that read it {how}")
+
+
+def _environment() -> dict[str, str]:
+    """What the child is told: nothing secret, and to keep threads, whose stacks count as its memory, few."""
+    kept = {name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET)}
+    return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def read_block(schema: Schema, sizes: Sequence[int], receive: Any) -> Block:
+    """The block whose arrays, of ``sizes`` bytes, ``receive(count)`` gives one after another.
+
+    For each field: its values; where samples differ in size, their offsets before that, and the shapes of arrays.
+    Raises ValueError when they do not fit together: the other side may be under a hostile file's command.
+    """
+    pending = iter(sizes)
+
+    def take(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        size = int(next(pending, -1))
+        if size < 0 or size % dtype.itemsize:
+            raise ValueError("an array of no sound size")
+        found: npt.NDArray[Any] = receive(size).view(dtype)
+        return found
+
+    columns: dict[str, Column] = {}
+    for field in schema:
+        columns[field.name] = _column(field, take)
+    if next(pending, None) is not None:
+        raise ValueError("more arrays than fields")
+    return Block(schema, columns)
+
+
+def _column(field: Field, take: Any) -> Column:
+    int64 = np.dtype("<i8")
+    if field.kind == "fixed":
+        if field.nbytes == 0:
+            return np.empty((int(take(int64)[0]), *field.sizes), dtype=field.numpy)
+        column: npt.NDArray[Any] = take(field.numpy).reshape(-1, *field.sizes)
+        return column
+    offsets = take(int64)
+    shapes = take(int64).reshape(-1, field.rank) if field.kind == "ragged" else None
+    values = take(field.numpy)
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+        raise ValueError("offsets that do not fit their values")
+    # In floating point first: a product of sizes may wrap around.
+    if shapes is not None and (
+        (shapes < 0).any()
+        or (shapes.astype(np.float64).prod(axis=1) > 2**62).any()
+        or not np.array_equal(shapes.prod(axis=1), np.diff(offsets))
+    ):
+        raise ValueError("shapes that do not fit their values")
+    return Ragged(values, offsets, shapes)

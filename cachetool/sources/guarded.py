@@ -1,0 +1,118 @@
+"""The main function of the process that reads a foreign file for :mod:`cachetool.sources.guard`.
+
+::
+
+    stdin    {"path": ..., "options": {...}, "seconds": 120}     one line, then requests, each answered:
+             {"read": [start, stop]}   {"blocks": bytes}   {"more": true}
+    stdout   u32 length | JSON, then what it announces:
+             {"at": path}                                         about to touch this file; the answer follows
+             {"schema": ..., "samples": n, "skipped": [...]}      the file is open
+             {"arrays": [bytes, ...]} and the arrays              a block; none when there are no more
+             {"error": class, "message": ...}                     of cachetool
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from cachetool.block import Block, Ragged
+from cachetool.errors import BadObject, CacheToolError, to_json
+from cachetool.sources.filebase import FileOptions, RandomAccess
+
+__all__ = ["main"]
+
+MEMORY = 2**30
+"""Bytes that reading may take..."""
+COPIES = 8
+"""...and so many times the largest row or chunk."""
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    out = os.fdopen(os.dup(1), "wb", buffering=2**20)
+    os.dup2(2, 1)
+    asked = json.loads(sys.stdin.buffer.readline())
+    path, seconds = Path(asked["path"]), asked["seconds"]
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            _limit(MEMORY)
+            _patience(seconds)
+            from cachetool.sources.files import open_here
+
+            source = open_here(
+                path, FileOptions.from_json(asked["options"]), notice=lambda at: _say(out, {"at": str(at)})
+            )
+            _limit(MEMORY + COPIES * source.piece)
+            about = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
+            _say(out, about)
+            _serve(out, source, seconds)
+        except CacheToolError as error:
+            _say(out, to_json(error))
+        except MemoryError:
+            _say(out, to_json(BadObject(f"{path}: reading it takes far more memory than its size can mean")))
+    os._exit(0)  # the file may have broken what a tidy end would touch
+
+
+def _serve(out: IO[bytes], source: RandomAccess, seconds: int) -> None:
+    blocks: Iterator[Block] = iter(())
+    while line := sys.stdin.buffer.readline():
+        asked = json.loads(line)
+        _patience(seconds)
+        if "read" in asked:
+            block = source.read(*asked["read"])
+        else:
+            if "blocks" in asked:
+                blocks = source.blocks(block_bytes=asked["blocks"])
+            found = next(blocks, None)
+            block = Block.from_samples(source.schema, []) if found is None else found
+        _send(out, block)
+
+
+def _limit(most: int) -> None:
+    """No more memory than reading can take, and no core file of somebody's data."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _patience(seconds: int) -> None:
+    """End this process, by SIGPROF, after so many seconds of computing from now on."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _send(out: IO[bytes], block: Block) -> None:
+    arrays: list[Any] = []
+    for field in block.schema:
+        column = block.columns[field.name]
+        if not isinstance(column, Ragged):
+            # values of no bytes do not tell how many they are
+            arrays.append(np.array([len(column)], dtype="<i8") if field.nbytes == 0 else np.ascontiguousarray(column))
+            continue
+        tight = column.compact()
+        arrays.append(np.ascontiguousarray(tight.offsets))
+        if tight.shapes is not None:
+            arrays.append(np.ascontiguousarray(tight.shapes))
+        arrays.append(np.ascontiguousarray(tight.values))
+    _say(out, {"arrays": [array.nbytes for array in arrays]}, flush=False)
+    for array in arrays:
+        if array.nbytes:
+            out.write(array.reshape(-1).view(np.uint8).data)
+    out.flush()
+
+
+def _say(out: IO[bytes], about: dict[str, Any], *, flush: bool = True) -> None:
+    text = json.dumps(about).encode()
+    out.write(struct.pack("<I", len(text)) + text)
+    if flush:
+        out.flush()
