@@ -25,6 +25,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, tree_bytes, write_durable
 from cachetool.cache.records import record_bound, seal, source_progress
 from cachetool.cache.removal import delete_trash, sweep
+from cachetool.disk import naming_inodes
 from cachetool.errors import CacheToolError, CatalogError
 from cachetool.schema import Schema
 
@@ -79,7 +80,8 @@ class Staging:
         self._schema, self._format = schema, format
         self._open = True
         try:
-            self.path.mkdir(mode=0o700)
+            with naming_inodes(self.path):
+                self.path.mkdir(mode=0o700)
         except BaseException:
             self.abort()
             raise

@@ -22,6 +22,7 @@ import os
 import shutil
 from pathlib import Path
 
+from cachetool.disk import naming_inodes
 from cachetool.errors import CatalogError, UsageError
 
 __all__ = [
@@ -182,7 +183,8 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
 
 def write_durable(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Raises ``FileExistsError`` where one is: names are never shared."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with naming_inodes(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         view = memoryview(data)
         while view:

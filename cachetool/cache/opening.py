@@ -84,7 +84,7 @@ def _explained(notify: Callable[[str], None] | None) -> Callable[[str], None] | 
 def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:
     try:
         cache.recover()
-    except CapacityError as error:  # a full or read-only disk: what is there can still be read
+    except (CapacityError, OSError) as error:  # a full or read-only disk: what is there can still be read
         if notify is not None:
             notify(f"warning: {error}")
 

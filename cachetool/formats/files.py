@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cachetool.disk import naming_inodes
 from cachetool.errors import CapacityError, UsageError
 from cachetool.formats.runs import Bytes, as_bytes
 from cachetool.units import format_size
@@ -49,7 +50,8 @@ def allocated_bound(nbytes: int) -> int:
 def capacity_errors(path: Path, nbytes: int) -> Iterator[None]:
     """Turn an OSError that means "no room" into :class:`CapacityError` naming ``nbytes`` and ``path``."""
     try:
-        yield
+        with naming_inodes(path):
+            yield
     except OSError as error:
         if error.errno not in _FULL:
             raise

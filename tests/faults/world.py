@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sqlite3
 import tempfile
 from collections.abc import Callable
@@ -110,8 +111,17 @@ def commit_one(
     return shard
 
 
-def pull(root: str, *, format: str = "lmdb", ledger: str | None = None, shards: int = 1, evict: bool = False) -> None:
+def pull(
+    root: str,
+    *,
+    format: str = "lmdb",
+    ledger: str | None = None,
+    shards: int = 1,
+    evict: bool = False,
+    largest_file: int = resource.RLIM_INFINITY,
+) -> None:
     """Open the cache, commit ``shards`` shards (0: for ever), close it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     room = Room(evict=evict, wait=60.0)
     with open_cache(root, create=False) as cache:
         with cache.catalog.write() as connection:

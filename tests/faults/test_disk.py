@@ -1,0 +1,234 @@
+"""A disk that is full, fails or is read-only: a clear error, nothing lost, and the next run succeeds (27, 28, 30, 31,
+33, 34)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachetool.block import Block
+from cachetool.cache import Shard, open_cache
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+from tests.faults.tracing import Children, Outcome, Point, needs_strace
+from tests.faults.world import FORMATS, Oracle, make
+
+WRITING = ("write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "ftruncate", "openat", "mkdir", "mkdirat")
+
+
+@pytest.fixture(scope="module")
+def children() -> Iterator[Children]:
+    with Children() as started:
+        yield started
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A tmpfs of its own; skips where it cannot be mounted."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def disturbed(
+    tmp_path: Path, children: Children, format: str, calls: tuple[str, ...], inject: str, step: int
+) -> list[tuple[Point, Outcome]]:
+    """A commit with one of its calls failing, for each ``step``-th of them; after each the world must be whole, and a
+    run without trouble must succeed."""
+    ready, root, ledger = tmp_path / "ready", tmp_path / "cache", tmp_path / "ledger"
+    make(ready)
+    assert children.run("pull", root=str(ready), format=format, ledger=str(tmp_path / "kept")).status == 0
+    arguments = {"root": str(root), "format": format, "ledger": str(ledger)}
+    shutil.copytree(ready, root)
+    points = [
+        point for point in children.points("pull", tmp_path / "log", within=root, **arguments) if point.call in calls
+    ]
+    outcomes = []
+    for point in points[::step]:
+        shutil.rmtree(root)
+        shutil.copytree(ready, root)
+        shutil.copy(tmp_path / "kept", ledger)
+        outcome = children.run("pull", inject=f"{point.call}:{inject.format(point.nth)}", **arguments)
+        try:
+            assert outcome.status in (0, 3), outcome
+            before = Oracle(root, ledger).check()
+            assert children.run("pull", **arguments).status == 0
+            assert Oracle(root, ledger).check() == before + 12
+        except AssertionError as error:
+            raise AssertionError(f"{inject} at {point}, {outcome}: {error}") from error
+        outcomes.append((point, outcome))
+    return outcomes
+
+
+@needs_strace
+@pytest.mark.parametrize("step", [pytest.param(12, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", ["once", "for good"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
+    tmp_path: Path, children: Children, format: str, how: str, step: int
+) -> None:
+    inject = "error=ENOSPC:when={}" + ("+" if how == "for good" else "")
+    outcomes = disturbed(tmp_path, children, format, WRITING, inject, step)
+
+    failed = [(point, outcome) for point, outcome in outcomes if outcome.status]
+    assert len(failed) > len(outcomes) // 2
+    for point, outcome in failed:
+        assert "CapacityError" in outcome.kinds, (point, outcome)
+
+
+@needs_strace
+@pytest.mark.parametrize("step", [pytest.param(6, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
+    tmp_path: Path, children: Children, format: str, step: int
+) -> None:
+    outcomes = disturbed(tmp_path, children, format, ("fsync", "fdatasync", "msync"), "error=EIO:when={}", step)
+
+    failed = [(point, outcome) for point, outcome in outcomes if outcome.status]
+    assert failed
+    for point, outcome in failed:
+        assert "CapacityError" in outcome.kinds, (point, outcome)
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 400 small arrays to pull from."""
+    folder = tmp_path_factory.mktemp("objects")
+    for number in range(400):
+        np.save(folder / f"{number:03d}.npy", np.random.default_rng(number).random(500))
+    return folder
+
+
+def cachetool(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cachetool", *map(str, words)], capture_output=True, text=True, check=False
+    )
+
+
+def test_inodes_that_run_out_are_called_so(tmp_path: Path, objects: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64m,nr_inodes=60") as disk:
+        words = (
+            "pull",
+            objects,
+            "--cache",
+            disk / "cache",
+            "--max-size",
+            "30MB",
+            "--shard-size",
+            "40kB",
+            "--to",
+            "zarr",
+        )
+        ran = cachetool(*words, "--workers", 1)
+        assert ran.returncode == 4, ran
+        assert "out of inodes" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        assert len(ran.stderr.strip().splitlines()) <= 3
+        assert cachetool("verify", "--cache", disk / "cache").returncode == 0
+        subprocess.run(["mount", "-o", "remount,nr_inodes=100000", disk], check=True)
+        assert cachetool(*words, "--all").returncode == 0
+        ran = cachetool("stats", "--cache", disk / "cache", "--json")
+        assert json.loads(ran.stdout)["samples"] == 400
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_disk_smaller_than_the_cap_ends_the_pull_and_loses_nothing(
+    tmp_path: Path, objects: Path, format: str
+) -> None:
+    with small_disk(tmp_path / "disk", "size=2500k") as disk:
+        words = (
+            "pull",
+            objects,
+            "--cache",
+            disk / "cache",
+            "--max-size",
+            "1GB",
+            "--shard-size",
+            "100kB",
+            "--to",
+            format,
+        )
+        (disk / "ballast").write_bytes(bytes(1_500_000))
+        ran = cachetool(*words, "--all")
+        assert ran.returncode == 4, ran
+        assert "free" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        ran = cachetool("verify", "--cache", disk / "cache", "--json")
+        assert ran.returncode == 0, ran
+        assert json.loads(ran.stdout)["problems"] == []
+        assert 0 < json.loads(ran.stdout)["samples"] < 400
+        (disk / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        assert cachetool(*words, "--all").returncode == 0
+        ran = cachetool("verify", "--cache", disk / "cache", "--json")
+        assert json.loads(ran.stdout)["samples"] == 400
+
+
+def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, objects: Path) -> None:
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(32 * 2**20)
+    mounted = shutil.which("mkfs.ext4") and (
+        subprocess.run(["mkfs.ext4", "-q", "-e", "remount-ro", image], capture_output=True).returncode == 0
+        and subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True).returncode == 0
+    )
+    if not mounted:
+        pytest.skip("an ext4 image cannot be made and mounted here")
+    try:
+        words = ("pull", objects, "--cache", disk / "cache", "--max-size", "20MB", "--shard-size", "100kB")
+        assert cachetool(*words, "--samples", 100).returncode == 0
+        with open_cache(disk / "cache") as cache, cache.snapshot() as snapshot:
+            # What ext4 does by itself when its disk fails: also with files open for writing.
+            subprocess.run(["mount", "-o", "remount,abort", disk], check=True, capture_output=True)
+            with pytest.raises(OSError, match="Read-only"):
+                (disk / "new").touch()
+            assert sum(len(read(shard)) for shard in snapshot.shards) == 100
+            ran = cachetool(*words, "--all")
+            assert ran.returncode == 4, ran
+            assert "read-only" in ran.stderr
+            assert "Traceback" not in ran.stderr
+            ran = cachetool("stats", "--cache", disk / "cache", "--json")
+            assert json.loads(ran.stdout).get("samples") == 100, ran
+        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["mount", "-o", "loop", image, disk], check=True)
+        assert cachetool(*words, "--all").returncode == 0
+        assert json.loads(cachetool("verify", "--cache", disk / "cache", "--json").stdout)["samples"] == 400
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def read(shard: Shard) -> Block:
+    with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
+        return reader.read(0, reader.samples)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(40_960, id="short"), pytest.param(4096, id="all", marks=pytest.mark.soak)]
+)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_limit_on_file_sizes_is_met_like_a_full_disk(
+    tmp_path: Path, children: Children, format: str, step: int
+) -> None:
+    root, ledger = tmp_path / "cache", tmp_path / "ledger"
+    make(root)
+    done = 0
+    for limit in range(0, 180_000, step):
+        outcome = children.run("pull", root=str(root), format=format, ledger=str(ledger), largest_file=limit)
+        assert outcome.status == 0 or "CapacityError" in outcome.kinds, (limit, outcome)
+        done += 12 * (outcome.status == 0)
+        assert Oracle(root, ledger).check() == done
+    assert 0 < done < 12 * 180_000 // step
