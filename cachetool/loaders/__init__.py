@@ -1,1 +1,1 @@
-"""Front doors for training scripts: ``loaders.torch`` and ``loaders.tensorflow`` import their framework, this imports none."""
+"""Front doors for training scripts: ``loaders.torch`` and ``loaders.tensorflow`` import their framework, this none."""
