@@ -1,1 +1,4 @@
-"""Front doors for training scripts: ``loaders.torch`` and ``loaders.tensorflow`` import their framework, this none."""
+"""Front doors for training scripts.
+
+``loaders.torch`` and ``loaders.tensorflow`` import their framework; importing this package imports none.
+"""
