@@ -41,17 +41,20 @@ class Assembler:
         self._options, self._where = options, where
         self._wanted = None if options.fields is None else frozenset(options.fields)
 
-    def may_hold(self, part: Part) -> bool:
-        """Whether a part can hold a field asked for: it is named so, or is a file of many fields."""
+    def takes(self, sample: Assembled[V], part: Part) -> bool:
+        """Whether a part of ``sample`` can hold a field asked for: it is named so, or is a file of many fields."""
         if self._wanted is None or part.kind in CONTAINERS:
             return True
-        return self._options.rename.get(part.field, part.field) in self._wanted
+        name = self._options.rename.get(part.field, part.field)
+        if name not in self._wanted:
+            sample.names.append(name)
+        return name in self._wanted
 
-    def needed(self, parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
-        """Those parts of a whole sample that may hold a field; files of many fields only if some are still missing."""
-        hold = [pair for pair in parts if self.may_hold(pair[1])]
-        named = [pair for pair in hold if pair[1].kind not in CONTAINERS]
-        return named if self._wanted is not None and len(named) == len(self._wanted) else hold
+    def needed(self, sample: Assembled[V], parts: Sequence[tuple[T, Part]]) -> list[tuple[T, Part]]:
+        """Those of all parts of ``sample`` that it takes; files of many fields only if some are still missing."""
+        taken = [pair for pair in parts if self.takes(sample, pair[1])]
+        named = [pair for pair in taken if pair[1].kind not in CONTAINERS]
+        return named if self._wanted is not None and len(named) == len(self._wanted) else taken
 
     def add(self, sample: Assembled[V], name: str, fields: Iterable[tuple[str, V]]) -> None:
         """Add the fields of the part ``name``. Raises :class:`BadObject` naming it."""

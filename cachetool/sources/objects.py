@@ -159,7 +159,7 @@ class ObjectsSource:
         pairs = [(item, self._part(item)) for item in objects]
         sample = _Sample(pairs[0][1].sample)
         try:
-            for item, part in self._assembler.needed(pairs):
+            for item, part in self._assembler.needed(sample, pairs):
                 data = self._store.get(item)
                 sample.fetched += len(data)
                 self._assembler.add(sample, item.key, decode(part, data, images=self._options.decode == "image"))

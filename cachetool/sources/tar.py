@@ -73,12 +73,10 @@ class TarFiles(ClosingFile):
                         names.update(dict.fromkeys(sample.names))
                     yield f"{file}: {sample.key}", sample.values
 
-        try:
-            self.schema = common_schema(shapes(), options.fields)
-        except BadObject:
-            if self.samples:
-                raise
-            raise BadObject(f"{path}: no samples in it{left_out.because()}") from None
+            if not self.samples:
+                raise BadObject(f"{path}: no samples in it{left_out.because()}")
+
+        self.schema = common_schema(shapes(), options.fields)
         for name in options.fields or ():
             if name not in self.schema:
                 raise UsageError(f"{path}: no field {name!r}; the samples have {names_of(list(names))}")
@@ -133,7 +131,7 @@ class TarFiles(ClosingFile):
                     if hash(sample.key) in seen:
                         raise BadObject(f"key {quoted(sample.key)} comes twice, with other samples in between")
                     seen.add(hash(sample.key))
-                if self._assembler.may_hold(part):
+                if self._assembler.takes(sample, part):
                     self._assembler.add(sample, member.name, take(part, member))
             except BadObject as error:
                 raise BadObject(f"{file}: {error}") from error.__cause__
@@ -144,8 +142,8 @@ class TarFiles(ClosingFile):
                 raise BadObject(f"{file}: {error}") from None
             yield sample
 
-    def _decode(self, part: Part, member: _Member) -> Iterable[tuple[str, Value]]:
-        return decode(part, member.read(), images=self._options.decode == "image")
+    def _decode(self, part: Part, member: _Member) -> Iterator[tuple[str, Value]]:
+        yield from decode(part, member.read(), images=self._options.decode == "image")
 
     def _outline(self, part: Part, member: _Member) -> Iterator[tuple[str, Shape]]:
         """What the fields of a member are, reading no more of it than that takes."""

@@ -1,0 +1,303 @@
+"""Tar files as WebDataset has them, read as samples; nothing is extracted, whatever a member is called."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachetool.errors import BadObject, UsageError
+from cachetool.sources.files import FileOptions, file_kind, open_files
+from tests.sources.files import damaged, outcome, same, samples
+
+RANDOM = np.random.default_rng(3)
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def write(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> Path:
+    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w", format=form) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def digits(count: int) -> list[tuple[str, bytes]]:
+    members = []
+    for i in range(count):
+        members += [
+            (f"train/{i:04d}.image.npy", npy(RANDOM.integers(0, 9, (4, 4), dtype=np.uint8))),
+            (f"train/{i:04d}.json", json.dumps({"weight": i / 2, "name": f"n{i}"}).encode()),
+            (f"train/{i:04d}.cls", b"%d" % (i % 10)),
+            (f"train/{i:04d}.txt", f"dígit {i}".encode()),
+            (f"train/{i:04d}.jpg", RANDOM.bytes(100 + i)),
+        ]
+    return members
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz"])
+def test_members_of_one_key_are_a_sample(tmp_path: Path, suffix: str, form: int) -> None:
+    """Fields and values as of a folder of objects; keys are kept; a folder in the archive is no sample."""
+    members = digits(30)
+    path = write(tmp_path / f"x{suffix}", members, form)
+    data = dict(members)
+
+    found = samples(path)
+
+    assert len(found) == 30
+    for i, sample in enumerate(found):
+        key = f"train/{i:04d}"
+        assert sample["__key__"] == key
+        assert same(sample["image"], np.load(io.BytesIO(data[f"{key}.image.npy"])))
+        assert (sample["weight"], sample["name"]) == (i / 2, f"n{i}")
+        assert (sample["cls"], sample["txt"], sample["jpg"]) == (i % 10, f"dígit {i}", data[f"{key}.jpg"])
+
+
+def test_long_and_foreign_names(tmp_path: Path) -> None:
+    long = "/".join(["folder" * 10] * 6) + "/日本"
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        path = write(tmp_path / "x.tar", [(f"{long}.txt", b"a"), ("b.txt", b"b")], form)
+        assert [s["__key__"] for s in samples(path)] == [long, "b"]
+
+
+def test_names_that_begin_in_the_present_folder(tmp_path: Path) -> None:
+    """As ``tar c .`` writes them; folders and hidden files are passed over."""
+    path = write(
+        tmp_path / "x.tar", [("./a/0.txt", b"x"), ("./a/1.txt", b"y"), ("./.hidden.txt", b"z"), ("./noext", b"")]
+    )
+
+    assert [s["__key__"] for s in samples(path)] == ["a/0", "a/1"]
+    with open_files(path) as source:
+        assert source.skipped == ((".hidden.txt", "hidden"), ("noext", "names without an extension"))
+
+
+def test_options_of_pull_hold_for_members(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", digits(3))
+
+    assert list(samples(path, fields=("y", "x"), rename={"image": "x", "cls": "y"}, key=False)[0]) == ["y", "x"]
+    assert samples(path, fields=("label",), label_from_folder=True)[2] == {"label": "train", "__key__": "train/0002"}
+    assert list(samples(path, fields=("name",), key=False)[0]) == ["name"]
+    with pytest.raises(UsageError, match=r"x\.tar: no field 'z'; the samples have image, weight, name, cls, txt, jpg"):
+        open_files(path, FileOptions(fields=("z",)))
+    underscored = write(tmp_path / "y.tar", [("a_img.txt", b"1"), ("a_seg.txt", b"2")])
+    assert samples(underscored, stem=r"[^_]*") == [{"img": "1", "seg": "2", "__key__": "a"}]
+
+
+def test_images_are_decoded_on_demand(tmp_path: Path, photos: Path) -> None:
+    from PIL import Image
+
+    names = sorted(p for p in photos.iterdir() if p.suffix in (".jpg", ".png"))[:4]
+    path = write(tmp_path / "x.tar", [(f"{p.stem}.img{p.suffix}", p.read_bytes()) for p in names])
+
+    found = samples(path, decode="image", rename={"img": "image"})
+
+    for name, sample in zip(names, found, strict=True):
+        with Image.open(name) as image:
+            assert sample["image"].shape == (image.height, image.width, 3)
+            if name.suffix == ".png":
+                assert same(sample["image"], np.asarray(image.convert("RGB")))
+    assert [s["img"] for s in samples(path)] == [p.read_bytes() for p in names] if len(names) > 1 else True
+
+
+def test_the_schema_holds_what_only_the_last_member_shows(tmp_path: Path) -> None:
+    """All members are looked at: a size that differs makes a field ragged, one fraction makes numbers float64."""
+    members = [m for i in range(200) for m in ((f"{i}.x.npy", npy(np.zeros(3))), (f"{i}.json", b'{"y": 1}'))]
+    members += [("last.x.npy", npy(np.zeros(4))), ("last.json", b'{"y": 0.5}')]
+
+    with open_files(write(tmp_path / "x.tar", members)) as source:
+        assert source.schema.describe() == "x: float64 ragged rank 1, y: float64, __key__: str"
+        assert source.samples == 201
+
+
+def test_samples_whose_fields_differ_are_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", [("a.txt", b""), ("b.cls", b"1")])
+
+    with pytest.raises(BadObject, match=r"'[^']*x\.tar: a' has txt; '[^']*x\.tar: b' has cls;\nsee --stem"):
+        open_files(path)
+
+
+def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
+    for k in range(3):
+        write(tmp_path / f"shard-{k}.tar{'.gz' if k == 1 else ''}", [(f"{k}{i}.cls", b"%d" % i) for i in range(4)])
+
+    assert [s["__key__"] for s in samples(tmp_path)] == [f"{k}{i}" for k in range(3) for i in range(4)]
+
+
+def test_one_key_in_two_places_is_refused(tmp_path: Path) -> None:
+    """Fault 74: neither the first nor the last wins in silence."""
+    path = write(tmp_path / "x.tar", [("a.txt", b"1"), ("b.txt", b"2"), ("a.cls", b"3")])
+    with pytest.raises(BadObject, match=r"x\.tar: key 'a' comes twice, with other samples in between"):
+        open_files(path)
+
+    path = write(tmp_path / "y.tar", [("a.txt", b"1"), ("a.txt", b"2")])
+    with pytest.raises(BadObject, match=r"y\.tar: 'a\.txt': sample 'a' has field 'txt' twice"):
+        open_files(path)
+
+
+def hostile(path: Path, outside: Path) -> Path:
+    """Members that would write outside of a folder, or read what lies there, if they were extracted."""
+    with tarfile.open(path, "w") as archive:
+
+        def add(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", data: bytes = b"evil") -> None:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, link, len(data) if kind == tarfile.REGTYPE else 0
+            info.mode = 0o4777
+            archive.addfile(info, io.BytesIO(data))
+
+        add("good.txt", data=b"fine")
+        add("../up.txt")
+        add("a/../../up.txt")
+        add(f"{outside}/absolute.txt")
+        add("link.txt", tarfile.SYMTYPE, "/etc/passwd")
+        add("hard.txt", tarfile.LNKTYPE, "/etc/passwd")
+        add("device.txt", tarfile.CHRTYPE)
+        add("block.txt", tarfile.BLKTYPE)
+        add("pipe.txt", tarfile.FIFOTYPE)
+        add("folder.txt", tarfile.DIRTYPE)
+    return path
+
+
+def test_members_that_are_no_files_or_lead_out_are_left_out(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    (tmp_path / "in").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    path = hostile(tmp_path / "in" / "x.tar", outside)
+
+    assert samples(path) == [{"txt": "fine", "__key__": "good"}]
+    with open_files(path) as source:
+        assert dict(source.skipped) == {
+            "../up.txt": "its name leads out of the archive",
+            "a/../../up.txt": "its name leads out of the archive",
+            f"{outside}/absolute.txt": "its name leads out of the archive",
+            "link.txt": "a symbolic link",
+            "hard.txt": "a hard link",
+            "device.txt": "a device",
+            "block.txt": "a device",
+            "pipe.txt": "a pipe",
+        }
+    path.unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class Canary:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.place),)
+
+
+def test_pickles_are_bytes_or_refused(tmp_path: Path) -> None:
+    canary = Canary(tmp_path / "unpickled")
+    path = write(tmp_path / "x.tar", [("a.pyd", pickle.dumps(canary)), ("a.pkl", b"x")])
+    assert samples(path)[0]["pyd"] == pickle.dumps(canary)
+
+    path = write(tmp_path / "y.tar", [("a.npy", npy(np.array([canary], dtype=object)))])
+    with pytest.raises(BadObject, match=r"y\.tar: 'a\.npy': dtype object cannot be stored"):
+        open_files(path)
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_sparse_members_are_left_out(tmp_path: Path) -> None:
+    raw = bytearray(write(tmp_path / "x.tar", [("a.txt", b"x" * 600), ("b.txt", b"y")]).read_bytes())
+    raw[156:157] = tarfile.GNUTYPE_SPARSE
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw[:512])
+    (tmp_path / "x.tar").write_bytes(raw)
+
+    assert samples(tmp_path / "x.tar") == [{"txt": "y", "__key__": "b"}]
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
+    """Every cut is found, also one between two members; a flipped bit in gzip never gives another sample."""
+    path = write(tmp_path / f"x{suffix}", digits(4))
+    whole = samples(path)
+
+    for how, copy in damaged(path, cuts=150, flips=150):
+        found = outcome(copy)
+        if how.startswith("cut") and int(how.split()[-1]) < (
+            len(path.read_bytes()) if "gz" in suffix else 4 * 5 * 1024
+        ):
+            assert isinstance(found, str), how
+        if not isinstance(found, str) and "gz" in suffix:
+            assert all(same(s[k], w[k]) for s, w in zip(found, whole, strict=True) for k in w), how
+
+
+def test_a_damaged_header_in_the_middle_does_not_end_the_file_in_silence(tmp_path: Path) -> None:
+    raw = bytearray(write(tmp_path / "x.tar", [(f"{i}.txt", b"x") for i in range(5)]).read_bytes())
+    raw[2 * 1024] ^= 1
+    (tmp_path / "x.tar").write_bytes(raw)
+
+    with pytest.raises(BadObject, match=r"x\.tar: byte 2048 is no header of a member \(bad checksum\)"):
+        open_files(tmp_path / "x.tar")
+
+
+def test_a_file_without_an_end_mark_is_cut_short(tmp_path: Path) -> None:
+    raw = write(tmp_path / "x.tar", [(f"{i}.txt", b"x") for i in range(5)]).read_bytes()
+    (tmp_path / "x.tar").write_bytes(raw[: 3 * 1024])
+
+    with pytest.raises(BadObject, match=r"x\.tar is cut short: it ends at byte 3072 without an end mark"):
+        open_files(tmp_path / "x.tar")
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_sizes_that_are_not_there_allocate_nothing(tmp_path: Path, kind: bytes) -> None:
+    info = tarfile.TarInfo("a.npy")
+    info.size, info.type = 2**40, kind
+    head = info.tobuf(tarfile.GNU_FORMAT)
+    for name in ("x.tar", "x.tar.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(head + b"x" * 512) if name.endswith("gz") else head + b"x" * 512)
+        with pytest.raises(
+            BadObject, match=rf"{name}: ('a\.npy': it claims 1\.1 TB|'a.npy'.*cut short|byte 512 begins)"
+        ):
+            open_files(tmp_path / name, FileOptions(decode="image"))
+
+
+def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "x.tar.gz", "wb", compresslevel=9) as file:
+        info = tarfile.TarInfo("a.bin")
+        info.size = 100 * 2**20
+        file.write(info.tobuf())
+        for _ in range(100):
+            file.write(bytes(2**20))
+        file.write(bytes(1024))
+
+    with pytest.raises(BadObject, match=r"x\.tar\.gz: 'a\.bin': it claims 104\.9 MB in one piece"):
+        samples(tmp_path / "x.tar.gz")
+
+
+def test_an_archive_without_samples(tmp_path: Path) -> None:
+    with pytest.raises(BadObject, match=r"x\.tar: no samples in it;\n'README': names without an extension"):
+        open_files(write(tmp_path / "x.tar", [("README", b"")]))
+    (tmp_path / "y.tar").touch()
+    with pytest.raises(BadObject, match=r"y\.tar is cut short: it ends at byte 0"):
+        open_files(tmp_path / "y.tar")
+    (tmp_path / "z").write_bytes(write(tmp_path / "z.tar", [("a.txt", b"")]).read_bytes())
+    assert file_kind(tmp_path / "z") == "tar"
+
+
+def test_many_members_left_out_are_a_number(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.tar", [("a.txt", b""), *((f"README{i}", b"") for i in range(150))])
+
+    with open_files(path) as source:
+        assert len(source.skipped) == 101
+        assert source.skipped[-1] == ("...", "and 50 more")
