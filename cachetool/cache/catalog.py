@@ -99,6 +99,13 @@ class Catalog:
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
+        self._owner = os.getpid()
+
+    def _turn(self) -> threading.RLock:
+        """The lock of this process: an inherited one may have been held by a thread that does not exist here."""
+        if self._owner != os.getpid():
+            self._lock, self._owner = threading.RLock(), os.getpid()
+        return self._lock
 
     def create(self, *, max_size: int, min_free: int, pages: int = FIRST_PAGES) -> None:
         """Make the tables of a new cache; harmless when another process was first."""
@@ -109,7 +116,7 @@ class Catalog:
 
     def close(self) -> None:
         """Close the connection of this process."""
-        with self._lock:
+        with self._turn():
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
                 self._connection = None
@@ -148,7 +155,7 @@ class Catalog:
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self._lock:
+        with self._turn():
             try:
                 if self._connection is not None and self._pid == os.getpid() and not self._is_there():
                     self.close()
@@ -182,7 +189,7 @@ class Catalog:
         yield from self._transaction("BEGIN IMMEDIATE")
 
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._turn():
             try:
                 connection = self._open()
                 connection.execute(begin)
@@ -222,7 +229,6 @@ class Catalog:
         if self._connection is not None:
             # Inherited through fork: it must be neither used nor closed here, so it is kept for ever.
             self._inherited.append(self._connection)
-            self._lock = threading.RLock()
         if meta is None and not self.path.exists():
             raise CatalogError(f"catalog {self.path} is missing; run: cachetool verify --repair")
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)

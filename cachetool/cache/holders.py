@@ -27,10 +27,11 @@ __all__ = ["Holder", "dead_holders", "holder_of"]
 class Holder:
     """This process, as one cache knows it."""
 
-    __slots__ = ("_fd", "id", "path", "pid")
+    __slots__ = ("_fd", "id", "path", "pid", "retired")
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
+        self.retired = False
         while True:
             self.id = secrets.token_hex(8)
             self.path = folder / f"{self.id}.lock"
@@ -55,6 +56,7 @@ class Holder:
 
     def retire(self) -> None:
         """Let the lock go and remove its file; the row is the caller's."""
+        self.retired = True
         with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
             self.path.unlink()
         os.close(self._fd)

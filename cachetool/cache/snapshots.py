@@ -140,8 +140,8 @@ class Snapshot:
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
         lease, self._lease = self._lease, None
-        if lease is None or self._holder.pid != os.getpid():
-            return
+        if lease is None or self._holder.retired or self._holder.pid != os.getpid():
+            return  # closing the cache took the leases with it
         with contextlib.suppress(CapacityError):
             with self._catalog.write() as connection:
                 connection.execute("DELETE FROM leases WHERE id = ?", (lease,))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,16 @@ def test_closing_leaves_no_holder_lease_or_lock_behind(cache: CacheDir) -> None:
     assert os.listdir(cache.root / "holders") == []
     with open_cache(cache.root) as again:
         assert again.catalog.rows("SELECT * FROM leases") == []
+        assert again.catalog.rows("SELECT * FROM holders") == []
+
+
+def test_a_snapshot_released_after_its_cache_was_closed_changes_nothing(cache: CacheDir) -> None:
+    put_shard(cache)
+    snapshot = cache.snapshot()
+    cache.close()
+    snapshot.release()
+
+    with open_cache(cache.root) as again:
         assert again.catalog.rows("SELECT * FROM holders") == []
 
 
@@ -184,3 +195,30 @@ def test_a_new_schema_for_a_dataset_is_refused(cache: CacheDir) -> None:
     cache.declare("default", SCHEMA)
     with pytest.raises(UsageError, match="name another --dataset"):
         cache.declare("default", Schema((Field("y", "<f4"),)))
+
+
+def test_a_child_forked_while_another_thread_is_in_a_transaction_does_not_hang(cache: CacheDir) -> None:
+    put_shard(cache)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with cache.catalog.read():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait(60)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.alarm(30)
+        try:
+            os.write(writer, str(len(cache.shards())).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    leave.set()
+    thread.join()
+
+    assert os.read(reader, 10) == b"1"
