@@ -18,6 +18,7 @@ import pytest
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
 from cachetool.stores import Limits, Object, Store, open_store
 from cachetool.stores import http_client as client
+from cachetool.stores import http_wire
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
 
 QUICK = Limits(connect=1.0, silence=0.5, retry=0.6, throttle=1.2, min_rate=2000, grace=0.6)
@@ -484,6 +485,24 @@ def test_a_redirect_or_manifest_never_reaches_a_private_address(target: str) -> 
 
     assert inner.requests == []
     assert "CACHETOOL_ALLOW_HOSTS" in str(caught.value) or "::1" in target
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700:4700::1111", True),
+        ("::ffff:8.8.8.8", True),
+        ("::ffff:10.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+    ],
+)
+def test_only_public_addresses_are_public(address: str, public: bool) -> None:
+    assert http_wire._public(address) is public
 
 
 def test_an_allowed_host_is_reached_without_the_credentials_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
