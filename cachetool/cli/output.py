@@ -22,7 +22,7 @@ from typing import Any
 
 import typer
 
-from cachetool.errors import CacheToolError, to_json
+from cachetool.errors import CacheToolError, CapacityError, to_json
 from cachetool.progress import Report, silent
 
 __all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
@@ -139,7 +139,7 @@ def _write(text: str) -> None:
         raise typer.Exit(PIPE_CLOSED) from None
     except OSError as error:
         drop_stdout()
-        raise CacheToolError(f"cannot write the result to stdout: {error.strerror}") from error
+        raise CapacityError(f"cannot write the result to stdout: {error.strerror}") from error
 
 
 def _talk(text: str) -> None:

@@ -128,7 +128,7 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path
     with open("/dev/full", "w") as full:
         ran = start("ls", "--cache", str(filled), "--json", stdout=full.fileno())
 
-    assert ran.returncode == 1
+    assert ran.returncode == 4
     assert ran.stderr == "error: cannot write the result to stdout: No space left on device\n"
 
 
