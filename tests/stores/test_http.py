@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
-from cachetool.stores import Limits, Object, Store, open_store
+from cachetool.stores import Limits, Object, Store, http_wire, open_store
 from cachetool.stores import http_client as client
-from cachetool.stores import http_wire
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
 
 QUICK = Limits(connect=1.0, silence=0.5, retry=0.6, throttle=1.2, min_rate=2000, grace=0.6)
