@@ -111,7 +111,7 @@ class _Child:
         self.busy = False
         """Whether an answer is still to come."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", boot],
+            [sys.executable, "-W", "ignore", "-c", boot],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
@@ -142,7 +142,7 @@ class _Child:
         about = self._answer()
         try:
             return read_block(schema, about["arrays"], self._receive)
-        except (UsageError, ValueError, TypeError, KeyError) as error:
+        except (UsageError, ValueError, TypeError, LookupError) as error:
             raise BadObject(f"{self._at}: its reader talks nonsense: {error}") from error
         finally:
             self.busy = False
@@ -168,7 +168,10 @@ class _Child:
             (length,) = struct.unpack("<I", self._receive(4).data)
             if length > MAX_ANSWER:
                 raise BadObject(f"{self._at}: its reader talks nonsense")
-            about: dict[str, Any] = json.loads(self._receive(length).tobytes())
+            try:
+                about = dict[str, Any](json.loads(self._receive(length).tobytes()))
+            except (ValueError, TypeError) as error:
+                raise BadObject(f"{self._at}: its reader talks nonsense: {error}") from error
             if "error" in about:
                 self.busy = False
                 raise from_json(about)

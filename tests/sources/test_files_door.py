@@ -1,0 +1,292 @@
+"""Which files a path holds, what a source of files promises, and the process that reads for this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import lmdb
+import numpy as np
+import pytest
+import zarr
+
+from cachetool.block import Block, Ragged
+from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.schema import Field, Schema
+from cachetool.sources.files import FileOptions, file_kind, is_file_input, open_files
+from cachetool.sources.guard import read_block
+from tests.sources.files import same
+from tests.sources.test_files_tar import write as write_tar
+from tests.sources.test_files_tfrecord import INTS, ONE, example
+from tests.sources.test_files_tfrecord import write as write_tfrecord
+
+
+def write_hdf5(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(20).reshape(10, 2)
+
+
+def write_lmdb(path: Path) -> None:
+    env = lmdb.open(str(path), subdir=False, lib_version=0)
+    with env.begin(write=True) as txn:
+        for i in range(10):
+            txn.put(b"%d" % i, b"x" * i)
+    env.close()
+
+
+def write_zarr(path: Path) -> None:
+    zarr.create_array(path, shape=(10,), dtype="i4")[:] = np.arange(10)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "npy": (".npy", lambda path: np.save(path, np.arange(10))),
+    "npz": (".npz", lambda path: np.savez(path, x=np.arange(10))),
+    "hdf5": (".h5", write_hdf5),
+    "zarr": (".zarr", write_zarr),
+    "tar": (".tar", lambda path: write_tar(path, [(f"{i}.txt", b"x" * i) for i in range(10)])),
+    "tfrecord": (".tfrecord", lambda path: write_tfrecord(path, *[example(a=INTS)] * 5, *[example(a=ONE)] * 5)),
+    "lmdb": (".lmdb", write_lmdb),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of ten samples, of every kind in turn."""
+    suffix, write = WRITERS[request.param]
+    write(tmp_path / f"data{suffix}")
+    return tmp_path / f"data{suffix}"
+
+
+def test_every_kind_keeps_the_promises_of_a_file_source(file: Path) -> None:
+    """Ten samples in order, in blocks of any size, as often as asked for, also after close; a second close is fine."""
+    with open_files(file) as source:
+        assert source.path == file
+        assert source.samples == 10
+        whole = [block.sample(i) for block in source.blocks() for i in range(len(block))]
+        for block_bytes in (1, 100):
+            blocks = list(source.blocks(block_bytes=block_bytes))
+            assert all(block.schema == source.schema for block in blocks)
+            found = [block.sample(i) for block in blocks for i in range(len(block))]
+            assert len(found) == 10
+            for sample, wanted in zip(found, whole, strict=True):
+                assert all(same(sample[name], wanted[name]) for name in source.schema.names)
+        source.close()
+        assert sum(map(len, source.blocks())) == 10
+    source.close()
+
+
+def test_blocks_stay_as_they_were_after_close(file: Path) -> None:
+    source = open_files(file)
+    blocks = list(source.blocks(block_bytes=50))
+    before = [block.sample(i) for block in blocks for i in range(len(block))]
+    source.close()
+
+    after = [block.sample(i) for block in blocks for i in range(len(block))]
+    assert all(same(a[name], b[name]) for a, b in zip(after, before, strict=True) for name in b)
+
+
+def test_random_access_gives_the_samples_of_the_blocks(file: Path) -> None:
+    with open_files(file) as source:
+        if file.suffix in (".tar", ".tfrecord"):
+            assert not hasattr(source, "read")
+            return
+        whole = Block.concat(list(source.blocks()))
+        for start, stop in [(5, 10), (0, 3), (3, 5), (4, 4), (0, 10)]:
+            part = source.read(start, stop)  # type: ignore[attr-defined]
+            assert len(part) == stop - start
+            for i in range(len(part)):
+                assert all(same(part.sample(i)[name], whole.sample(start + i)[name]) for name in source.schema.names)
+
+
+def test_the_kind_is_known_by_name_and_by_first_bytes(file: Path, tmp_path: Path) -> None:
+    kind = next(kind for kind, (suffix, _) in WRITERS.items() if suffix == file.suffix)
+    assert file_kind(file) == kind
+    assert is_file_input(file)
+    if kind not in ("zarr", "npz"):
+        file.rename(tmp_path / "data")
+        assert file_kind(tmp_path / "data") == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("x.tfrecords", "tfrecord"),
+        ("x.tfrec", "tfrecord"),
+        ("x.tfrecord.gz", "tfrecord"),
+        ("mnist-train.tfrecord-00000-of-00010", "tfrecord"),
+        ("train-00000-of-01024", "tfrecord"),
+        ("X.TAR.GZ", "tar"),
+        ("x.tgz", "tar"),
+        ("x.HDF5", "hdf5"),
+        ("x.he5", "hdf5"),
+        ("x.mdb", "lmdb"),
+    ],
+)
+def test_names_of_other_tools(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).touch()
+
+    assert file_kind(tmp_path / name) == kind
+
+
+def test_folders(tmp_path: Path) -> None:
+    """Files of one kind are one input, of two kinds are refused, and a folder of objects is none."""
+    objects = tmp_path / "objects"
+    objects.mkdir()
+    np.save(objects / "0.npy", np.arange(3))
+    (objects / "0.json").write_text("{}")
+    assert file_kind(objects) is None
+    assert not is_file_input(objects)
+    with pytest.raises(UsageError, match=r"is not a file of samples: give \.npy"):
+        open_files(objects)
+
+    write_hdf5(objects / "a.h5")
+    assert file_kind(objects) == "hdf5"
+    with open_files(objects) as source:
+        assert source.skipped == (("0.json", "not hdf5"), ("0.npy", "not hdf5"))
+    write_lmdb(objects / "b.lmdb")
+    with pytest.raises(UsageError, match="holds hdf5 and lmdb files; give one of them"):
+        open_files(objects)
+
+
+def test_hidden_files_and_subfolders_are_passed_over(tmp_path: Path) -> None:
+    write_hdf5(tmp_path / "a.h5")
+    write_hdf5(tmp_path / ".b.h5")
+    (tmp_path / "deeper").mkdir()
+    write_hdf5(tmp_path / "deeper" / "c.h5")
+
+    with open_files(tmp_path) as source:
+        assert source.samples == 10
+        assert source.skipped == (("deeper", "not hdf5"),)
+
+
+def test_what_is_no_file_of_samples(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+
+    with pytest.raises(UsageError, match=r"notes\.txt is not a file of samples"):
+        open_files(tmp_path / "notes.txt")
+    with pytest.raises(NotFound, match="nowhere: it is not there"):
+        open_files(tmp_path / "nowhere")
+    np.save(tmp_path / "x.npy", np.arange(3))
+    with pytest.raises(UsageError, match=r"--value-format is for lmdb files; .*x\.npy is npy"):
+        open_files(tmp_path / "x.npy", FileOptions(value_format="npy"))
+
+
+def test_options_cross_processes_as_json() -> None:
+    options = FileOptions(fields=("a", "b"), rename={"x": "a"}, value_format="raw:float32,3", samples=7, key=False)
+
+    assert FileOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    with pytest.raises(UsageError, match="must be at least 0, got -1"):
+        FileOptions(samples=-1)
+    with pytest.raises(UsageError, match="unknown --decode 'audio'"):
+        FileOptions(decode="audio")
+
+
+def test_reading_needs_no_heavy_library_here(tmp_path: Path) -> None:
+    """h5py, zarr and lmdb are imported by the process that reads, not by the one that asks."""
+    write_hdf5(tmp_path / "x.h5")
+    program = (
+        "import sys; from cachetool.sources.files import open_files\n"
+        f"assert open_files({str(tmp_path / 'x.h5')!r}).samples == 10\n"
+        "print([name for name in ('h5py', 'zarr', 'lmdb', 'tensorflow', 'tfrecord', 'obstore') if name in sys.modules])"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+    assert done.stdout.strip() == "[]"
+
+
+SCHEMA = Schema((Field("x", "<f4", (2,)), Field("e", "<i8", (0,)), Field("r", "<i2", (None, None)), Field("t", "str")))
+
+
+def arrays() -> list[Any]:
+    """What the reading process sends for two samples of ``SCHEMA``."""
+    return [
+        np.arange(4, dtype="<f4"),
+        np.array([2]),
+        np.array([0, 2, 6]),
+        np.array([[1, 2], [2, 2]]),
+        np.arange(6, dtype="<i2"),
+        np.array([0, 1, 3]),
+        np.frombuffer(b"abc", dtype=np.uint8),
+    ]
+
+
+def receive(parts: list[Any]) -> Block:
+    raw = b"".join(part.tobytes() for part in parts)
+    at = 0
+
+    def take(count: int) -> Any:
+        nonlocal at
+        at += count
+        return np.frombuffer(raw[at - count : at], dtype=np.uint8)
+
+    return read_block(SCHEMA, [part.nbytes for part in parts], take)
+
+
+def test_a_block_comes_through_the_pipe() -> None:
+    block = receive(arrays())
+
+    assert len(block) == 2
+    assert same(block.sample(1)["x"], np.array([2, 3], dtype="<f4"))
+    assert same(block.sample(1)["r"], np.array([[2, 3], [4, 5]], dtype="<i2"))
+    assert block.sample(1)["t"] == "bc"
+    assert block.sample(1)["e"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, np.arange(6, dtype="<f4")),  # three samples where others have two
+        (0, np.arange(3, dtype="<f4")),  # one and a half
+        (0, np.zeros(9, dtype=np.uint8)),  # no whole number
+        (1, np.array([3])),
+        (1, np.empty(0, dtype="<i8")),
+        (2, np.array([0, 2, 7])),
+        (2, np.array([0, 7, 6])),
+        (2, np.array([1, 2, 6])),
+        (2, np.empty(0, dtype="<i8")),
+        (3, np.array([[1, 2], [2, 3]])),
+        (3, np.array([[1, 2], [-2, -2]])),
+        (3, np.array([[1, 2], [2**62 + 1, 4]])),  # whose product wraps around to 4
+        (3, np.array([1, 2, 2])),
+        (5, np.array([0, 2, 1])),
+    ],
+)
+def test_a_reader_under_a_hostile_files_command_cannot_send_nonsense(index: int, value: Any) -> None:
+    """Whatever sizes come through the pipe, there is a sound block or an error."""
+    parts = arrays()
+    parts[index] = value
+
+    with pytest.raises((ValueError, IndexError, UsageError)):
+        receive(parts)
+    with pytest.raises(ValueError, match="more arrays than fields"):
+        receive([*arrays(), np.arange(1)])
+    with pytest.raises(ValueError, match="no sound size"):
+        receive(arrays()[:-1])
+
+
+def test_a_reader_that_dies_while_it_starts_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hdf5(tmp_path / "x.h5")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    with pytest.raises(BadObject, match=r"x\.h5: .*the process that read it ended with code 1"):
+        open_files(tmp_path / "x.h5")
+
+
+def test_ragged_columns_are_views_of_what_came() -> None:
+    column = receive(arrays()).columns["t"]
+
+    assert isinstance(column, Ragged)
+    assert column.sizes.tolist() == [1, 2]
