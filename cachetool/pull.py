@@ -28,6 +28,7 @@ from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
+from cachetool.sources import SourceOptions
 from cachetool.stores import redact
 from cachetool.units import format_size, parse_size
 
@@ -101,9 +102,14 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     shard, :class:`CapBlocked` when fewer samples than asked for fit.
     """
     began = time.monotonic()
+    if not url.strip():
+        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
     id = _source_id(url, options)
     with ExitStack() as stack:
         known = cache.source(id)
+        if known is not None and options.source == SourceOptions(stem=options.source.stem):
+            # Pulled before, and nothing said now: the same fields by the same names.
+            options = replace(options, source=SourceOptions.from_json(known.options))
         if known is not None and cache.listing(id).exists():
             listing = cache.listing(id)
         else:

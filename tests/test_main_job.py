@@ -346,3 +346,16 @@ def test_a_file_and_a_newer_cache_are_refused(filled: Path, digits: Path, tmp_pa
     for args in (("pull", digits), ("stats",), ("evict", "--max-size", "1MB"), ("convert", "--to", "hdf5")):
         assert "newer" in Ran((*args, "--cache", filled), {}).refused(6)
     assert tree_hash(filled) == before
+
+
+def test_a_second_pull_makes_the_same_fields_without_being_told_again(digits: Path, tmp_path: Path) -> None:
+    cache = ("--cache", tmp_path / "c", "--json")
+    first = ("--rename", "npy=digit", "--fields", "digit", "--max-size", "20MB")
+    assert Ran(("pull", digits, "--samples", "20", *first, *cache), {}).document["samples"] == 20
+    assert Ran(("pull", digits, "--samples", "20", *cache), {}).document["samples"] == 20
+    assert {tuple(sample) for sample in raw_samples(tmp_path / "c")} == {("digit", "__key__")}
+
+
+def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+    assert "source is empty" in Ran(("pull", "", "--cache", tmp_path / "c"), {}).refused(2)
+    assert not (tmp_path / "c").exists()
