@@ -17,17 +17,17 @@ from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound
 from cachetool.cache.draws import SourceRow, add_source, source_row
+from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.listings import listing_bound, take_in
-from cachetool.cache.policies import choose
 from cachetool.cache.records import record_bound
-from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sign_out, sweep
+from cachetool.cache.removal import Removal, recover, sign_out
 from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure
-from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, CatalogError, UsageError
+from cachetool.errors import CapacityError, CatalogError, UsageError
 from cachetool.schema import Schema
 from cachetool.units import format_size, parse_size
 
@@ -260,35 +260,17 @@ class CacheDir:
         target = parse_size(max_size, what="--max-size")
         if dataset is not None:
             self.dataset(dataset)
-        if not dry_run:
-            self.recover()
-        with self.catalog.write() as connection:
-            usage = measure(connection, self.layout)
-            own = usage.overhead + usage.listings
-            if own > target:  # before anything goes: no eviction could reach it
-                raise CapTooSmall(
-                    f"cannot shrink the cache to {format_size(target)}: without any shard it takes {own} bytes;"
-                    f" ask for {own} or more"
-                )
-            leaving = connection.execute(
-                "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
-            ).fetchone()[0]
-            plan = choose(
-                candidates(connection),
-                excess=usage.total - int(leaving) - target,
-                policy=policy,
-                min_epochs=min_epochs,
-                dataset=dataset,
-            )
-            if dry_run:
-                return Removal(tuple(plan), 0, 0, 0, usage.total, target, tuple(leaseholders(connection)))
-            retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
-        shards, samples, freed = self._sweep_until(target, wait)
-        used = self.usage().total
-        result = Removal(tuple(plan), shards, samples, freed, used, target)
-        if used > target:
-            raise self._not_reached(result)
-        return result
+        return evict_to(
+            self.catalog,
+            self.layout,
+            lambda: self.holder,
+            target,
+            policy=policy,
+            dataset=dataset,
+            min_epochs=min_epochs,
+            dry_run=dry_run,
+            wait=wait,
+        )
 
     def close(self) -> None:
         """Close the catalog; the last one of a process takes its holder and its leases out. May be called twice."""
@@ -317,28 +299,3 @@ class CacheDir:
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         _ = self.catalog  # another process must find it on disk
         return type(self), (self.root,)
-
-    def _sweep_until(self, target: int, wait: float) -> tuple[int, int, int]:
-        deadline = time.monotonic() + wait
-        total = (0, 0, 0)
-        while True:
-            with self.catalog.write() as connection:
-                trash = sweep(connection, self.holder)
-            total = tuple(a + b for a, b in zip(total, delete_trash(self.catalog, self.layout, trash), strict=True))  # type: ignore[assignment]
-            if self.usage().total <= target or time.monotonic() >= deadline:
-                return total
-            time.sleep(0.2)
-
-    def _not_reached(self, result: Removal) -> CapBlocked | CapTooSmall:
-        with self.catalog.read() as connection:
-            held = leaseholders(connection)
-            left = connection.execute("SELECT count(*) FROM shards WHERE state = 'retiring'").fetchone()[0]
-            writing = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
-        sizes = f"{result.used} bytes are charged, {result.max_size} were asked for"
-        if left and held:
-            return CapBlocked(f"{left} shards go when their readers end ({sizes}): {'; '.join(held[:3])}")
-        if writing:
-            return CapBlocked(f"{writing} shards are being written ({sizes}); stop the pull, or try again")
-        return CapTooSmall(
-            f"cannot shrink the cache to {format_size(result.max_size)}: nothing more may be evicted ({sizes})"
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,6 @@ from tests.faults.tracing import Children, Point, needs_strace
 from tests.faults.world import FORMATS, Oracle, make, old_catalog
 
 pytestmark = needs_strace
-
-
-@pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
-    with Children() as started:
-        yield started
 
 
 def tried(short: int) -> pytest.MarkDecorator:

@@ -24,12 +24,6 @@ from tests.faults.world import FORMATS, Oracle, make
 WRITING = ("write", "writev", "pwrite64", "pwritev", "pwritev2", "fallocate", "ftruncate", "openat", "mkdir", "mkdirat")
 
 
-@pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
-    with Children() as started:
-        yield started
-
-
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
     """A tmpfs of its own; skips where it cannot be mounted."""

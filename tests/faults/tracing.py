@@ -75,12 +75,12 @@ class Children:
         """Do it, with system calls disturbed as strace's ``-e inject=`` says."""
         pid = self._start(action, arguments)
         if inject is None:
-            return self._go()
+            return self._go(pid)
         only = [word for path in paths for word in ("-P", str(path))]
         tracer = _attach(
             pid, ["-e", f"trace={inject.partition(':')[0]}", "-e", f"inject={inject}", *only, "-o", "/dev/null"]
         )
-        outcome = self._go()
+        outcome = self._go(pid)
         tracer.wait(30)
         return outcome
 
@@ -88,7 +88,7 @@ class Children:
         """The calls of an undisturbed run that change files below ``within``, in their order."""
         pid = self._start(action, arguments)
         tracer = _attach(pid, ["-y", "-s", "40", "-e", f"trace={CHANGING}", "-o", str(log)])
-        outcome = self._go()
+        outcome = self._go(pid)
         assert outcome.status == 0, outcome
         tracer.wait(30)
         count: Counter[tuple[str, str]] = Counter()
@@ -105,31 +105,29 @@ class Children:
         return list(found.values())
 
     def start(self, action: str, **arguments: Any) -> int:
-        """Begin an action and give its pid; :meth:`wait` for it before the next one."""
+        """Begin an action; gives its pid, for :meth:`wait`."""
         pid = self._start(action, arguments)
-        self._tell("go\n")
+        self._tell(go=pid)
         return pid
 
-    def wait(self) -> Outcome:
-        """Until the started action has ended."""
-        return self._outcome()
-
-    def _start(self, action: str, arguments: dict[str, Any]) -> int:
-        self._tell(json.dumps({"action": action, "arguments": arguments}, default=str) + "\n")
-        return int(self._hear()["pid"])
-
-    def _go(self) -> Outcome:
-        self._tell("go\n")
-        return self._outcome()
-
-    def _outcome(self) -> Outcome:
+    def wait(self, pid: int) -> Outcome:
+        """Until a started action has ended."""
+        self._tell(wait=pid)
         said = self._hear()
         error = said["error"] or {"kinds": [], "text": ""}
         return Outcome(said["status"], tuple(error["kinds"]), error["text"])
 
-    def _tell(self, text: str) -> None:
+    def _start(self, action: str, arguments: dict[str, Any]) -> int:
+        self._tell(action=action, arguments=arguments)
+        return int(self._hear()["pid"])
+
+    def _go(self, pid: int) -> Outcome:
+        self._tell(go=pid)
+        return self.wait(pid)
+
+    def _tell(self, **values: Any) -> None:
         assert self._zygote.stdin is not None
-        self._zygote.stdin.write(text)
+        self._zygote.stdin.write(json.dumps(values, default=str) + "\n")
         self._zygote.stdin.flush()
 
     def _hear(self) -> dict[str, Any]:

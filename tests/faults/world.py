@@ -7,11 +7,15 @@ calls fail; the rest runs in the test.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import random
 import resource
 import sqlite3
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from cachetool.block import Block
-from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache
+from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.layout import tree_bytes
 from cachetool.convert import convert_shards
+from cachetool.errors import CapacityError
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
 from cachetool.permutation import Permutation
@@ -35,6 +40,22 @@ PER_SHARD = 12
 CAP = 2_500_000
 
 
+def block(numbers: list[int]) -> Block:
+    """The samples with these numbers."""
+    return Block.from_samples(SCHEMA, [sample(number) for number in numbers])
+
+
+def expect(found: Block) -> None:
+    """Every sample of a block must be the one that its number says."""
+    for index in range(len(found)):
+        got = found.sample(index)
+        wanted = sample(int(got["number"]))
+        assert got["words"] == wanted["words"]
+        np.testing.assert_array_equal(got["x"], wanted["x"])
+        np.testing.assert_array_equal(got["r"], wanted["r"])
+
+
+@functools.cache
 def sample(number: int) -> dict[str, Any]:
     """The sample with this number."""
     rng = np.random.default_rng(number)
@@ -44,11 +65,6 @@ def sample(number: int) -> dict[str, Any]:
         "words": f"sample {number} ☂" * (number % 3),
         "r": rng.integers(-9, 9, number % 50).astype("<i2"),
     }
-
-
-def block(numbers: list[int]) -> Block:
-    """The samples with these numbers."""
-    return Block.from_samples(SCHEMA, [sample(number) for number in numbers])
 
 
 def numbers_of(turn: int, ranges: list[list[int]]) -> list[int]:
@@ -136,10 +152,65 @@ def pull(
             draws.close_job(connection, job)
 
 
-def evict(root: str, *, size: int) -> None:
-    """Evict down to ``size`` bytes."""
+def evict(root: str, *, size: int, told: str | None = None) -> None:
+    """Evict down to ``size`` bytes, and append what came of it to the file ``told``."""
     with open_cache(root, create=False) as cache:
-        cache.evict(size)
+        removal = cache.evict(size)
+    if told is not None:
+        with open(told, "a") as file:
+            file.write(json.dumps(removal.as_dict()) + "\n")
+
+
+def fork_many(root: str, *, count: int) -> None:
+    """With a cache open and leased, fork children that all use it, some of them through what they inherited."""
+    with open_cache(root, create=False) as cache, cache.snapshot() as mine:
+        for number in range(count):
+            if (pid := os.fork()) == 0:
+                code = 1
+                try:
+                    with cache.snapshot() as theirs:
+                        assert theirs.shards == mine.shards
+                    mine.release()  # of no effect: it is the parent's
+                    if number % 2:
+                        cache.close()
+                    code = 0
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(pid, 0)
+            assert status == 0
+            assert [row["version"] for row in cache.catalog.rows("SELECT version FROM leases")] == [mine.version]
+
+
+def evict_for_ever(root: str, *, seed: int, least: int = 1_400_000, most: int = CAP) -> None:
+    """Evict down to one size after another."""
+    rng = random.Random(seed)
+    with open_cache(root, create=False) as cache:
+        while True:
+            with contextlib.suppress(CapacityError):  # the others may write more than that at this very moment
+                cache.evict(rng.randrange(least, most), policy=rng.choice(policy_names()))
+            time.sleep(0.01)
+
+
+def read(root: str, *, samples: int, seed: int, library: bool = False) -> None:
+    """Read random samples out of one snapshot after another, and compare each with what it must be."""
+    rng = np.random.default_rng(seed)
+    done = 0
+    with open_cache(root, create=False) as cache:
+        while done < samples:
+            with cache.snapshot() as snapshot:
+                for shard in snapshot.shards:
+                    with open_shard(shard.path, get_format(shard.format), SCHEMA, library=library) as reader:
+                        got = reader.take(rng.integers(reader.samples, size=256))
+                    expect(got)
+                    done += len(got)
+                snapshot.served()
+
+
+def hold(root: str, *, told: str) -> None:
+    """Lease what is there, say so by making the file ``told``, and sleep."""
+    with open_cache(root, create=False) as cache, cache.snapshot():
+        Path(told).touch()
+        time.sleep(600)
 
 
 def recover(root: str) -> None:
@@ -175,6 +246,10 @@ def create(root: str) -> None:
 ACTIONS: dict[str, Callable[..., None]] = {
     "pull": pull,
     "evict": evict,
+    "fork_many": fork_many,
+    "evict_for_ever": evict_for_ever,
+    "read": read,
+    "hold": hold,
     "recover": recover,
     "convert": convert,
     "repair": repair,
@@ -248,12 +323,8 @@ class Oracle:
         with open_shard(path, get_format(format), SCHEMA, library=library) as reader:
             assert reader.samples == len(numbers)
             got = reader.read(0, reader.samples)
-        for index, number in enumerate(numbers):
-            found, wanted = got.sample(index), sample(number)
-            assert found["number"] == number
-            assert found["words"] == wanted["words"]
-            np.testing.assert_array_equal(found["x"], wanted["x"])
-            np.testing.assert_array_equal(found["r"], wanted["r"])
+        assert [got.sample(index)["number"] for index in range(len(got))] == numbers
+        expect(got)
 
 
 def old_catalog(root: Path) -> None:

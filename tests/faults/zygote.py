@@ -1,10 +1,11 @@
-"""A process with everything imported that forks one child for each line it is told, so that a thousand children cost no
+"""A process with everything imported that forks a child for each action it is told, so that a thousand children cost no
 thousand imports. Run as ``python -m tests.faults.zygote``.
 
 ::
 
     stdin    {"action": "pull", "arguments": {...}}    ->  stdout  {"pid": 123}     the child waits
-    stdin    go                                        ->  the child does it        ->  {"status": 0, "error": null}
+    stdin    {"go": 123}                                                            the child does it
+    stdin    {"wait": 123}                             ->  stdout  {"status": 0, "error": null}
 """
 
 from __future__ import annotations
@@ -34,39 +35,45 @@ def main() -> None:
         __import__(module)
     __import__("cachetool.formats.tfrecord")
     libc = ctypes.CDLL(None)
+    waiting: dict[int, tuple[int, socket.socket]] = {}
     for line in sys.stdin:
         told = json.loads(line)
-        go, ready = os.pipe()
-        trouble, report = socket.socketpair()  # not a pipe: calls to write are among those that are made to fail
-        pid = os.fork()
-        if pid == 0:
-            os.close(ready)
-            # Where the kernel lets only ancestors trace (Yama), this one may be traced by anybody.
-            libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
-            os.read(go, 1)
-            code = DONE
-            try:
-                world.ACTIONS[told["action"]](**told["arguments"])
-            except BaseException as error:  # noqa: BLE001 - everything is reported
-                names = [kind.__name__ for kind in type(error).__mro__]
-                known = disk_error(error)
-                names = [type(known).__name__, *names] if known else names
-                report.send(json.dumps({"kinds": names, "text": str(known or error)}).encode())
-                code = FAILED
-            os._exit(code)
-        os.close(go)
-        report.close()
-        print(json.dumps({"pid": pid}), flush=True)
-        assert sys.stdin.readline() == "go\n"
-        os.write(ready, b"g")
-        _, status = os.waitpid(pid, 0)
-        text = trouble.recv(65536).decode()
-        os.close(ready)
-        trouble.close()
-        print(
-            json.dumps({"status": os.waitstatus_to_exitcode(status), "error": json.loads(text) if text else None}),
-            flush=True,
-        )
+        if "go" in told:
+            os.write(waiting[told["go"]][0], b"g")
+        elif "wait" in told:
+            start, trouble = waiting.pop(told["wait"])
+            _, status = os.waitpid(told["wait"], 0)
+            text = trouble.recv(65536).decode()
+            os.close(start)
+            trouble.close()
+            say(status=os.waitstatus_to_exitcode(status), error=json.loads(text) if text else None)
+        else:
+            go, start = os.pipe()
+            trouble, report = socket.socketpair()  # not a pipe: calls to write are among those that are made to fail
+            pid = os.fork()
+            if pid == 0:
+                os.close(start)
+                # Where the kernel lets only ancestors trace (Yama), this one may be traced by anybody.
+                libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 0xFFFFFFFFFFFFFFFF), 0, 0, 0)
+                os.read(go, 1)
+                code = DONE
+                try:
+                    world.ACTIONS[told["action"]](**told["arguments"])
+                except BaseException as error:  # noqa: BLE001 - everything is reported
+                    names = [kind.__name__ for kind in type(error).__mro__]
+                    known = disk_error(error)
+                    names = [type(known).__name__, *names] if known else names
+                    report.send(json.dumps({"kinds": names, "text": str(known or error)}).encode())
+                    code = FAILED
+                os._exit(code)
+            os.close(go)
+            report.close()
+            waiting[pid] = start, trouble
+            say(pid=pid)
+
+
+def say(**values: object) -> None:
+    print(json.dumps(values), flush=True)
 
 
 if __name__ == "__main__":
