@@ -26,7 +26,7 @@ class StoredColumn:
     shape: tuple[int, ...]
     """Of the whole array; its first size counts samples."""
     nbytes: int
-    """Bytes of all values; 0 where they differ in size."""
+    """Bytes of all values, the least that they can have where they differ in size."""
     read: Callable[[int, int], Column]
     """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
     ragged: bool = False

@@ -48,7 +48,7 @@ _MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 @dataclass(frozen=True, slots=True)
 class FileOptions(SourceOptions):
-    """How files become samples: the options of ``pull``, and two for files. Raises :class:`UsageError` when made
+    """How files become samples: the options of ``pull``, and two more. Raises :class:`UsageError` when made
     wrongly."""
 
     value_format: str | None = None

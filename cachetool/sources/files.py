@@ -54,11 +54,19 @@ def open_files(path: str | Path, options: FileOptions | None = None) -> FileSour
     :class:`AccessDenied`.
     """
     path, options = Path(path), options or FileOptions()
-    if _checked_kind(path, options) in _GUARDED:
+    kind = _checked_kind(path, options)
+    found: FileSource
+    if kind in _GUARDED:
         from cachetool.sources.guard import GuardedFile
 
-        return GuardedFile(path, options)
-    return _open(path, options, lambda at: None)
+        found = GuardedFile(path, options)
+    else:
+        found = _open(path, options, lambda at: None)
+    if options.decode == "image" and kind != "tar":
+        from cachetool.sources.decoded import decoded
+
+        found = decoded(found)
+    return found
 
 
 def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RandomAccess:

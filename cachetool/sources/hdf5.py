@@ -42,6 +42,8 @@ __all__ = ["open_hdf5"]
 MAX_OBJECTS = 2000
 """Groups and datasets of one file: a file of one dataset a sample has more, and is no table of samples."""
 _MAX_DEPTH = 32
+_REFERENCE = 16
+"""Bytes in a dataset for each value of differing size, wherever the value lies."""
 
 Array = npt.NDArray[Any]
 
@@ -214,7 +216,7 @@ def _text(file: _File, name: str, dataset: Any, text: Any, *, stored: int) -> St
 
     kind = "str" if text.encoding == "utf-8" else "bytes"
     if text.length is None:
-        return StoredColumn(name, kind, dataset.shape, 0, read, piece=stored)
+        return StoredColumn(name, kind, dataset.shape, _REFERENCE * dataset.shape[0], read, piece=stored)
     return StoredColumn(name, kind, dataset.shape, text.length * dataset.shape[0], read)
 
 
@@ -232,4 +234,5 @@ def _ragged(file: _File, name: str, dataset: Any, base: Any, *, stored: int) -> 
         rows = [np.asarray(row, dtype=little) for row in file.open()[name][start:stop]]
         return of_sizes(np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64), shapes=True)
 
-    return StoredColumn(name, little.str, dataset.shape, 0, read, ragged=True, piece=stored)
+    nbytes = _REFERENCE * dataset.shape[0]
+    return StoredColumn(name, little.str, dataset.shape, nbytes, read, ragged=True, piece=stored)

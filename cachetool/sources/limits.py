@@ -16,6 +16,7 @@ FREE_VALUE = 64 * 2**20
 """A value up to this size is read whatever the file's size..."""
 VALUE_RATIO = 100
 """...a larger one takes at least one byte on disk for so many in memory."""
+_ENOUGH_FILES = 100_000
 FREE_TOTAL = 4 * 2**30
 TOTAL_RATIO = 1000
 """The same for all samples together: sparse and empty data compress far better as a whole than one value does."""
@@ -41,7 +42,7 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
     """
     for name, (nbytes, rows) in claims.items():
         check_allocation(f"{what}: a row of {quoted(name)}", nbytes // max(1, rows), stored=stored)
-    total = sum(nbytes for nbytes, _ in claims.values())
+    total = sum(max(nbytes, rows) for nbytes, rows in claims.values())  # rows of nothing do not go on for ever either
     if total > FREE_TOTAL + TOTAL_RATIO * stored:
         name = max(claims, key=lambda each: claims[each][0])
         raise BadObject(
@@ -51,17 +52,18 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
 
 
 def disk_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; links are not followed below ``path``."""
+    """Bytes of a file, or of the files below a folder, the first 100,000 at least; links below it are not followed."""
     if not path.is_dir():
         return path.stat().st_size
-    total, folders = 0, [os.fspath(path)]
-    while folders:
+    total, count, folders = 0, 0, [os.fspath(path)]
+    while folders and count < _ENOUGH_FILES:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 else:
                     total += entry.stat(follow_symlinks=False).st_size
+                    count += 1
     return total
 
 

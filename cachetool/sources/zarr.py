@@ -31,6 +31,8 @@ __all__ = ["is_zarr", "open_zarr"]
 
 MAX_ARRAYS = 2000
 _MAX_DEPTH = 32
+_LENGTH = 4
+"""Bytes before each text of differing size."""
 _MAX_METADATA = 16 * 2**20
 
 _COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
@@ -196,5 +198,7 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
         return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in found])
 
     if kind in "TO":
-        return StoredColumn(name, "str" if kind == "T" else "bytes", array.shape, 0, read, piece=stored)
+        return StoredColumn(
+            name, "str" if kind == "T" else "bytes", array.shape, _LENGTH * array.shape[0], read, piece=stored
+        )
     return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * array.shape[0], read)

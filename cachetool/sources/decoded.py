@@ -1,0 +1,115 @@
+"""``--decode image`` for files whose values do not say by a name what they are: TFRecord, HDF5, Zarr.
+
+A field of bytes, or of lists of uint8, whose first value begins as an image does is a field of images; every value must
+then be one. All of them are looked at first, so that images of one size become a fixed field, and others a ragged one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.errors import BadObject, UsageError
+from cachetool.schema import Field, Schema
+from cachetool.sources.filebase import ClosingFile, FileSource, RandomAccess
+from cachetool.sources.images import decode_image, image_shape
+from cachetool.sources.limits import quoted
+
+__all__ = ["DecodedFile", "decoded"]
+
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\x00*")
+
+_PACKED = 16
+"""About how many times larger a photograph is without compression."""
+
+
+def decoded(source: FileSource) -> FileSource:
+    """``source`` with its fields of images decoded; itself when it has none."""
+    names = [field.name for field in source.schema if field.kind == "bytes" or _is_list_of_bytes(field)]
+    first = next(source.blocks(), None) if names else None
+    source.close()
+    images = [name for name in names if first is not None and _begins_as_image(first.columns[name])]
+    if not images:
+        return source
+    return _DecodedRandom(source, images) if hasattr(source, "read") else DecodedFile(source, images)
+
+
+class DecodedFile(ClosingFile):
+    """Another source with images in place of their bytes; see :class:`cachetool.sources.filebase.FileSource`."""
+
+    def __init__(self, source: FileSource, images: Sequence[str]) -> None:
+        """Looks at the header of every image. Raises :class:`BadObject` naming the sample that holds none."""
+        self.path, self.samples, self.skipped = source.path, source.samples, source.skipped
+        self._source = source
+        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
+        at = 0
+        for block in source.blocks():
+            for name, found in shapes.items():
+                found.update(self._each(block, name, at, image_shape))
+            at += len(block)
+        source.close()
+        fields = [
+            Field(f.name, "|u1", next(iter(shapes[f.name])) if len(shapes[f.name]) == 1 else (None,) * 3)
+            if f.name in shapes
+            else f
+            for f in source.schema
+        ]
+        self.schema = Schema(tuple(fields))
+        self._images = self.schema.select(images)
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
+        at = 0
+        for block in self._source.blocks(block_bytes=max(1, block_bytes // _PACKED)):
+            yield self._decode(block, at)
+            at += len(block)
+
+    def close(self) -> None:
+        """Let go of the source's files."""
+        self._source.close()
+
+    def _decode(self, block: Block, at: int) -> Block:
+        columns: dict[str, Column] = dict(block.columns)
+        for field in self._images:
+            values = [{field.name: pixels} for pixels in self._each(block, field.name, at, decode_image)]
+            try:
+                columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
+            except UsageError as error:
+                raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
+        return Block(self.schema, columns)
+
+    def _each(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
+        column = block.columns[name]
+        assert isinstance(column, Ragged)
+        for index in range(len(column)):
+            try:
+                yield use(column[index].data)
+            except BadObject as error:
+                raise BadObject(f"{self.path}: sample {at + index}: {quoted(name)}: {error}") from error
+
+
+class _DecodedRandom(DecodedFile):
+    """The same over a source that reads any run of samples."""
+
+    _source: RandomAccess
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        return self._decode(self._source.read(start, stop), start)
+
+
+def _is_list_of_bytes(field: Field) -> bool:
+    return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
+
+
+def _begins_as_image(column: Any) -> bool:
+    """Whether the first value of a column that is not empty begins as an image does."""
+    assert isinstance(column, Ragged)
+    held = np.flatnonzero(column.sizes)
+    if not len(held):
+        return False
+    head = column[int(held[0])][:16].tobytes()
+    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")

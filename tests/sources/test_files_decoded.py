@@ -1,0 +1,95 @@
+"""``--decode image`` for files whose values do not say by a name what they are."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import h5py
+import lmdb
+import numpy as np
+import pytest
+from PIL import Image
+
+from cachetool.errors import BadObject
+from cachetool.sources.files import FileOptions, open_files
+from tests.sources.files import read, same, samples
+
+RANDOM = np.random.default_rng(4)
+
+
+def png(array: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+def pictures(*heights: int) -> list[Any]:
+    return [RANDOM.integers(0, 255, (height, 6, 3), dtype=np.uint8) for height in heights]
+
+
+def write(path: Path, images: list[bytes]) -> Path:
+    """A dataset of byte lists, as h5py users keep images, beside one of labels and one of plain byte lists."""
+    with h5py.File(path, "w") as file:
+        for name in ("image", "noise"):
+            dataset = file.create_dataset(name, (len(images),), h5py.vlen_dtype(np.uint8))
+            for i, raw in enumerate(images):
+                dataset[i] = np.frombuffer(raw if name == "image" else raw[1:], dtype=np.uint8)
+        file["label"] = np.arange(len(images))
+    return path
+
+
+@pytest.mark.parametrize(("heights", "shape"), [((4, 4, 4), (4, 6, 3)), ((4, 5, 4), (None, None, None))])
+def test_lists_of_bytes_that_begin_as_images_are_decoded(
+    tmp_path: Path, heights: tuple[int, ...], shape: tuple[int | None, ...]
+) -> None:
+    """Of one size fixed, of several ragged; other fields stay as they are."""
+    wanted = pictures(*heights)
+    path = write(tmp_path / "x.h5", [png(array) for array in wanted])
+
+    with open_files(path, FileOptions(decode="image")) as source:
+        assert source.schema["image"].shape == shape
+        assert source.schema["noise"].shape == (None,)
+        assert same(read(source, 1, 2).sample(0)["image"], wanted[1])
+    for i, sample in enumerate(samples(path, decode="image")):
+        assert same(sample["image"], wanted[i])
+        assert sample["noise"].tobytes() == png(wanted[i])[1:]
+        assert sample["label"] == i
+    assert samples(path)[0]["image"].tobytes() == png(wanted[0])
+
+
+def test_bytes_that_begin_as_images_are_decoded(tmp_path: Path) -> None:
+    wanted = pictures(3, 7, 5)
+    env = lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0)
+    with env.begin(write=True) as txn:
+        for i, array in enumerate(wanted):
+            txn.put(b"%d" % i, png(array))
+    env.close()
+
+    found = samples(tmp_path / "x.lmdb", decode="image")
+
+    assert all(same(sample["value"], array) for sample, array in zip(found, wanted, strict=True))
+    assert [sample["__key__"] for sample in found] == ["0", "1", "2"]
+
+
+def test_a_value_that_is_no_image_among_images_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.h5", [png(array) for array in pictures(3, 3)] + [b"junk"])
+
+    with pytest.raises(BadObject, match=r"x\.h5: sample 2: 'image': not an image that can be read"):
+        open_files(path, FileOptions(decode="image"))
+
+
+def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:
+    """Its header is sound, so that it is found when it is decoded."""
+    whole = [png(array) for array in pictures(30, 30, 30)]
+    path = write(tmp_path / "x.h5", [whole[0], whole[1][: len(whole[1]) // 2], whole[2]])
+
+    with pytest.raises(BadObject, match=r"x\.h5: sample 1: 'image': not an image that can be read"):
+        samples(path, decode="image")
+
+
+def test_without_images_nothing_changes(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.h5", [b"", b"abc", b"de"])
+
+    assert [s["image"].tobytes() for s in samples(path, decode="image")] == [b"", b"abc", b"de"]
