@@ -8,10 +8,8 @@ from urllib.parse import unquote
 import pytest
 
 from cachetool.errors import AccessDenied, NotFound
-from cachetool.stores import Limits, Object, open_store
+from cachetool.stores import Object, open_store
 from tests.servers import Scripted, scripted_server
-
-QUICK = Limits(connect=1.0, silence=1.0, retry=0.5)
 
 GCS_LIST = b"""<?xml version='1.0' encoding='UTF-8'?><ListBucketResult xmlns='http://doc.s3.amazonaws.com/2006-03-01'>
 <Name>b</Name><Prefix>p/</Prefix><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated><Contents><Key>p/a b.npy</Key>
@@ -44,11 +42,11 @@ def test_google_is_listed_and_read(monkeypatch: pytest.MonkeyPatch, scheme: str)
     with scripted_server(answers(GCS_LIST)) as server:  # type: ignore[arg-type]
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url.removeprefix("http://"))
         monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
-        store = open_store(f"{scheme}://b/p", limits=QUICK)
+        store = open_store(f"{scheme}://b/p")
         items = [item for page in store.list() for item in page]
         body = store.get(items[0])
         with pytest.raises(NotFound, match="no such bucket"):
-            list(open_store(f"{scheme}://missing/p", limits=QUICK).list())
+            list(open_store(f"{scheme}://missing/p").list())
 
     assert items == [Object("a b.npy", 5, "abc")]
     assert bytes(body) == b"hello"
@@ -69,13 +67,13 @@ def test_azure_is_listed_and_read_with_a_key(monkeypatch: pytest.MonkeyPatch, ur
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{server.url}/acc")
         monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"CANARY").decode())
-        store = open_store(url, limits=QUICK)
+        store = open_store(url)
         items = [item for page in store.list() for item in page]
         body = store.get(items[0])
         with pytest.raises(NotFound, match="no such bucket"):
-            list(open_store(url.replace("//c", "//missing"), limits=QUICK).list())
+            list(open_store(url.replace("//c", "//missing")).list())
         with pytest.raises(AccessDenied, match="AuthenticationFailed") as caught:
-            list(open_store(url.replace("//c", "//secret"), limits=QUICK).list())
+            list(open_store(url.replace("//c", "//secret")).list())
 
     assert "CANARY" not in str(caught.value)
     assert items == [Object("a b.npy", 5, "abc")]
