@@ -8,8 +8,8 @@ from typing import Any
 
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.opening import open_root
-from cachetool.convert import ConvertOptions, ConvertResult
-from cachetool.convert import convert as convert_into
+from cachetool.conversion import ConvertOptions, ConvertResult
+from cachetool.conversion import convert as convert_into
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
@@ -103,7 +103,7 @@ class Cache(CacheDir):
 
         ``source``, a file or folder, is what is converted instead of the cache's shards: into the cache, or into
         ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, key, value_format,
-        samples. Errors are those of :func:`cachetool.convert.convert`.
+        samples. Errors are those of :func:`cachetool.conversion.convert`.
         """
         options = ConvertOptions(to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files))
         return convert_into(options, cache=self, source=_path(source), out=_path(out), report=progress)

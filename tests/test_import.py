@@ -90,3 +90,15 @@ def test_public_names_exist_and_are_documented(name: str) -> None:
         value = getattr(module, public)
         if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__.startswith("cachetool"):
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+
+
+def test_public_names_stay_what_they_are_when_everything_is_loaded() -> None:
+    """A module of the same name would replace a function of the package as soon as it is imported."""
+    code = (
+        "import pkgutil, cachetool, cachetool.api, cachetool.pull, cachetool.conversion\n"
+        "modules = {m.name for m in pkgutil.iter_modules(cachetool.__path__)}\n"
+        "print(sorted(modules & set(cachetool.__all__)), callable(cachetool.convert))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[] True\n"

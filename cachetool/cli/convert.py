@@ -26,7 +26,7 @@ from cachetool.errors import UsageError
 from cachetool.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from cachetool.convert import Preview
+    from cachetool.conversion import Preview
 
 __all__ = ["convert"]
 
@@ -111,7 +111,7 @@ def convert(
     if source is None and (dry_run or any((fields, rename, decode, value_format, max_size))):
         raise UsageError("--dry-run, --max-size, --fields, --rename, --decode and --value-format go with an INPUT")
     if source is not None and dry_run:
-        from cachetool.convert import preview
+        from cachetool.conversion import preview
         from cachetool.sources.files import FileOptions
 
         _show(output, preview(Path(source), FileOptions(**made)))

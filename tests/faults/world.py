@@ -25,7 +25,7 @@ import numpy as np
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.layout import tree_bytes
-from cachetool.convert import convert_shards
+from cachetool.conversion import convert_shards
 from cachetool.errors import CapacityError
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound

@@ -240,7 +240,7 @@ def replace_shards(
     count = min(options.workers, len(todo))
     tasks = [
         Task(
-            "cachetool.convert:convert_shards",
+            "cachetool.conversion:convert_shards",
             {
                 "root": str(cache.root.resolve()),
                 "dataset": dataset,
