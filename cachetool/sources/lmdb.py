@@ -124,7 +124,8 @@ class LMDBFile(ClosingFile):
         self._entries: Iterator[tuple[memoryview, memoryview]] = iter(())
         self._next = 0
         if self._env is not None:
-            self._txn.abort()
+            if self._txn is not None:
+                self._txn.abort()
             self._env.close()
             self._env = self._txn = None
 
@@ -132,6 +133,9 @@ class LMDBFile(ClosingFile):
         if self._env is None:
             folder = self.path.is_dir()
             self._env = lmdb.open(os.fspath(self.path), subdir=folder, readonly=True, lock=False, max_dbs=1)
+            file = self.path / "data.mdb" if folder else self.path
+            if file.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
+                raise BadObject(f"{self.path} is cut short: it ends inside of a page")
             self._txn = self._env.begin(buffers=True)
             self._entries, self._next = _samples(self._txn), 0
         return self._txn

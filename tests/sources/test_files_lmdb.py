@@ -236,8 +236,18 @@ def test_damaged_files_are_errors_and_this_process_lives(
     monkeypatch.setattr("cachetool.sources.guard.CPU_SECONDS", 2)
     write(tmp_path / "x.lmdb", {b"%03d" % i: RANDOM.bytes(50 * i) for i in range(60)}, engine=engine)
 
-    for _, path in damaged(tmp_path / "x.lmdb", cuts=6, flips=10, seed=engine):
-        outcome(path)
+    for how, path in damaged(tmp_path / "x.lmdb", cuts=6, flips=10, seed=engine):
+        assert isinstance(outcome(path), str) or not how.startswith("cut"), how
+
+
+def test_a_file_cut_inside_of_its_last_page_is_an_error(tmp_path: Path) -> None:
+    """The system fills the rest of a page that is mapped with zeros, which nobody may take for values."""
+    path = write(tmp_path / "x.lmdb", {b"0": b"x" * 5000})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rindex(b"xxxx") - 10])
+
+    with pytest.raises(BadObject, match=r"x\.lmdb is cut short: it ends inside of a page"):
+        open_files(path)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGBUS])
