@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
+from cachetool.cache.agreement import contradiction
 from cachetool.cache.catalog import Catalog, Row
 from cachetool.cache.layout import SHARD_FILE, Layout, default_root, tree_bytes
 from cachetool.cache.rebuild import rebuild
@@ -128,11 +129,10 @@ def _check_catalog(layout: Layout, result: Verified, *, repair: bool) -> bool:
             result.problems.append(Problem("missing", file=folder.name, action="made" if repair else None))
     if repair:
         layout.make()
-    catalog = Catalog(layout.catalog)
-    try:
-        what = catalog.trouble() or (mend.stale(catalog, layout) if layout.shards.is_dir() else None)
-    finally:
-        catalog.close()
+    what = Catalog(layout.catalog).trouble()
+    if what is None and layout.shards.is_dir():
+        with open_cache(layout.root, create=False) as cache:  # what was cut off is finished first
+            what = contradiction(cache.catalog, layout)
     if what is None:
         return not result.problems or repair
     action = None

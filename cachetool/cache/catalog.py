@@ -76,6 +76,10 @@ _MIGRATIONS = (
 SCHEMA_VERSION = len(_MIGRATIONS)
 
 
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)
+"""What the library raises: the second when a damaged file holds text, or its own message names it, that is none."""
+
+
 def library_version() -> str:
     """Version of the SQLite library."""
     return sqlite3.sqlite_version
@@ -111,7 +115,7 @@ class Catalog:
         """Make the tables of a new cache; harmless when another process was first."""
         try:
             self._open(meta={"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": pages})
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             raise self._error(error) from error
 
     def close(self) -> None:
@@ -143,9 +147,9 @@ class Catalog:
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
             finally:
                 connection.close()
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             name = getattr(error, "sqlite_errorname", "")
-            if name in ("SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):
+            if name in ("", "SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):
                 return str(error)
             raise self._error(error) from error
         if found != ["ok"]:
@@ -160,7 +164,7 @@ class Catalog:
                 if self._connection is not None and self._pid == os.getpid() and not self._is_there():
                     self.close()
                 return self._open().execute(query, values).fetchall()
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 raise self._error(error) from error
 
     def one(self, query: str, values: tuple[Any, ...] = ()) -> Row | None:
@@ -199,12 +203,12 @@ class Catalog:
                     self.close()
                     connection = self._open()
                     connection.execute(begin)
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 raise self._error(error) from error
             try:
                 yield connection
                 connection.execute("COMMIT")
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 self._rollback(connection)
                 raise self._error(error) from error
             except BaseException:
@@ -261,13 +265,13 @@ class Catalog:
         pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {int(pages)}")
 
-    def _error(self, error: sqlite3.Error) -> CatalogError | CapacityError:
+    def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
         name = getattr(error, "sqlite_errorname", "")
         if name == "SQLITE_FULL":
             return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
         if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
             return CapacityError(f"catalog {self.path}: {error}; is the disk full, failing or read-only?")
-        if name == "SQLITE_NOTADB" or name.startswith("SQLITE_CORRUPT"):
+        if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
             return CatalogError(f"catalog {self.path}: {error}; run: cachetool verify --repair")
         return CatalogError(f"catalog {self.path}: {error}")
 

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,16 @@ from cachetool.cache.records import Record, merged, read_shard_json, record_boun
 from cachetool.errors import CacheToolError, CatalogError, UsageError
 from cachetool.schema import Schema
 
-__all__ = ["Rebuilt", "quarantine_folder", "rebuild"]
+__all__ = [
+    "Found",
+    "Rebuilt",
+    "open_draws",
+    "quarantine_folder",
+    "rebuild",
+    "scan",
+    "without",
+    "without_doubles",
+]
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _ROW_BYTES = 600
@@ -55,7 +64,7 @@ class Rebuilt:
 
 
 @dataclass(slots=True)
-class _Found:
+class Found:
     """What the folders hold, newest knowledge first."""
 
     shards: list[Record] = field(default_factory=list)
@@ -75,19 +84,15 @@ def rebuild(layout: Layout) -> Rebuilt:
     """Replace the catalog. Raises :class:`CatalogError` while another process uses the cache."""
     holder_of(layout.holders)  # whoever rebuilds at the same moment sees this process, and one of the two gives up
     old = Catalog(layout.catalog)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(
-            CacheToolError
-        ):  # one that can be locked keeps others out; a garbled one does so itself
-            stack.enter_context(old.write())
+    with _locked(old):
         if others := live_locks(layout.holders):
             who = ", ".join(f"pid {pid}" if pid else "a process elsewhere" for pid in others)
             raise CatalogError(
                 f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
             )
         salvaged = _salvage(old)
-        found = _scan(layout)
-        kept, superseded = _without_doubles(found.shards)
+        found = scan(layout)
+        kept, superseded = without_doubles(found.shards)
         settings = {**salvaged["meta"], **layout.settings()}
         cap_lost = "max_size" not in settings
         if cap_lost:
@@ -110,12 +115,28 @@ def rebuild(layout: Layout) -> Rebuilt:
     )
 
 
-def _scan(layout: Layout) -> _Found:
-    """Read every ``shard.json`` and every record beside the listings."""
-    found = _Found()
+@contextlib.contextmanager
+def _locked(old: Catalog) -> Iterator[None]:
+    """Keep others from writing to a catalog that still can be; a garbled one keeps them out by itself."""
+    transaction = old.write()
+    try:
+        transaction.__enter__()
+    except CacheToolError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(CacheToolError):  # nothing was written, and by now the file is deleted
+            transaction.__exit__(None, None, None)
+
+
+def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
+    """Read every ``shard.json``, but of shards to ``leave_out``, and every record beside the listings."""
+    found = Found()
     for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
-        if not _ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
-            continue  # not ours: left alone
+        if not _ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
+            continue  # what is not ours is left alone
         folder = Path(entry.path)
         if not (folder / SHARD_FILE).exists():
             found.unfinished.append(entry.name)
@@ -150,7 +171,7 @@ def _checked(folder: Path) -> Record:
     return value
 
 
-def _without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
+def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
     """Shards in the order of their commits without those whose samples a newer one holds, and the ids of these."""
     kept: list[Record] = []
     superseded: list[str] = []
@@ -191,7 +212,7 @@ def _salvage(old: Catalog) -> dict[str, Any]:
 
 
 def _write(
-    layout: Layout, found: _Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
+    layout: Layout, found: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
 ) -> None:
     aside = layout.catalog.with_name(layout.catalog.name + ".new")
     journal = aside.with_name(aside.name + "-journal")
@@ -252,18 +273,9 @@ def quarantine_folder(connection: Connection, layout: Layout, name: str, why: st
     event(connection, time.time(), "corrupt", name, why)
 
 
-def _add_progress(connection: Connection, layout: Layout, found: _Found, progress: Record, kept: list[Record]) -> None:
+def _add_progress(connection: Connection, layout: Layout, found: Found, progress: Record, kept: list[Record]) -> None:
     """A source's row, and its open draws: those of the newest record without those of shards that are here."""
-    here = [
-        (start, stop)
-        for value in kept
-        if value["source"] == progress["id"] and value["turn"] == progress["turn"]
-        for start, stop in value["draws"]
-    ]
-    pending = [(start, stop) for start, stop in progress["pending"]]
-    frontier = max([progress["frontier"]] + [stop for _, stop in here])
-    if frontier > progress["frontier"]:
-        pending.append((progress["frontier"], frontier))
+    frontier, pending = open_draws(progress, kept)
     listing = layout.listings / progress["id"]
     schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
     row = {name: value for name, value in progress.items() if name != "pending"} | {
@@ -275,11 +287,25 @@ def _add_progress(connection: Connection, layout: Layout, found: _Found, progres
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
-        [(progress["id"], progress["turn"], start, stop) for start, stop in _without(pending, here)],
+        [(progress["id"], progress["turn"], start, stop) for start, stop in pending],
     )
 
 
-def _without(ranges: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[list[int]]:
+def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
+    """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
+    of shards that are here."""
+    here = [
+        (start, stop)
+        for value in kept
+        if value["source"] == progress["id"] and value["turn"] == progress["turn"]
+        for start, stop in value["draws"]
+    ]
+    frontier = max([progress["frontier"]] + [stop for _, stop in here])
+    pending = [*progress["pending"], (progress["frontier"], frontier)]
+    return frontier, without(pending, here)
+
+
+def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
     """What of ``ranges`` lies outside of ``taken``."""
     left = merged(ranges)
     for start, stop in merged(taken):

@@ -39,16 +39,24 @@ MOST_PENDING = 256
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """A record as a file's bytes, with its checksum in it."""
-    return json.dumps({**value, "checksum": _checksum(value)}, indent=1).encode()
+    """A record as a file's bytes; its last line is a checksum of all bytes before it."""
+    body = json.dumps(value, indent=1).removesuffix("\n}").encode()
+    return body + _checksum(body)
 
 
 def unseal(path: Path) -> Record:
-    """The record in a file. Raises ``ValueError`` when it is not what :func:`seal` made, and OSError."""
-    value = json.loads(path.read_bytes())
-    if not isinstance(value, dict) or value.pop("checksum", None) != _checksum(value):
+    """The record in a file. Raises ``ValueError`` when one byte is not what :func:`seal` made, and OSError."""
+    raw = path.read_bytes()
+    body = raw[: -len(_checksum(b""))]
+    if raw != body + _checksum(body):
         raise ValueError(f"{path} does not match its checksum")
+    value: Record = json.loads(raw)
+    del value["checksum"]
     return value
+
+
+def _checksum(body: bytes) -> bytes:
+    return b',\n "checksum": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}'
 
 
 def read_shard_json(folder: Path) -> Record:
@@ -57,10 +65,6 @@ def read_shard_json(folder: Path) -> Record:
     if value.get("id") != folder.name:
         raise ValueError(f"{folder / SHARD_FILE} belongs to shard {value.get('id')}")
     return value
-
-
-def _checksum(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def record_bound(schema: Sequence[Mapping[str, Any]], nbytes: int = 0) -> int:
@@ -84,10 +88,10 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     return {**dict(row), "options": json.loads(row["options"]), "pending": pending}
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> list[list[int]]:
+def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
     """Ranges ``[start, stop)`` sorted, those that touch or overlap as one."""
     out: list[list[int]] = []
-    for start, stop in sorted(ranges):
+    for start, stop in sorted((start, stop) for start, stop in ranges):
         if out and start <= out[-1][1]:
             out[-1][1] = max(out[-1][1], stop)
         elif start < stop:

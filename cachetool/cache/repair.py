@@ -20,7 +20,7 @@ from cachetool.cache.draws import reopen, source_row
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, remove_tree, tree_bytes
 from cachetool.cache.rebuild import quarantine_folder
-from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
+from cachetool.cache.records import Record, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
 
 __all__ = [
@@ -32,14 +32,14 @@ __all__ = [
     "quarantined",
     "remove_stray",
     "row_differs",
-    "stale",
     "strays",
 ]
 
 _SHARD = re.compile(r"[0-9a-f]{16}")
 _ASIDE = ("cachetool.json.new", "catalog.sqlite3.new", "catalog.sqlite3.new-journal")
 """Files that are about to be renamed; left when their process was killed."""
-_BOUND = ("dataset", "format", "samples", "payload", "content", "digest", "since", "seq", "source", "turn")
+_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "turn")
+_BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
 
 
@@ -51,31 +51,6 @@ class Stray:
     ours: bool
     """Whether cachetool made it; what it did not make is named and left alone."""
     bytes: int
-
-
-def stale(catalog: Catalog, layout: Layout) -> str | None:
-    """Why this catalog must be older than the shards, or None: a whole shard, or a record of a source, that it has
-    never heard of."""
-    present = [entry.name for entry in os.scandir(layout.shards) if _SHARD.fullmatch(entry.name)]
-    rows = {row["id"] for row in catalog.rows("SELECT id FROM shards")}
-    for name in present:
-        if name not in rows and _readable(layout.shards / name) is not None:
-            return f"shard {name} is whole and not in the catalog"
-    for path in layout.listings.glob("*.json"):
-        try:
-            since = unseal(path)["since"]
-        except (OSError, ValueError, KeyError):
-            continue
-        if since > catalog.meta("version"):
-            return f"{path.name} was written at version {since}, the catalog is at {catalog.meta('version')}"
-    return None
-
-
-def _readable(folder: Path) -> Record | None:
-    try:
-        return read_shard_json(folder)
-    except (OSError, ValueError):
-        return None
 
 
 def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
