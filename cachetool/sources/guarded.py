@@ -20,6 +20,7 @@ import resource
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +62,10 @@ def main() -> None:
             _say(out, to_json(error))
         except MemoryError:
             _say(out, to_json(BadObject(f"{path}: reading it takes far more memory than its size can mean")))
+        except BrokenPipeError:
+            raise
+        except Exception:  # noqa: BLE001 - a bug must reach the starter as text, not as a damaged file
+            _say(out, to_json(CacheToolError(f"a bug while {path} was read:\n{traceback.format_exc()}")))
     os._exit(0)  # the file may have broken what a tidy end would touch
 
 
