@@ -1,0 +1,280 @@
+"""``cachetool verify`` and ``doctor`` as commands, on caches filled by real pulls."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachetool.api import open_cache
+from cachetool.doctor import examine
+from cachetool.errors import CatalogError, UsageError
+from cachetool.verify import verify
+
+READER = """
+import sys, time, cachetool
+cache = cachetool.open_cache(sys.argv[1])
+snapshot = cache.snapshot()
+print("ready", flush=True)
+time.sleep(600)
+"""
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/vfs.h>
+int statfs(const char *path, struct statfs *found) {
+    int (*real)(const char *, struct statfs *) = dlsym(RTLD_NEXT, "statfs");
+    int result = real(path, found);
+    if (result == 0) found->f_type = strtoul(getenv("FAKE_F_TYPE"), 0, 16);
+    return result;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objects")
+    for number in range(60):
+        np.save(folder / f"{number:03d}.npy", np.random.default_rng(number).random(500))
+    return folder
+
+
+@pytest.fixture
+def root(tmp_path: Path, objects: Path) -> Path:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(objects), samples=50, to="hdf5", shard_size=41_000, workers=1)
+    return tmp_path / "cache"
+
+
+def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cachetool", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def keys(root: Path) -> list[str]:
+    """The keys of all samples, sorted."""
+    from cachetool.formats import get_format
+    from cachetool.formats.shard import open_shard
+
+    found: list[str] = []
+    with open_cache(root) as cache:
+        for shard in cache.shards():
+            with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
+                block = reader.read(0, reader.samples)
+                found += [block.sample(index)["__key__"] for index in range(len(block))]
+    return sorted(found)
+
+
+def damage(root: Path) -> str:
+    shard = next(path for path in sorted((root / "shards").iterdir()))
+    data = bytearray((shard / "data.h5").read_bytes())
+    data[-100] ^= 4
+    (shard / "data.h5").write_bytes(data)
+    return shard.name
+
+
+def test_a_sound_cache_is_read_whole_and_exits_with_0(root: Path) -> None:
+    ran = run("verify", "--cache", root)
+
+    assert ran.returncode == 0, ran
+    assert ran.stdout.splitlines()[-1].startswith("read 5 of 5 shards, 50 samples, ")
+    assert ran.stdout.rstrip().endswith("all as it was written")
+
+
+def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path) -> None:
+    shard, before = damage(root), keys(root)
+    ran = run("verify", "--cache", root)
+    assert ran.returncode == 5
+    assert shard in ran.stdout
+    assert "data.h5" in ran.stdout
+    assert "run: cachetool verify --repair" in ran.stderr
+    document = json.loads(run("verify", "--cache", root, "--json").stdout)
+    assert document["sound"] is False
+    assert [(p["shard"], p["file"], p["action"]) for p in document["problems"]] == [(shard, "data.h5", None)]
+
+    ran = run("verify", "--cache", root, "--repair", "--repull")
+    assert ran.returncode == 0, ran
+    assert "10 draws of" in ran.stdout
+    assert "10 pulled" in ran.stdout
+    assert keys(root) == before
+    assert run("verify", "--cache", root).returncode == 0
+
+
+def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, tmp_path: Path) -> None:
+    damage(root)
+    gone = shutil.move(objects, tmp_path / "gone")
+    try:
+        ran = run("verify", "--cache", root, "--repair", "--repull")
+        assert ran.returncode == 0
+        assert "could not be pulled again" in ran.stdout
+        with open_cache(root) as cache:
+            assert cache.stats().sources[0]["drawn"] == 40
+            assert cache.stats().errors[0]["kind"] in ("error", "corrupt")
+    finally:
+        shutil.move(gone, objects)
+    with open_cache(root) as cache:
+        cache.pull(str(objects), everything=True, workers=1)
+    assert len(keys(root)) == len(set(keys(root))) == 60
+
+
+def test_a_sample_reads_some_shards_and_checks_the_sizes_of_all(root: Path) -> None:
+    found = verify(root, sample=0.4)
+    assert (found.shards, found.checked, found.samples) == (5, 2, 20)
+    for shard in (root / "shards").iterdir():
+        with open(shard / "data.h5", "r+b") as file:
+            file.truncate(1000)
+    assert {problem.file for problem in verify(root, sample=0.01).problems} == {"data.h5"}
+    assert len(verify(root, sample=0.01).problems) == 5
+
+
+def test_a_lost_catalog_is_an_error_that_names_the_remedy(root: Path) -> None:
+    before = keys(root)
+    (root / "catalog.sqlite3").unlink()
+    ran = run("ls", "--cache", root)
+    assert ran.returncode == 6
+    assert "run: cachetool verify --repair" in ran.stderr
+    assert run("verify", "--cache", root).returncode == 5
+    ran = run("verify", "--cache", root, "--repair")
+    assert ran.returncode == 0, ran
+    assert "rebuilt from 5 shards with 50 samples" in ran.stdout
+    assert keys(root) == before
+    with open_cache(root) as cache:
+        assert cache.max_size == 20_000_000
+        cache.pull(next(iter(cache.stats().sources))["url"], everything=True, workers=1)
+        assert cache.stats().sources[0]["drawn"] == 60
+    assert len(set(keys(root))) == 60
+
+
+def test_a_cap_lost_with_the_catalog_is_guessed_and_said(root: Path) -> None:
+    (root / "catalog.sqlite3").unlink()
+    (root / "cachetool.json").write_text('{"layout": 1}')
+    ran = run("verify", "--cache", root, "--repair")
+
+    assert ran.returncode == 0
+    assert "the cap was lost with the catalog: it is" in ran.stdout
+
+
+def test_verify_without_a_cache_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no cache"):
+        verify(tmp_path / "none")
+    assert run("verify", "--cache", tmp_path / "none").returncode == 2
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_catalog_of_a_newer_version_is_not_repaired_away(root: Path) -> None:
+    import sqlite3
+
+    with sqlite3.connect(root / "catalog.sqlite3") as raw:
+        raw.execute("PRAGMA user_version = 99")
+    raw.close()
+    with pytest.raises(CatalogError, match="newer cachetool"):
+        verify(root, repair=True)
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def by_name(root: Path) -> dict[str, Any]:
+    return {finding.what: finding for finding in examine(root)}
+
+
+def test_doctor_finds_nothing_wrong_and_changes_nothing(root: Path) -> None:
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    found = by_name(root)
+
+    assert {finding.state for finding in found.values()} == {"ok"}
+    assert "journal mode persist" in found["SQLite"].text
+    assert "keeps another out" in found["locks"].text
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_doctor_names_readers_dead_holders_leftovers_and_damage(root: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", READER, str(root)], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    found = by_name(root)
+    assert found["holder"].state == "ok"
+    assert f"pid {child.pid}" in found["holder"].text
+    assert f"pid {child.pid}" in found["lease"].text
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    found = by_name(root)
+    assert found["holder"].state == "note"
+    assert "dead" in found["holder"].text
+
+    (root / "shards" / "0123456789abcdef").mkdir()
+    ran = run("doctor", "--cache", root, "--json")
+    assert ran.returncode == 6
+    document = json.loads(ran.stdout)
+    assert document["well"] is False
+    assert [f["what"] for f in document["findings"] if f["state"] == "bad"] == ["left over"]
+
+    (root / "catalog.sqlite3").write_bytes(b"x" * 5000)
+    assert by_name(root)["catalog"].state == "bad"
+    assert run("doctor", "--cache", root).returncode == 6
+
+
+def test_doctor_looks_at_a_place_where_no_cache_is_yet(tmp_path: Path) -> None:
+    found = by_name(tmp_path / "a" / "b")
+
+    assert found["cache"].state == "note"
+    assert found["file system"].state == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is not installed: apt-get install gcc")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c"], check=True)
+    return folder / "shim.so"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("6969", "NFS"),
+        ("fe534d42", "SMB2"),
+        ("1021997", "9p"),
+        ("65735546", "FUSE"),
+        ("c36400", "Ceph"),
+        ("bd00bd0", "Lustre"),
+    ],
+)
+def test_a_network_file_system_is_refused_unless_it_is_allowed_loudly(
+    tmp_path: Path, objects: Path, shim: Path, kind: str, name: str
+) -> None:
+    env = {"LD_PRELOAD": str(shim), "FAKE_F_TYPE": kind}
+    words = ("pull", objects, "--cache", tmp_path / "cache", "--max-size", "20MB", "--samples", 3)
+    ran = run(*words, **env)
+    assert ran.returncode == 2
+    assert f"network file system ({name})" in ran.stderr
+    assert not (tmp_path / "cache").exists()
+    ran = run("doctor", "--cache", tmp_path / "cache", **env)
+    assert ran.returncode == 6
+    assert "put the cache on a local disk" in ran.stdout
+
+    ran = run(*words, **env, CACHETOOL_ALLOW_NETWORK="1")
+    assert ran.returncode == 0, ran
+    assert f"warning: {tmp_path / 'cache'} lies on a network file system ({name})" in ran.stderr
+
+
+def test_another_unknown_file_system_is_allowed(tmp_path: Path, objects: Path, shim: Path) -> None:
+    words = ("pull", objects, "--cache", tmp_path / "cache", "--max-size", "20MB", "--samples", 3)
+    assert run(*words, LD_PRELOAD=str(shim), FAKE_F_TYPE="abcdef").returncode == 0
