@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import CorruptError
-from cachetool.schema import Schema
+from cachetool.schema import Field, Schema
 
 __all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 
@@ -151,8 +151,8 @@ class Extents:
             if tuple(entry["shape"]) != shape:
                 raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
             dtype = np.dtype(entry["dtype"])
-            if dtype.kind not in "biufcmM":
-                raise ValueError(f"array {index} has dtype {dtype}")
+            if dtype.kind not in "biufcmM" or entry["at"] % _ALIGN:
+                raise ValueError(f"array {index} has dtype {dtype} and lies at {entry['at']}")
             return np.frombuffer(view, dtype=dtype, count=int(np.prod(shape)), offset=base + entry["at"]).reshape(shape)
 
         fields: dict[str, FieldExtents] = {}
@@ -169,7 +169,22 @@ class Extents:
                 shapes=array(entry["shapes"], (samples, field.rank)),
                 column=array(entry["column"], (samples,)),
             )
+            _check(fields[field.name], field, len(header["files"]))
         checksums = array(header["checksums"], (len(schema), samples))
         if checksums is None:
             raise ValueError("no checksums")
         return cls(samples, tuple(str(f) for f in header["files"]), fields, checksums)
+
+
+def _check(extents: FieldExtents, field: Field, files: int) -> None:
+    """Raise ValueError unless the extents are those of such a field."""
+    index = [array for array in (extents.offsets, extents.sizes, extents.shapes) if array is not None]
+    good = all(array.dtype == np.int64 for array in index)
+    if field.is_scalar:
+        good = good and extents.column is not None and extents.column.dtype == field.numpy
+    else:
+        good = good and extents.column is None and 0 <= extents.file < files
+        good = good and (field.kind != "fixed" or (extents.sizes is None and extents.nbytes == field.nbytes))
+        good = good and (field.kind != "ragged" or extents.shapes is not None)
+    if not good:
+        raise ValueError(f"not extents of field {field.name!r}, {field.describe()}")

@@ -139,3 +139,25 @@ def test_extents_of_another_schema_are_refused_with_their_file_named(other: Sche
 def test_a_file_that_is_something_else_is_corrupt(content: bytes) -> None:
     with pytest.raises(CorruptError):
         Extents.from_buffer(content, schema=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("image", FieldExtents(start=96, stride=64, nbytes=5)),
+        ("image", FieldExtents(start=96, stride=64, nbytes=4, sizes=np.full(5, 4))),
+        ("image", FieldExtents(file=2, start=96, stride=64, nbytes=4)),
+        ("image", FieldExtents(file=-1, start=96, stride=64, nbytes=4)),
+        ("label", FieldExtents(start=96, stride=64, nbytes=8)),
+        ("label", FieldExtents(column=np.zeros(5, dtype="<f4"))),
+        ("wave", FieldExtents(file=1, offsets=np.zeros(5, dtype=np.int64), nbytes=4)),
+        ("name", FieldExtents(offsets=np.zeros(5, dtype="<f8"), nbytes=4)),
+    ],
+)
+def test_extents_that_are_not_those_of_their_field_are_refused(name: str, wrong: FieldExtents) -> None:
+    """What would be read as if it were right: another size, dtype or file."""
+    extents = make()
+    broken = Extents(extents.samples, extents.files, {**extents.fields, name: wrong}, extents.checksums)
+
+    with pytest.raises(CorruptError, match=f"not extents of field '{name}'"):
+        Extents.from_buffer(broken.to_bytes(), schema=SCHEMA)

@@ -6,17 +6,21 @@ vector costs eight bytes for each byte moved.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Int64s", "as_bytes", "copy_runs", "ends", "windows"]
+__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "windows"]
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
 _SLICED = 192  # mean bytes of a run from which slice by slice is faster than an index vector
+_LARGE = 16384  # bytes of runs of one size from which slice by slice is faster than a vectorised copy
+_PIECE = 2**17  # bytes copied at once: NumPy copies twice, through an array of its own, which stays in the L2 cache
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:
@@ -41,6 +45,41 @@ def windows(buffer: Bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     return np.lib.stride_tricks.as_strided(buffer, (rows, nbytes), (buffer.strides[0], buffer.strides[0]))
 
 
+@functools.cache
+def _value(nbytes: int) -> np.dtype[np.void]:
+    return np.dtype((np.void, nbytes))
+
+
+def _overlapping(buffer: Bytes, nbytes: int) -> npt.NDArray[Any]:
+    """As :func:`windows`, each run one value of ``nbytes``: NumPy moves such a value at once."""
+    count = max(0, len(buffer) - nbytes + 1)
+    return np.ndarray((count,), _value(nbytes), buffer, 0, (1,))
+
+
+def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbytes: int) -> None:
+    """Copy ``source[starts[i] : starts[i] + nbytes]`` to row ``to[i]`` (None: i) of ``out``, rows of ``nbytes``.
+
+    No position is checked: all must lie inside their buffers.
+    """
+    if not nbytes:
+        return
+    if nbytes >= _LARGE:
+        into, of = out.data, source.data
+        rows: Iterable[int] = range(len(starts)) if to is None else to.tolist()
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            at = row * nbytes
+            into[at : at + nbytes] = of[start : start + nbytes]
+        return
+    target, found = out.view(_value(nbytes)), _overlapping(source, nbytes)
+    step = _PIECE // nbytes
+    for at in range(0, len(starts), step):
+        stop = at + step
+        if to is None:
+            target[at:stop] = found[starts[at:stop]]
+        else:
+            target[to[at:stop]] = found[starts[at:stop]]
+
+
 def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, sizes: Int64s) -> None:
     """Copy ``source[starts[i] : starts[i] + sizes[i]]`` to ``out[out_starts[i] : ...]`` for every i.
 
@@ -54,8 +93,11 @@ def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, siz
     first = int(sizes[0])
     if first == 0 and not sizes.any():
         return
-    if first < 65536 and (sizes == first).all():
-        windows(out, first)[out_starts] = windows(source, first)[starts]
+    if first < _LARGE and (sizes == first).all():
+        target, found = _overlapping(out, first), _overlapping(source, first)
+        step = _PIECE // first
+        for begin in range(0, len(sizes), step):
+            target[out_starts[begin : begin + step]] = found[starts[begin : begin + step]]
     elif int(sizes.sum()) >= _SLICED * len(sizes):
         to, of = out.data, source.data
         for a, b, n in zip(out_starts.tolist(), starts.tolist(), sizes.tolist(), strict=True):

@@ -2,11 +2,12 @@
 
 ::
 
-    indices -> (part, number within) -> where the bytes of each field lie in the part -> copied into one column a field
-                                        OpenPart.locate gives Runs
+    indices -> where the bytes of each field lie -> copied into one column a field
+               Places.locate gives Runs
 
-An uncompressed part is mapped and read by its extents. Any other is read through its format's library, whose block is
-then the buffer that is copied from.
+Who knows where they lie: :class:`Parts`, part by part (here), or :class:`~cachetool.loaders.mapped.MappedParts`, for
+all parts at once. An uncompressed part is mapped and read by its extents. Any other is read through its format's
+library, whose block is then the buffer that is copied from.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,26 +30,70 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.files import map_file
 from cachetool.formats.reading import load_extents
-from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends
+from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
-__all__ = ["OpenPart", "Parts", "Runs", "gather", "open_by_extents", "open_by_library"]
+__all__ = [
+    "Empty",
+    "Located",
+    "OpenPart",
+    "Parts",
+    "Places",
+    "Runs",
+    "check_inside",
+    "copied",
+    "evicted_errors",
+    "gather",
+    "new_array",
+    "open_by_extents",
+    "open_by_library",
+]
 
 Empty = Callable[[Field, tuple[int, ...]], npt.NDArray[Any]]
 Opener = Callable[[Part, Schema], "OpenPart"]
 
 
 class Runs(NamedTuple):
-    """Where the values of one field lie for some samples of one part."""
+    """Where the values of one field lie for some samples."""
 
-    buffer: Bytes
+    buffer: npt.NDArray[Any]
+    """Bytes; the values themselves for a scalar field."""
     starts: Int64s
     """Position of each value in the buffer, (k,)."""
-    sizes: Int64s
-    """Bytes of each value, (k,)."""
-    shapes: Int64s | None
+    sizes: Int64s | None = None
+    """Bytes of each value, (k,); None for a fixed field, whose values all have as many."""
+    shapes: Int64s | None = None
     """Shape of each value of a ragged field, (k, rank)."""
+
+    def slice(self, start: int, stop: int) -> Runs:
+        """The same of samples ``start`` to ``stop``."""
+        sizes = None if self.sizes is None else self.sizes[start:stop]
+        shapes = None if self.shapes is None else self.shapes[start:stop]
+        return Runs(self.buffer, self.starts[start:stop], sizes, shapes)
+
+
+Located = list[tuple[Int64s | None, Mapping[str, Runs]]]
+"""Which of the samples asked for (None: all, in order), and where the fields of those lie."""
+
+
+class Places(Protocol):
+    """Knows where the samples of a view lie; belongs to one thread of one process."""
+
+    def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
+        """Where the fields of ``schema`` lie for the samples ``indices`` of ``view``, in groups that differ.
+
+        Raises ``IndexError``, :class:`CorruptError`, and :class:`UsageError` when a part was evicted.
+        """
+        ...
+
+    def keep(self, view: View) -> None:
+        """Close what is not in ``view``: an unlinked file that is still mapped still fills the disk."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and maps. May be called twice."""
+        ...
 
 
 class OpenPart(Protocol):
@@ -62,13 +108,19 @@ class OpenPart(Protocol):
         ...
 
 
+def check_inside(path: Path, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
+    """Raise :class:`CorruptError` unless runs of ``sizes`` from ``starts`` lie inside the ``size`` bytes of a file."""
+    low, high = (int(starts.min()), int((starts + sizes).max())) if len(starts) else (0, 0)
+    if low < 0 or high > size:
+        raise CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches to {high}")
+
+
 class _MappedPart:
     """A part read out of memory maps of its files, by its extents."""
 
     def __init__(self, folder: Path, extents: Extents) -> None:
         self._folder, self._extents = folder, extents
-        self._maps: dict[int, Bytes] = {}
-        self._scalars: dict[str, Bytes] = {}
+        self._maps: dict[int, npt.NDArray[np.uint8]] = {}
 
     def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
         return {field.name: self._locate(within, field) for field in schema}
@@ -76,19 +128,15 @@ class _MappedPart:
     def _locate(self, within: Int64s, field: Field) -> Runs:
         extents = self._extents.fields[field.name]
         if extents.column is not None:
-            itemsize = extents.column.itemsize
-            return Runs(as_bytes(extents.column), within * itemsize, np.full(len(within), itemsize), None)
+            return Runs(extents.column, within)
         buffer = self._maps.get(extents.file)
         if buffer is None:
             buffer = self._maps[extents.file] = map_file(self._folder / self._extents.files[extents.file])
         starts, sizes = extents.locate(within)
-        shapes = None if extents.shapes is None else extents.shapes[within]
-        if len(within) and not 0 <= int(starts.min()) <= int((starts + sizes).max()) <= len(buffer):
-            raise CorruptError(
-                f"{self._folder / self._extents.files[extents.file]} is cut short: it has {len(buffer)} bytes,"
-                f" field {field.name!r} reaches to {int((starts + sizes).max())}"
-            )
-        return Runs(buffer, starts, sizes, shapes)
+        check_inside(self._folder / self._extents.files[extents.file], len(buffer), field, starts, sizes)
+        if field.kind == "fixed":
+            return Runs(buffer, starts)
+        return Runs(buffer, starts, sizes, None if extents.shapes is None else extents.shapes[within])
 
     def close(self) -> None:
         self._maps.clear()
@@ -113,7 +161,7 @@ def _runs(column: Column, field: Field) -> Runs:
         starts = column.offsets * column.values.itemsize
         return Runs(as_bytes(column.values), starts[:-1], np.diff(starts), column.shapes)
     numbers = np.arange(len(column), dtype=np.int64)
-    return Runs(as_bytes(column), numbers * field.nbytes, np.full(len(column), field.nbytes), None)
+    return Runs(column, numbers) if field.is_scalar else Runs(as_bytes(column), numbers * field.nbytes)
 
 
 def open_by_library(part: Part, schema: Schema) -> OpenPart:
@@ -127,6 +175,20 @@ def open_by_extents(part: Part, schema: Schema) -> OpenPart:
     if not part.extents.exists():
         return open_by_library(part, schema)
     return _MappedPart(part.folder, load_extents(part.extents, schema))
+
+
+@contextmanager
+def evicted_errors(part: Part) -> Iterator[None]:
+    """Turn what opening a part raises into :class:`UsageError` when the part was evicted."""
+    try:
+        yield
+    except (OSError, CacheToolError) as error:
+        # Eviction unlinks shard.json before anything else of a shard.
+        if part.file or (part.folder / "shard.json").exists():
+            raise
+        raise UsageError(
+            f"shard {part.id} was evicted: these indices are of an earlier snapshot, whose lease is over"
+        ) from error
 
 
 class Parts:
@@ -153,20 +215,26 @@ class Parts:
             return found
         while len(self._open) >= self.limit:
             self._open.popitem(last=False)[1].close()
-        try:
-            found = self._opener(part, schema)
-        except (OSError, CacheToolError) as error:
-            # Eviction unlinks shard.json before anything else of a shard.
-            if part.file or (part.folder / "shard.json").exists():
-                raise
-            raise UsageError(
-                f"shard {part.id} was evicted: these indices are of an earlier snapshot, whose lease is over"
-            ) from error
-        self._open[part.id] = found
+        with evicted_errors(part):
+            found = self._open[part.id] = self._opener(part, schema)
         return found
 
+    def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
+        """Where the samples lie, one group a part."""
+        numbers, within = view.find(indices)
+        order = np.argsort(numbers, kind="stable")
+        groups: Located = []
+        chosen = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
+        for to in chosen:
+            part = view.parts[int(numbers[to[0]])]
+            located = self.get(part, view.schema).locate(within[to], schema)
+            if len(chosen) > self.limit:  # else the runs would keep more files mapped than may be open
+                located = {field.name: _copied(located[field.name], field) for field in schema}
+            groups.append((to, located))
+        return groups
+
     def keep(self, view: View) -> None:
-        """Close what is not in ``view``: an unlinked file that is still mapped still fills the disk."""
+        """Close what is not in ``view``."""
         wanted = {part.id for part in view.parts}
         for name in [name for name in self._open if name not in wanted]:
             self._open.pop(name).close()
@@ -185,60 +253,68 @@ def _descriptors() -> int:
     return 4096 if soft == resource.RLIM_INFINITY else min(soft, 4096)
 
 
-def _new(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+def new_array(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Plain memory for the values of a field."""
     return np.empty(shape, dtype=field.numpy)
 
 
-def gather(view: View, indices: Int64s, parts: Parts, schema: Schema, *, empty: Empty = _new) -> dict[str, Column]:
+def gather(
+    view: View, indices: Int64s, parts: Places, schema: Schema, *, empty: Empty = new_array
+) -> dict[str, Column]:
     """The columns of the samples at ``indices`` of ``view``, in that order, repeats allowed.
 
-    ``schema`` chooses the fields. ``empty(field, shape)`` makes the arrays that values are copied into: (k, *shape) of
-    the field's dtype for a fixed field, flat for the values of any other. Raises ``IndexError`` for an index outside
-    the view, :class:`CorruptError` naming a file that is cut short.
+    ``schema`` chooses the fields. ``empty(field, shape)`` makes the arrays that values are copied into, C-contiguous:
+    (k, *shape) of the field's dtype for a fixed field, flat for the values of any other. Raises ``IndexError`` for an
+    index outside the view, :class:`CorruptError` naming a file that is cut short.
     """
-    numbers, within = view.find(indices)
-    order = np.argsort(numbers, kind="stable")
-    cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-    groups: list[tuple[Int64s, Mapping[str, Runs]]] = []
-    chosen = np.split(order, cuts) if len(order) else []
-    for to in chosen:
-        part = view.parts[int(numbers[to[0]])]
-        located = parts.get(part, view.schema).locate(within[to], schema)
-        if len(chosen) > parts.limit:  # else the runs would keep more files mapped than may be open
-            located = {name: _copied(runs) for name, runs in located.items()}
-        groups.append((to, located))
-    return {field.name: _column(field, len(indices), groups, empty) for field in schema}
+    return copied(parts.locate(view, indices, schema), len(indices), schema, empty=empty)
 
 
-def _copied(runs: Runs) -> Runs:
+def copied(located: Located, count: int, schema: Schema, *, empty: Empty = new_array) -> dict[str, Column]:
+    """The second half of :func:`gather`: the columns of ``count`` samples that were located."""
+    return {field.name: _column(field, count, located, empty) for field in schema}
+
+
+def _copied(runs: Runs, field: Field) -> Runs:
+    if runs.sizes is None:
+        values = np.empty((len(runs.starts), *field.sizes), dtype=field.numpy)
+        _copy_fixed(values, None, runs, field)
+        return _runs(values, field)
     starts = ends(runs.sizes)
     buffer = np.empty(int(starts[-1]), dtype=np.uint8)
     copy_runs(buffer, starts[:-1], runs.buffer, runs.starts, runs.sizes)
     return Runs(buffer, starts[:-1], runs.sizes, runs.shapes)
 
 
-def _column(field: Field, count: int, groups: list[tuple[Int64s, Mapping[str, Runs]]], empty: Empty) -> Column:
+def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
     if field.kind == "fixed":
         fixed = empty(field, (count, *field.sizes))
-        _copy(as_bytes(fixed), np.arange(count, dtype=np.int64) * field.nbytes, field.name, groups)
+        for to, runs in located:
+            _copy_fixed(fixed, to, runs[field.name], field)
         return fixed
     sizes = np.zeros(count, dtype=np.int64)
     shapes = np.zeros((count, field.rank), dtype=np.int64) if field.kind == "ragged" else None
-    for to, runs in groups:
-        found = runs[field.name]
-        sizes[to] = found.sizes
+    for to, runs in located:
+        found, rows = runs[field.name], slice(None) if to is None else to
+        if found.sizes is not None:
+            sizes[rows] = found.sizes
         if shapes is not None and found.shapes is not None:
-            shapes[to] = found.shapes
+            shapes[rows] = found.shapes
     starts = ends(sizes)
     itemsize = field.numpy.itemsize
     if shapes is not None and (shapes.prod(axis=1) * itemsize != sizes).any():
         raise CorruptError(f"field {field.name!r}: a shape that does not fit its bytes")
     values = empty(field, (int(starts[-1]) // itemsize,))
-    _copy(as_bytes(values), starts[:-1], field.name, groups)
+    for to, runs in located:
+        found, rows = runs[field.name], slice(None) if to is None else to
+        copy_runs(as_bytes(values), starts[:-1][rows], found.buffer, found.starts, sizes[rows])
     return Ragged(values, starts // itemsize, shapes)
 
 
-def _copy(out: Bytes, starts: Int64s, name: str, groups: list[tuple[Int64s, Mapping[str, Runs]]]) -> None:
-    for to, runs in groups:
-        found = runs[name]
-        copy_runs(out, starts[to], found.buffer, found.starts, found.sizes)
+def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Field) -> None:
+    if field.is_scalar and to is None:
+        np.take(runs.buffer, runs.starts, out=out, mode="clip")
+    elif field.is_scalar:
+        out[to] = runs.buffer[runs.starts]
+    else:
+        copy_rows(as_bytes(out), to, runs.buffer, runs.starts, field.nbytes)

@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import resource
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,8 @@ from cachetool.errors import CorruptError, UsageError
 from cachetool.formats import format_names
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.board import Board
-from cachetool.loaders.gather import OpenPart, Parts, Runs, gather, open_by_extents, open_by_library
+from cachetool.loaders.gather import OpenPart, Parts, Places, Runs, gather, open_by_extents, open_by_library
+from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
@@ -31,7 +32,7 @@ def view_of(cache: CacheDir, dataset: str = "default") -> View:
     return View.of_shards(cache.version, dataset, cache.schema(dataset), cache.shards(dataset))
 
 
-def gathered(view: View, indices: list[int], parts: Parts) -> list[str]:
+def gathered(view: View, indices: list[int], parts: Places) -> list[str]:
     at = np.array(indices, dtype=np.int64)
     block = Block(view.schema, gather(view, at, parts, view.schema))
     return [digest(view.schema, block.sample(i)) for i in range(block.samples)]
@@ -48,10 +49,11 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
 
 
 EXPECTED = [digest(EVERY, sample(EVERY, n)) for n in range(77)]
-OPEN = {
+OPEN: dict[str, Places] = {
     "extents": Parts(open_by_extents),
     "library": Parts(open_by_library),
     "one at a time": Parts(open_by_extents, limit=1),
+    "side by side": MappedParts(),
 }
 
 
@@ -90,21 +92,27 @@ def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View
     assert max(most) == 1
 
 
-def test_a_chosen_field_alone_is_read(cache: CacheDir) -> None:
+each_way = pytest.mark.parametrize("make", [lambda: Parts(open_by_extents), MappedParts], ids=["parts", "mapped"])
+
+
+@each_way
+def test_a_chosen_field_alone_is_read(cache: CacheDir, make: Callable[[], Places]) -> None:
     view = view_of(cache)
-    columns = gather(view, np.array([59, 0, 20]), Parts(open_by_extents), SMALL.select(["number"]))
+    columns = gather(view, np.array([59, 0, 20]), make(), SMALL.select(["number"]))
 
     assert list(columns) == ["number"]
     assert np.asarray(columns["number"]).tolist() == [59, 0, 20]
 
 
+@each_way
 @pytest.mark.parametrize("indices", [[60], [-1], [0, 61, 2]])
-def test_an_index_outside_is_refused(indices: list[int], cache: CacheDir) -> None:
+def test_an_index_outside_is_refused(indices: list[int], cache: CacheDir, make: Callable[[], Places]) -> None:
     with pytest.raises(IndexError, match="of a dataset of 60"):
-        gathered(view_of(cache), indices, Parts(open_by_extents))
+        gathered(view_of(cache), indices, make())
 
 
-def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
+@each_way
+def test_a_file_cut_short_is_named(tmp_path: Path, make: Callable[[], Places]) -> None:
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
         put(cache, range(20), format="hdf5")
         view = view_of(cache)
@@ -112,20 +120,21 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
         data.write_bytes(data.read_bytes()[:2500])
 
         with pytest.raises(CorruptError, match=r"data\.h5 is cut short: it has 2500 bytes"):
-            gathered(view, [19], Parts(open_by_extents))
+            gathered(view, [19], make())
 
 
-def test_an_evicted_part_is_an_error_and_an_open_one_still_reads(cache: CacheDir) -> None:
-    view, parts = view_of(cache), Parts(open_by_extents)
+@each_way
+def test_an_evicted_part_is_an_error_and_an_open_one_still_reads(cache: CacheDir, make: Callable[[], Places]) -> None:
+    view, parts = view_of(cache), make()
     before = gathered(view, [3], parts)
     cache.evict(cache.usage().total - 1)
     assert not view.parts[0].folder.exists()
 
     assert gathered(view, [3], parts) == before
     parts.keep(view_of(cache))
-    for opener in (open_by_extents, open_by_library):
+    for other in (make(), Parts(open_by_library)):
         with pytest.raises(UsageError, match=f"shard {view.parts[0].id} was evicted"):
-            gathered(view, [3], Parts(opener))
+            gathered(view, [3], other)
     with pytest.raises(UsageError, match="was evicted"):
         gathered(view, [3], parts)
 

@@ -1,0 +1,181 @@
+"""How fast shuffled batches are gathered out of the extents of each format, as a share of ``np.take`` from memory.
+
+    python benchmarks/gather.py FOLDER [--rounds 7] [--formats lmdb,hdf5] [--cases 3KiB] [--clock cpu] [--json]
+
+One thread, warm, maps kept: of every case and format the shards are written into FOLDER once and read once, then every
+round reads them all in a new random order into one reused batch, after the same order was taken from two arrays in
+memory (``np.take(..., mode="clip")``, its fastest way) into another. The table gives medians over the rounds of the
+rate and of its share of ``np.take`` in the same round. ``--clock cpu`` counts processor time, for a busy machine.
+FOLDER must have about 2.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.block import BLOCK_BYTES, Block
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats import format_names, get_format
+from cachetool.formats.shard import ShardFiles
+from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.view import Part, View
+from cachetool.schema import Field, Schema
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Samples of one size in some shards, and what share of ``np.take`` their gathering is to reach."""
+
+    samples: int
+    nbytes: int
+    batch: int
+    shards: int
+    target: float
+
+
+CASES = {
+    "1MiB": Case(512, 2**20, 32, 8, 0.8),
+    "128KiB": Case(4096, 2**17, 64, 8, 0.7),
+    "3KiB": Case(50_000, 3 * 2**10, 256, 3, 0.65),
+    "500-shards": Case(50_000, 3 * 2**10, 256, 500, 0.5),
+}
+
+
+def make(case: Case) -> Block:
+    """Random float32 arrays ``x`` with a number ``y``."""
+    schema = Schema((Field("x", "<f4", (case.nbytes // 4,)), Field("y", "<i8")))
+    raw = np.random.default_rng(0).integers(0, 2**63, size=case.samples * case.nbytes // 8, dtype=np.int64)
+    x = raw.view("<f4").reshape(case.samples, -1)
+    return Block(schema, {"x": x, "y": np.arange(case.samples, dtype=np.int64)})
+
+
+def write(folder: Path, name: str, block: Block, shards: int) -> View:
+    """The block as shards of a format."""
+    parts = []
+    step = max(1, BLOCK_BYTES // block.schema.fixed_nbytes)
+    for number, rows in enumerate(np.array_split(np.arange(len(block)), shards)):
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        where = folder / f"{number:05d}"
+        where.mkdir()
+        nbytes = (stop - start) * block.schema.fixed_nbytes
+        files = ShardFiles(where, get_format(name), block.schema, samples=stop - start, nbytes=nbytes)
+        for at in range(start, stop, step):
+            files.write(block.slice(at, min(at + step, stop)))
+        files.finish()
+        parts.append(Part(where.name, name, stop - start, "", where, where / EXTENTS_FILE))
+    return View(1, "default", block.schema, tuple(parts))
+
+
+def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Whole batches of an order."""
+    for at in range(0, len(order) - size + 1, size):
+        yield order[at : at + size]
+
+
+class Taken:
+    """``np.take`` from two arrays."""
+
+    def __init__(self, block: Block, size: int) -> None:
+        self.block = block
+        self.out = {f.name: np.empty((size, *f.sizes), dtype=f.numpy) for f in block.schema}
+
+    def read(self, order: np.ndarray, size: int) -> None:
+        for indices in batches(order, size):
+            for name, out in self.out.items():
+                np.take(self.block.columns[name], indices, axis=0, out=out, mode="clip")
+
+
+class Gathered:
+    """Batches gathered out of shards."""
+
+    def __init__(self, view: View, size: int) -> None:
+        self.view, self.parts = view, MappedParts()
+        self.out = {f.name: np.empty((size, *f.sizes), dtype=f.numpy) for f in view.schema}
+
+    def read(self, order: np.ndarray, size: int) -> None:
+        out = self.out
+        read = self.parts.batches(
+            self.view, list(batches(order, size)), self.view.schema, empty=lambda field, shape: out[field.name]
+        )
+        for _ in read:
+            pass
+
+    def check(self, block: Block) -> None:
+        """The last batch read holds the samples that its ``y`` names."""
+        expected = np.asarray(block.columns["x"])[self.out["y"]]
+        if not np.array_equal(self.out["x"].view(np.uint32), expected.view(np.uint32)):  # the bits: some are NaN
+            raise AssertionError("gathered something else than was written")
+
+
+def measure(case: Case, names: list[str], folder: Path, rounds: int, clock: Callable[[], float]) -> list[dict]:
+    """One row a format."""
+    block = make(case)
+    taken = Taken(block, case.batch)
+    read = {name: Gathered(write(made(folder / name), name, block, case.shards), case.batch) for name in names}
+    rng = np.random.default_rng(1)
+    seconds: dict[str, list[float]] = {name: [] for name in ("np.take", *names)}
+    for turn in range(rounds + 1):  # the first fills the page tables and is not counted
+        order = rng.permutation(case.samples)
+        for name in seconds:
+            begin = clock()
+            (taken if name == "np.take" else read[name]).read(order, case.batch)
+            if turn:
+                seconds[name].append(clock() - begin)
+    for each in read.values():
+        each.check(block)
+        each.parts.close()
+    moved = case.samples // case.batch * case.batch * block.schema.fixed_nbytes
+    shares = {n: [a / b for a, b in zip(seconds["np.take"], seconds[n], strict=True)] for n in seconds}
+    return [
+        {
+            "format": name,
+            "MB/s": round(moved / statistics.median(seconds[name]) / 1e6),
+            "of np.take": round(statistics.median(shares[name]), 3),
+        }
+        for name in seconds
+    ]
+
+
+def made(folder: Path) -> Path:
+    """The new folder."""
+    folder.mkdir()
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--formats", default=",".join(format_names()))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = []
+    for title in options.cases.split(","):
+        case = CASES[title]
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows = measure(case, options.formats.split(","), Path(folder), options.rounds, CLOCKS[options.clock])
+        found += [{"case": title, "target": case.target, **row} for row in rows]
+    if options.json:
+        json.dump({"clock": options.clock, "rounds": options.rounds, "rows": found}, sys.stdout, indent=1)
+        return
+    print("| case | format | MB/s | of np.take | target |\n|---|---|---|---|---|")
+    for row in found:
+        print(f"| {row['case']} | {row['format']} | {row['MB/s']} | {row['of np.take']:.2f} | {row['target']} |")
+
+
+if __name__ == "__main__":
+    main()

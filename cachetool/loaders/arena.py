@@ -1,0 +1,113 @@
+"""One reserved range of addresses, into which many files are mapped side by side.
+
+::
+
+    | file | file | file | free ...                                        |    16 TiB of addresses, no memory
+    0      at     at                                                  len(bytes)
+
+So the bytes of all files of a snapshot are one array: a batch out of 500 shards is one copy with one vector of
+positions, as out of one. Grouped by shard it is 250 small copies.
+
+Reserving costs nothing: no page of the range exists until a file is mapped there. Python's ``mmap`` cannot place a map,
+so files are mapped by the C library's, over the range that a Python map owns; that one unmaps all of it together when
+the last array that points into it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.formats.runs import Bytes
+
+__all__ = ["Arena", "open_arena"]
+
+_RESERVED = 2**44
+_LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
+_MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), gaps between files count too
+_HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
+_FIXED = 0x10  # MAP_FIXED of Linux on every processor
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc_mmap() -> Callable[[int, int, int, int, int, int], int]:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    return function
+
+
+def open_arena() -> Arena | None:
+    """A new range; None where there is none to be had: not Linux, not 64 bits, or too tight a limit on addresses."""
+    if sys.platform != "linux" or sys.maxsize < 2**32:
+        return None
+    nbytes = _RESERVED
+    while nbytes >= _LEAST:
+        try:
+            return Arena(nbytes)
+        except OSError:
+            nbytes //= 2
+    return None
+
+
+class Arena:
+    """The range. Reading outside the files kills the process, so whoever takes positions from a file checks them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes: Bytes = np.frombuffer(
+            mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0), dtype=np.uint8
+        )
+        """The whole range, read-only."""
+        self._base = int(self.bytes.ctypes.data)
+        self._next = -self._base % _HUGE
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether most of the range lies behind: then a new one serves better."""
+        return 2 * (self._next - sum(self._lengths.values())) > len(self.bytes)
+
+    @property
+    def files(self) -> int:
+        """Number of files mapped."""
+        return len(self._lengths)
+
+    def map(self, path: Path) -> tuple[int, int] | None:
+        """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened.
+
+        None when the range is used up (what was unmapped is not used again) or there are too many maps.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            at, length = self._next, max(1, -(-size // _HUGE)) * _HUGE
+            if at + length > len(self.bytes) or len(self._lengths) >= _MOST:
+                return None
+            if size and not self._place(at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
+                return None
+        finally:
+            os.close(fd)
+        self._next += length
+        self._lengths[at] = length
+        return at, size
+
+    def unmap(self, at: int) -> None:
+        """Let go of the file mapped at ``at``: nothing may read there any more."""
+        length = self._lengths.pop(at)
+        if not self._place(at, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1):
+            raise OSError(ctypes.get_errno(), "unmapping failed")
+
+    def position(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
+        """Where in :attr:`bytes` an array that is a view of it begins."""
+        return int(array.ctypes.data) - self._base
+
+    def _place(self, at: int, length: int, protection: int, flags: int, fd: int) -> bool:
+        return _libc_mmap()(self._base + at, length, protection, flags | _FIXED, fd, 0) != _FAILED
