@@ -84,13 +84,17 @@ class Children:
         tracer.wait(30)
         return outcome
 
-    def points(self, action: str, log: Path, *, within: Path, **arguments: Any) -> list[Point]:
-        """The calls of an undisturbed run that change files below ``within``, in their order."""
+    def log(self, action: str, log: Path, *, calls: str = CHANGING, **arguments: Any) -> None:
+        """Do it undisturbed, with a log of the calls that change files."""
         pid = self._start(action, arguments)
-        tracer = _attach(pid, ["-y", "-s", "40", "-e", f"trace={CHANGING}", "-o", str(log)])
+        tracer = _attach(pid, ["-y", "-s", "40", "-e", f"trace={calls}", "-o", str(log)])
         outcome = self._go(pid)
         assert outcome.status == 0, outcome
         tracer.wait(30)
+
+    def points(self, action: str, log: Path, *, within: Path, **arguments: Any) -> list[Point]:
+        """The calls of an undisturbed run that change files below ``within``, in their order."""
+        self.log(action, log, **arguments)
         count: Counter[tuple[str, str]] = Counter()
         found: dict[tuple[str, int], Point] = {}
         for line in log.read_text(errors="replace").splitlines():

@@ -133,19 +133,22 @@ def pull(
     format: str = "lmdb",
     ledger: str | None = None,
     shards: int = 1,
+    most: int = PER_SHARD,
     evict: bool = False,
+    wait: float = 60.0,
     largest_file: int = resource.RLIM_INFINITY,
 ) -> None:
-    """Open the cache, commit ``shards`` shards (0: for ever), close it."""
+    """Open the cache, commit ``shards`` shards (0: for ever) of up to ``most`` samples, close it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    room = Room(evict=evict, wait=60.0)
+    room = Room(evict=evict, wait=wait)
     with open_cache(root, create=False) as cache:
         with cache.catalog.write() as connection:
             cache.holder.register(connection)
             job, _ = draws.open_job(connection, SOURCE.id, holder=cache.holder.id, wanted=None, seed=None)
         done = 0
         while done < shards or not shards:
-            commit_one(cache, job, format=FORMATS[done % 4] if format == "all" else format, ledger=ledger, room=room)
+            kind = FORMATS[done % len(FORMATS)] if format == "all" else format
+            commit_one(cache, job, format=kind, ledger=ledger, room=room, most=most)
             done += 1
         with cache.catalog.write() as connection:
             draws.give_back(connection, cache.holder.id, job)

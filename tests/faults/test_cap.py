@@ -1,0 +1,187 @@
+"""The cap holds at every instant, in every format (35, 37)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachetool.api import open_cache
+from cachetool.cache.catalog import FIRST_PAGES, allowance
+from cachetool.errors import CapBlocked, CapTooSmall
+from tests.faults.replay import CALLS, Replay
+from tests.faults.tracing import Children, needs_strace
+from tests.faults.world import FORMATS, Oracle, make
+
+CAP = 2_000_000 // 4096 * 4096
+CATALOG = 400 * 1024
+"""More than the catalog and its journal take here."""
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("objects")
+    for number in range(40):
+        np.save(folder / f"{number:03d}.npy", np.random.default_rng(number).random(500))
+    return folder
+
+
+def du(root: Path) -> int:
+    """The larger of both ways to count."""
+    words = (["du", "-sB1", root], ["du", "-sb", root])
+    return max(int(subprocess.run(w, capture_output=True, text=True, check=True).stdout.split()[0]) for w in words)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first(
+    tmp_path: Path, objects: Path, format: str
+) -> None:
+    root = tmp_path / "cache"
+
+    def pull(cap: int) -> None:
+        with open_cache(root, max_size=cap) as cache:
+            cache.pull(str(objects), to=format, shard_size=41_000, workers=1, samples=25)
+
+    for cap in (0, 1, 1_160_000):
+        with pytest.raises(CapTooSmall) as refused:
+            pull(cap)
+        assert not root.exists()
+    least = int(str(refused.value).split("the minimum is ")[1].split()[0])
+    with pytest.raises(CapTooSmall, match=f"the minimum is {least} bytes"):
+        pull(least - 1)
+    assert not root.exists()
+    for cap in (least, least + 1):
+        # One shard fits, and a pull never evicts its own: it says that it stopped there.
+        with pytest.raises(CapBlocked, match="stopped at the cap with 10 of 25 samples"):
+            pull(cap)
+        with open_cache(root) as cache:
+            assert sum(shard.samples for shard in cache.shards()) == 10
+            assert du(root) <= cache.usage().total <= cap
+        shutil.rmtree(root)
+
+
+@needs_strace
+@pytest.mark.parametrize("format", FORMATS)
+def test_after_no_system_call_is_there_a_byte_more_than_the_cap(
+    tmp_path: Path, children: Children, format: str
+) -> None:
+    """A replay of the calls of a pull that must evict for each of its shards."""
+    root = tmp_path / "cache"
+    make(root, cap=CAP)
+    fill = {"root": root, "format": "all", "shards": 0, "evict": False, "wait": 0.0}
+    assert children.run("pull", **fill).kinds[0] == "CapBlocked"
+    with open_cache(root) as cache:
+        before = cache.usage().total
+        assert cache.stats().evicted == 0
+        room = cache.max_size - allowance(FIRST_PAGES)
+    replay = Replay(root)
+    assert replay.rest + replay.catalog == pytest.approx(du(root), abs=8192)
+    children.log("pull", tmp_path / "log", calls=CALLS, root=root, format=format, shards=5, evict=True)
+    replay.follow(tmp_path / "log")
+
+    assert replay.calls > 500
+    assert before - allowance(FIRST_PAGES) - 100_000 < replay.peak <= room
+    assert replay.catalog_peak <= allowance(FIRST_PAGES)
+    assert replay.rest + replay.catalog == pytest.approx(du(root), abs=8192), "the replay followed"
+    with open_cache(root) as cache:
+        assert cache.stats().evicted > 0
+
+
+@contextlib.contextmanager
+def disk_of(folder: Path, kind: str, size: int) -> Iterator[Path]:
+    """A file system with exactly ``size`` bytes free, so that a full disk means a cap that was passed."""
+    folder.mkdir()
+    image = folder.with_suffix(".image")
+    if kind == "tmpfs":
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder]
+    else:
+        with open(image, "wb") as file:
+            file.truncate(32 * 2**20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-b", "4096", image], check=False, capture_output=True)
+        mount = ["mount", "-o", "loop", image, folder]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip(f"{kind} cannot be mounted here")
+    try:
+        with open(folder / "ballast", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free(folder) - size)
+        while free(folder) < size:  # ext4 keeps a block for the list of blocks
+            os.truncate(folder / "ballast", (folder / "ballast").stat().st_size - 4096)
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def catalog_bytes(root: Path) -> int:
+    """Of the catalog and its journal, on disk."""
+    return sum((root / name).stat().st_blocks * 512 for name in ("catalog.sqlite3", "catalog.sqlite3-journal"))
+
+
+def free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(3, id="short"), pytest.param(600, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.timeout(3000)
+def test_a_disk_as_large_as_the_cap_never_fills(tmp_path: Path, children: Children, kind: str, seconds: int) -> None:
+    """Two pullers of unequal shards in all formats, an evictor and a reader; ``statvfs`` every 5 ms, and ``du`` again
+    and again while all of them stand still.
+
+    The catalog is charged what it may grow to. So that this hides nothing, the disk has that much less, but for
+    ``CATALOG``, and the catalog's bytes are taken off what is measured.
+    """
+    room = CAP - allowance(FIRST_PAGES)
+    with disk_of(tmp_path / "disk", kind, room + CATALOG) as disk:
+        root, ledger = disk / "cache", tmp_path / "ledger"
+        empty = free(disk)
+        make(root, cap=CAP)
+        pids = [
+            children.start("pull", root=root, format="all", shards=0, most=most, evict=True, ledger=ledger)
+            for most in (12, 31)
+        ]
+        pids.append(children.start("evict_for_ever", root=root, seed=35, least=1_800_000, most=CAP))
+        pids.append(children.start("read", root=root, samples=10**9, seed=35))
+        most, polls, stop = [0], [0], threading.Event()
+
+        def poll() -> None:
+            while not stop.wait(0.005):
+                used = empty - free(disk)
+                most[0] = max(most[0], used - catalog_bytes(root))
+                polls[0] += 1
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        pauses, deadline = 0, time.monotonic() + seconds
+        try:
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                assert du(root) - catalog_bytes(root) <= room
+                pauses += 1
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+        finally:
+            stop.set()
+            thread.join()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            outcomes = [children.wait(pid) for pid in pids]
+        assert [outcome.status for outcome in outcomes] == [-signal.SIGKILL] * 4, outcomes
+        assert room - 250_000 < most[0] <= room, polls
+        assert catalog_bytes(root) < CATALOG
+        assert polls[0] > 20 * seconds
+        assert pauses > 5
+        oracle = Oracle(root, ledger)
+        oracle.check()
+        assert len(oracle.lines()) > seconds, len(oracle.lines())
