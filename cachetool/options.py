@@ -47,6 +47,9 @@ class PullOptions:
             get_format(self.to)
         if self.samples is not None and self.samples < 1:
             raise UsageError(f"--samples must be at least 1, got {self.samples}")
+        for name, value in (("--samples", self.samples), ("--seed", self.seed), ("--min-epochs", self.min_epochs)):
+            if value is not None and abs(value) >= 2**63:
+                raise UsageError(f"{name} {value} is too large; it must be below 2**63")
         if (self.samples is not None) + self.everything + self.follow > 1:
             raise UsageError("only one of --samples, --all and --follow can be given")
         if self.workers < 1:

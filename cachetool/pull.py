@@ -14,7 +14,7 @@ import hashlib
 import json
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, CapBlocked, CapTooSmall, UsageError
 from cachetool.formats import get_format
+from cachetool.formats.base import Format
 from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions
-from cachetool.stores import redact
+from cachetool.stores import canonical
 from cachetool.units import format_size, parse_size
 
 __all__ = ["PullResult", "pull"]
@@ -122,9 +123,27 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         per_shard = _samples_per_shard(schema, shard_bytes, found["mean"], options.samples)
         new = None if listing == cache.listing(id) else listing
         _refuse_small_cap(cache, schema, kind.name, per_shard, shard_bytes, mean=found["mean"], listing=new)
+        if known is None:
+            stack.callback(_withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, schema)
         if listing != cache.listing(id):
             cache.add_source(_source_row(id, options, found, seed, known), listing)
+        return _draw(cache, url, options, id, schema, kind, shard_bytes, per_shard, began, report)
+
+
+def _draw(
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    id: str,
+    schema: Schema,
+    kind: Format,
+    shard_bytes: int,
+    per_shard: int,
+    began: float,
+    report: Report,
+) -> PullResult:
+    """Open the job, run the workers, close it."""
     wanted = options.samples
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
@@ -193,9 +212,15 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     )
 
 
+def _withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
+    """Take back what a pull declared when it came to nothing: else an empty dataset would bind the next one."""
+    with suppress(CacheToolError):
+        cache.withdraw(dataset, source)
+
+
 def _source_id(url: str, options: PullOptions) -> str:
     """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
-    text = json.dumps([redact(url), options.source.numbering(), options.dataset])
+    text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -200,11 +200,12 @@ class _Drawing:
         plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
         if files is None or staging is None:
-            if upto > start:
-                with self._cache.catalog.write() as connection:
-                    draws.finish(
-                        connection, plan.job, self._held, upto, samples=0, skipped=len(skipped), fetched=self._fetched
-                    )
+            if upto == start:
+                return
+            with self._cache.catalog.write() as connection:
+                draws.finish(
+                    connection, plan.job, self._held, upto, samples=0, skipped=len(skipped), fetched=self._fetched
+                )
         else:
             facts = files.facts()
             self._files = None

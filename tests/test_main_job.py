@@ -359,3 +359,57 @@ def test_a_second_pull_makes_the_same_fields_without_being_told_again(digits: Pa
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:
     assert "source is empty" in Ran(("pull", "", "--cache", tmp_path / "c"), {}).refused(2)
     assert not (tmp_path / "c").exists()
+
+
+def test_one_place_is_one_source_however_it_is_spelled(digits: Path, tmp_path: Path) -> None:
+    cache = ("--cache", tmp_path / "c", "--samples", "40", "--max-size", "20MB", "--json")
+    for spelling in (str(digits), f"{digits}/", f"file://{digits}", os.path.relpath(digits)):
+        assert Ran(("pull", spelling, *cache), {}).document["samples"] == 40
+
+    assert len(keys(tmp_path / "c")) == len(set(keys(tmp_path / "c"))) == 160
+    stats = Ran(("stats", "--cache", tmp_path / "c", "--json"), {}).document
+    assert [source["drawn"] for source in stats["sources"]] == [160]
+    assert stats["sources"][0]["fetched"] > 160 * 512
+
+
+def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
+    names = {f"{number:03d}__npy": npy(np.zeros(3)) for number in range(200)}
+    source = folder(tmp_path / "junk", **names)
+    for path in sorted(source.iterdir()):
+        if int(path.stem) not in drawn_first(200):
+            path.write_bytes(b"junk")
+    assert ".npy" in Ran(("pull", source, "--cache", tmp_path / "c", "--max-size", "8MB"), {}).refused(3)
+    stats = Ran(("stats", "--cache", tmp_path / "c", "--json"), {}).document
+
+    assert (stats["datasets"], stats["sources"], stats["shards"]) == ([], [], 0)
+
+
+def drawn_first(units: int) -> set[int]:
+    from cachetool.permutation import Permutation
+    from cachetool.sampler import PROBED
+
+    return set(Permutation(units, seed=0, turn=0)[np.arange(PROBED)].tolist())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--samples", "9" * 20), "below 2**63"),
+        (("--seed", "9" * 20), "below 2**63"),
+        (("--rename", "nyp=volume"), "no field 'nyp'"),
+        (("--cache", ""), "cache folder is empty"),
+    ],
+)
+def test_impossible_options_are_named(digits: Path, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    ran = Ran(("pull", digits, "--cache", tmp_path / "c", "--max-size", "8MB", *args), {})
+
+    assert message in ran.refused(2)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_cache_that_cannot_be_made_is_named(digits: Path, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("dangling", "loop", "x" * 300):
+        ran = Ran(("pull", digits, "--samples", "5", "--cache", tmp_path / name, "--max-size", "8MB"), {})
+        assert name[:40] in ran.refused(2)

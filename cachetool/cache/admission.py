@@ -104,7 +104,9 @@ def admit(
             )
         waited = f" after {format_duration(room.wait)}" if gains else ""
         who = "; ".join(held[:3]) if held else "nothing in it may be evicted"
-        raise CapBlocked(f"cache is full ({format_size(usage.total)} of {format_size(cap)}){waited}: {who}")
+        raise CapBlocked(
+            f"cache is full ({format_size(usage.total)} of {format_size(cap)}, {format_size(need)} more are needed){waited}: {who}"
+        )
 
 
 def _meta(connection: Connection, key: str) -> int:

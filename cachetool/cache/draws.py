@@ -38,6 +38,7 @@ __all__ = [
     "open_job",
     "reopen",
     "source_row",
+    "withdraw",
 ]
 
 
@@ -266,3 +267,20 @@ def close_job(connection: Connection, job: str) -> Job:
     state = job_row(connection, job)
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
     return state
+
+
+def withdraw(connection: Connection, dataset: str, source: str) -> bool:
+    """Delete a source that nothing was drawn of, and its dataset when it has neither shards nor other sources; whether
+    the source went."""
+    row = source_row(connection, source)
+    used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
+    gone = row is not None and not used and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
+    if gone:
+        connection.execute("DELETE FROM claims WHERE source = ?", (source,))
+        connection.execute("DELETE FROM sources WHERE id = ?", (source,))
+    connection.execute(
+        "DELETE FROM datasets WHERE name = ? AND NOT EXISTS (SELECT 1 FROM shards WHERE dataset = datasets.name)"
+        " AND NOT EXISTS (SELECT 1 FROM sources WHERE dataset = datasets.name)",
+        (dataset,),
+    )
+    return gone

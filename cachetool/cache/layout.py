@@ -17,6 +17,7 @@ This module knows paths and bytes on disk; it knows nothing of what the catalog 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -80,7 +81,7 @@ class Layout:
             return False
         except NotADirectoryError:
             raise UsageError(f"cache {self.root} is a file; name a folder with --cache") from None
-        except PermissionError as error:
+        except OSError as error:
             raise UsageError(f"cache {self.root} cannot be read: {error.strerror}") from error
         if not entries:
             return False
@@ -101,12 +102,20 @@ class Layout:
         return True
 
     def make(self) -> None:
-        """Make the folders; harmless where they are already. The catalog comes next, then :meth:`mark`."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not self.tag.exists():
-            self.tag.write_bytes(_TAG)
-        for folder in self.folders:
-            folder.mkdir(mode=0o700, exist_ok=True)
+        """Make the folders; harmless where they are already. The catalog comes next, then :meth:`mark`.
+
+        Raises :class:`UsageError` where no folder can be made, ``OSError`` for a disk that has no room.
+        """
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.tag.exists():
+                self.tag.write_bytes(_TAG)
+            for folder in self.folders:
+                folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+                raise
+            raise UsageError(f"cache {self.root} cannot be made: {error.strerror}; name another folder") from error
 
     def mark(self, **settings: int) -> None:
         """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it has; under the

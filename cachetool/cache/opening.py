@@ -52,6 +52,8 @@ def open_root(
     """:func:`open_cache` for a class made of :class:`CacheDir`."""
     size = None if max_size is None else parse_size(max_size, what="--max-size")
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
+    if root is not None and not str(root).strip():
+        raise UsageError("the name of the cache folder is empty; name one with --cache")
     path = default_root() if root is None else Path(root)
     check_file_system(path, notify)
     layout = Layout(path)
@@ -65,7 +67,7 @@ def open_root(
     if size is not None:
         least = layout.fixed_bytes() + allowance(FIRST_PAGES)
         if size < least:
-            raise CapTooSmall(f"--max-size {max_size}: the cache's own files need {least} bytes before any shard")
+            raise CapTooSmall(f"--max-size {size}: the cache's own files need {least} bytes before any shard")
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     if exists:
         _recover(cache, notify)

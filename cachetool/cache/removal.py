@@ -147,7 +147,8 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
     with catalog.write() as connection:
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)
-        layout.marker_aside.unlink(missing_ok=True)
+        if layout.marker_aside.exists():  # on a read-only disk even a needless unlink is an error
+            layout.marker_aside.unlink(missing_ok=True)
         if (
             not dead
             and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} OR {_ORPHANED} LIMIT 1").fetchone()

@@ -16,10 +16,10 @@ from cachetool.cache import holders, snapshots
 from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound
-from cachetool.cache.draws import SourceRow, add_source, source_row
+from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
 from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout
+from cachetool.cache.layout import Layout, remove_tree
 from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.records import record_bound
 from cachetool.cache.removal import Removal, recover, sign_out
@@ -240,6 +240,13 @@ class CacheDir:
         real = take_in(self.layout, row.id, listing, self.holder.id)
         with self.catalog.write() as connection:
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
+
+    def withdraw(self, dataset: str, source: str) -> None:
+        """Forget a source that nothing was drawn of, and its dataset when that is empty; harmless otherwise."""
+        with self.catalog.write() as connection:
+            gone = withdraw(connection, dataset, source)
+        if gone:
+            remove_tree(self.listing(source))
 
     def evict(
         self,

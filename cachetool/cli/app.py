@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -30,7 +30,7 @@ from cachetool.cli.verify import verify
 from cachetool.disk import disk_error
 from cachetool.errors import CacheToolError, Interrupted
 
-__all__ = ["app", "main", "run"]
+__all__ = ["app", "run"]
 
 app = typer.Typer(
     name="cachetool",
@@ -57,11 +57,6 @@ def _root(
 
 for _verb in (pull, convert, evict, stats, ls, show, verify, doctor, demo):
     app.command()(_verb)
-
-
-def main() -> NoReturn:
-    """The console script: run the command line of this process and exit."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def run(args: Sequence[str]) -> int:

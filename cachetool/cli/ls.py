@@ -28,7 +28,7 @@ def ls(
 
     out = Output(as_json=as_json, quiet=quiet)
     with open_cache(cache, create=False, notify=out.note) as opened:
-        shards = opened.shards(dataset)
+        shards = opened.shards(None if dataset is None else opened.dataset(dataset))
     if as_json:
         rows = [
             {

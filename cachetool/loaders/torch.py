@@ -142,10 +142,10 @@ class _MapDataset(Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int]) -> Samples:
         """The samples at these indices, read together; all of one snapshot. DataLoader calls this."""
         self._require_open()
-        version = max(0, decode(indices[0])[0]) if indices else 0
+        version = max(0, decode(int(indices[0]))[0]) if len(indices) else 0
         view = self._views.at(version) if version else self._views.plain()
         base = encode(version, 0)
-        at = np.array([index - base for index in indices], dtype=np.int64)
+        at = np.array([int(index) - base for index in indices], dtype=np.int64)
         if not version:
             at[at < 0] += view.samples
         elif int(at.min()) < 0 or decode(int(at.max()))[0]:

@@ -98,6 +98,12 @@ class ObjectsSource:
                 raise UsageError(
                     f"no field {name!r}; the samples have {names_of(self._names(samples[0], int(units[0])))}"
                 )
+        for old, new in self._options.rename.items():
+            if new not in schema and new in (self._options.fields or (new,)):
+                raise UsageError(
+                    f"--rename {old}={new}: no field {old!r};"
+                    f" the samples have {names_of(self._names(samples[0], int(units[0])))}"
+                )
         return Probe(schema, -(-sum(sample.nbytes for sample in samples) // len(samples)))
 
     def read(

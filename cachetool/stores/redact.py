@@ -10,7 +10,7 @@ import os
 import re
 from urllib.parse import quote, unquote
 
-__all__ = ["SECRET_VARIABLES", "printable", "redact", "scrub", "split_url"]
+__all__ = ["SECRET_VARIABLES", "canonical", "printable", "redact", "scrub", "split_url"]
 
 SECRET_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -35,6 +35,10 @@ _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
 _ASSIGNED = re.compile(
     r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
     r"(\s*[=:]\s*)(\"[^\"]*\"|[^\s&;,\"']+)"
+)
+_SIGNS = re.compile(
+    r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires|token"
+    r"|sig|sv|ss|srt|sp|se|st|spr|sr|skoid|sktid|skt|ske|sks|skv)$"
 )
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*:?\s*)[^\r\n]+")
 _AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}")
@@ -65,6 +69,21 @@ def redact(url: str) -> str:
     if at and not (scheme in _CONTAINER_BEFORE_AT and ":" not in before and "@" not in before):
         place = host
     return printable(f"{scheme}://{place}{slash}{path}")
+
+
+def canonical(url: str) -> str:
+    """One spelling for one place, to be hashed and never shown: two URLs are the same source when these are equal.
+
+    A local path is resolved; elsewhere user info, fragment and a slash at the end say nothing, and of the query what
+    signs a request (it changes from day to day) is left out.
+    """
+    scheme, rest = split_url(url)
+    if not scheme or scheme == "file":
+        path = url if not scheme else unquote("/" + rest.partition("/")[2])
+        return f"file://{os.path.realpath(path)}"
+    query = rest.partition("#")[0].partition("?")[2]
+    kept = [part for part in query.split("&") if part and not _SIGNS.match(part.partition("=")[0])]
+    return f"{redact(url).rstrip('/')}?{'&'.join(sorted(kept))}"
 
 
 def scrub(text: str) -> str:
