@@ -93,7 +93,7 @@ def stage(tmp_path: Path, children: Children) -> Stage:
     return Stage(tmp_path, children)
 
 
-@tried(12)
+@tried(18)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_commit_killed_anywhere_leaves_all_of_the_shard_or_nothing(stage: Stage, format: str, step: int) -> None:
     stage.fill(2, format=format)
@@ -108,7 +108,7 @@ def test_an_eviction_killed_anywhere_goes_on_at_the_next_open(stage: Stage, step
     assert stage.kill_everywhere("evict", step, size=1_350_000) > 50
 
 
-@tried(12)
+@tried(18)
 def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, step: int) -> None:
     stage.fill(2, format="tfrecord")
 

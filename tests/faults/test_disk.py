@@ -68,7 +68,7 @@ def disturbed(
 
 
 @needs_strace
-@pytest.mark.parametrize("step", [pytest.param(12, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(25, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", ["once", "for good"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
@@ -84,7 +84,7 @@ def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
 
 
 @needs_strace
-@pytest.mark.parametrize("step", [pytest.param(6, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(10, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
     tmp_path: Path, children: Children, format: str, step: int

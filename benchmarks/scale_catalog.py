@@ -1,0 +1,139 @@
+"""How the catalog grows: opening, snapshot, stats and the plan of an eviction at 200, 2,000 and 20,000 shards.
+
+    python benchmarks/scale_catalog.py [SHARDS ...]
+
+A catalog of that many shards of 5,000 samples (100 million at 20,000), with 8 other processes that each lease a
+snapshot, on the disk of the temporary folder. Medians of 5 in milliseconds; sizes in bytes on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cachetool.cache import CacheDir, SourceRow, open_cache
+from cachetool.cache.catalog import FIRST_PAGES
+from cachetool.schema import Field, Schema
+
+SAMPLES = 5000
+SCHEMA = Schema(tuple(Field(f"field{number}", "<f4", (64, 64)) for number in range(8)))
+HOLDER = """
+import sys
+from cachetool.cache import open_cache
+with open_cache(sys.argv[1]) as cache, cache.snapshot() as snapshot:
+    print(len(snapshot.shards), flush=True)
+    sys.stdin.read()
+"""
+
+
+def fill(root: Path, shards: int) -> None:
+    """A cache with that many committed shards in its catalog, and none on its disk."""
+    with open_cache(root, max_size="100TB") as cache, tempfile.TemporaryDirectory() as listing:
+        cache.declare("default", SCHEMA)
+        (Path(listing) / "listing.json").write_text("{}")
+        units = 2 * shards * SAMPLES
+        cache.add_source(
+            SourceRow("s" * 16, "s3://bucket/", {}, "i", "default", units, units, 0, 0, 0, 0), Path(listing)
+        )
+        pages = FIRST_PAGES
+        while pages * 4096 < 1000 * shards:
+            pages *= 2
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (pages,))
+            connection.execute(f"PRAGMA max_page_count = {pages}")
+            connection.executemany(
+                "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
+                " used, source, turn, draws, content, digest, sole, lineage, job) VALUES"
+                " (?, ?, 'default', 'lmdb', 'ready', ?, 64000000, 64100000, ?, ?, 3, ?, ?, 0, ?, ?, ?, 0, ?, ?)",
+                [
+                    (
+                        id := os.urandom(8).hex(),
+                        number,
+                        SAMPLES,
+                        number + 1,
+                        time.time(),
+                        time.time(),
+                        "s" * 16,
+                        json.dumps([[number * SAMPLES, (number + 1) * SAMPLES]]),
+                        os.urandom(16).hex(),
+                        os.urandom(16).hex(),
+                        id,
+                        "0123456789ab",
+                    )
+                    for number in range(shards)
+                ],
+            )
+            connection.execute("UPDATE meta SET value = ? WHERE key IN ('version', 'seq')", (shards + 1,))
+            connection.execute("UPDATE sources SET frontier = ?", (shards * SAMPLES,))
+
+
+def median(work: Callable[[], object]) -> float:
+    """Median of 5 runs, in milliseconds."""
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        work()
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def opened(root: Path) -> None:
+    with open_cache(root):
+        pass
+
+
+def measure(root: Path) -> dict[str, float]:
+    """Times of what a user waits for, and sizes."""
+
+    def snapshot(cache: CacheDir) -> None:
+        cache.snapshot().release()
+
+    found = {"open": median(lambda: opened(root))}
+    with open_cache(root) as cache:
+        half = cache.usage().total // 2
+        found["snapshot"] = median(lambda: snapshot(cache))
+        found["shards"] = median(cache.shards)
+        found["stats"] = median(cache.stats)
+        found["plan"] = median(lambda: cache.evict(half, dry_run=True))
+        with cache.snapshot() as leased:
+            found["served"] = median(leased.served)
+            found["lock files open"] = sum(path.resolve().suffix == ".lock" for path in Path("/proc/self/fd").iterdir())
+    for name in ("catalog.sqlite3", "catalog.sqlite3-journal"):
+        found[name] = (root / name).stat().st_size
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shards", nargs="*", type=int, default=[200, 2000, 20_000])
+    rows: dict[int, dict[str, float]] = {}
+    for shards in parser.parse_args().shards:
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder) / "cache"
+            fill(root, shards)
+            command = [sys.executable, "-c", HOLDER, str(root)]
+            holders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
+            try:
+                for holder in holders:
+                    assert holder.stdout is not None
+                    assert int(holder.stdout.readline()) == shards
+                rows[shards] = measure(root)
+            finally:
+                for holder in holders:
+                    holder.communicate()
+    print(f"{'':24}" + "".join(f"{shards:>12,}" for shards in rows))
+    for name in next(iter(rows.values())):
+        values = [rows[shards][name] for shards in rows]
+        print(f"{name:24}" + "".join(f"{value:12,.1f}" if value < 10_000 else f"{value:12,.0f}" for value in values))
+
+
+if __name__ == "__main__":
+    main()
