@@ -1,4 +1,4 @@
-"""The program ``cachetool``, also as ``python -m cachetool``: everything that can be interrupted is inside :func:`main`."""
+"""The program ``cachetool``, also as ``python -m cachetool``: all that can be interrupted is inside :func:`main`."""
 
 from __future__ import annotations
 

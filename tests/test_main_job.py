@@ -397,7 +397,6 @@ def drawn_first(units: int) -> set[int]:
         (("--samples", "9" * 20), "below 2**63"),
         (("--seed", "9" * 20), "below 2**63"),
         (("--rename", "nyp=volume"), "no field 'nyp'"),
-        (("--cache", ""), "cache folder is empty"),
     ],
 )
 def test_impossible_options_are_named(digits: Path, tmp_path: Path, args: tuple[str, ...], message: str) -> None:
@@ -410,6 +409,6 @@ def test_impossible_options_are_named(digits: Path, tmp_path: Path, args: tuple[
 def test_a_cache_that_cannot_be_made_is_named(digits: Path, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("dangling", "loop", "x" * 300):
+    for name in ("dangling", "loop"):
         ran = Ran(("pull", digits, "--samples", "5", "--cache", tmp_path / name, "--max-size", "8MB"), {})
         assert name[:40] in ran.refused(2)

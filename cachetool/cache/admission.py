@@ -12,6 +12,7 @@ Reserving step by step instead would deadlock two writers that each hold half of
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -78,9 +79,9 @@ def admit(
             ).fetchone()[0]
             if room.evict:
                 # From now on the snapshots that trainers take make room as well (snapshots.renew).
-                connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ?", (room.job,))
+                connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ? AND hungry = 0", (room.job,))
                 victims = choose(
-                    candidates(connection),
+                    candidates(connection, seen=room.wait == math.inf),
                     excess=max(excess, lack) - int(retiring),
                     policy=room.policy,
                     min_epochs=room.min_epochs,
@@ -93,9 +94,10 @@ def admit(
         delete_trash(catalog, layout, trash)
         if trash:
             continue
-        gains = bool(retiring) or bool(held and room.evict) or bool(writers)
+        endless = room.wait == math.inf
+        gains = endless or bool(retiring) or bool(held and room.evict) or bool(writers)
         if time.monotonic() < deadline and gains:
-            time.sleep(min(_POLL, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(5 * _POLL if endless else _POLL, max(0.0, deadline - time.monotonic())))
             continue
         if lack > 0 >= excess:
             raise CapacityError(
@@ -103,10 +105,18 @@ def admit(
                 f" needed above the floor of {format_size(floor)}; free some space or lower --min-free"
             )
         waited = f" after {format_duration(room.wait)}" if gains else ""
-        who = "; ".join(held[:3]) if held else "nothing in it may be evicted"
+        who = "; ".join(held[:3]) if held else _why_nothing_goes(room)
         raise CapBlocked(
-            f"cache is full ({format_size(usage.total)} of {format_size(cap)}, {format_size(need)} more are needed){waited}: {who}"
+            f"cache is full: {format_size(usage.total)} of {format_size(cap)} are taken, up to {format_size(need)} more"
+            f" are needed{waited}: {who};\nraise --max-size, or make room with: cachetool evict --max-size"
+            f" {max(0, cap - need - FOLDER_SLACK)}"
         )
+
+
+def _why_nothing_goes(room: Room) -> str:
+    if not room.evict:
+        return "nothing is evicted for this"
+    return "a pull never evicts its own samples" if room.keep_own else "nothing in it may be evicted"
 
 
 def _meta(connection: Connection, key: str) -> int:

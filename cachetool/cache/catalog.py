@@ -234,7 +234,11 @@ class Catalog:
             # Inherited through fork: it must be neither used nor closed here, so it is kept for ever.
             self._inherited.append(self._connection)
         if meta is None and not self.path.exists():
-            raise CatalogError(f"catalog {self.path} is missing; run: cachetool verify --repair")
+            if not self.path.parent.exists():
+                raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
+            raise CatalogError(
+                f"catalog {self.path} is missing; run: cachetool verify --repair --cache {self.path.parent}"
+            )
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(connection, meta)

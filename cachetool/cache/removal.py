@@ -51,10 +51,13 @@ class Removal:
         }
 
 
-def candidates(connection: Connection) -> list[Candidate]:
-    """All ready shards."""
+def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]:
+    """All ready shards, or only those that some snapshot contained: a pull without an end must not throw away what
+    nobody has read, or it would fetch for ever while nobody trains."""
     rows = connection.execute(
         "SELECT id, dataset, samples, bytes, seq, epochs, used, job, sole FROM shards WHERE state = 'ready'"
+        " AND (NOT ? OR since <= coalesce((SELECT value FROM meta WHERE key = 'seen'), 0))",
+        (seen,),
     )
     return [Candidate(**{**dict(row), "sole": bool(row["sole"])}) for row in rows]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,7 @@ from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure
-from cachetool.errors import CapacityError, CatalogError, UsageError
+from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.schema import Schema
 from cachetool.units import format_size, parse_size
 
@@ -35,6 +37,15 @@ __all__ = ["CacheDir"]
 
 _users: dict[tuple[int, Path], int] = {}
 """How many open CacheDir objects of this process share one holder."""
+
+_open: weakref.WeakSet[CacheDir] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """At the end of a program that closed nothing: leases and locks go back now, not when the next process looks."""
+    for cache in list(_open):
+        with contextlib.suppress(CacheToolError):
+            cache.close()
 
 
 class CacheDir:
@@ -61,6 +72,9 @@ class CacheDir:
         self._closed = False
         key = (os.getpid(), root.resolve())
         _users[key] = _users.get(key, 0) + 1
+        if not _open:
+            atexit.register(_close_all)
+        _open.add(self)
 
     # -- the parts its verbs are built from ---------------------------------------------------------------------------
 
@@ -123,13 +137,15 @@ class CacheDir:
         return [row["name"] for row in self.catalog.rows("SELECT name FROM datasets ORDER BY created")]
 
     def dataset(self, name: str | None = None) -> str:
-        """``name`` if there is such a dataset; None means the only one. Raises :class:`UsageError`."""
+        """``name`` if there is such a dataset; None means ``default``, or the only one. Raises :class:`UsageError`."""
         names = self.datasets()
         if name is not None and name in names:
             return name
         have = f"it holds {', '.join(names)}" if names else "it is empty; fill it with: cachetool pull SOURCE"
         if name is not None:
             raise UsageError(f"cache {self.root} has no dataset {name!r}; {have}")
+        if "default" in names:
+            return "default"
         if len(names) != 1:
             hint = "; name one of them: --dataset, dataset=" if names else ""
             raise UsageError(f"cache {self.root}: {have}{hint}")

@@ -176,6 +176,10 @@ def take(
             (holder.id, run, epoch, version, dataset, time.time()),
         )
         shards = tuple(visible(connection, layout, dataset, version))
+        connection.execute(
+            "INSERT INTO meta VALUES ('seen', ?) ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
+            (version,),
+        )
     return Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
         shards=shards,

@@ -35,9 +35,7 @@ def _home(env: Environment) -> Path:
 
 def _endpoint(url: str, variable: str) -> str:
     if not url.startswith(("http://", "https://")):
-        raise UsageError(
-            f"{variable} must begin with http:// or https://, got a value of {len(url)} characters that does not"
-        )
+        raise UsageError(f"{variable} must begin with http:// or https://; its value, which is not shown, does not")
     return url.rstrip("/")
 
 
