@@ -1,0 +1,77 @@
+"""Power cuts: a cache on an ext4 image whose disk stops in the middle of everything (5, 6).
+
+ext4's own way to do that is the ioctl EXT4_IOC_SHUTDOWN: with NOLOGFLUSH everything that was not synced is lost, with
+LOGFLUSH its journal is written and file contents are not, which is how files of length zero come about.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import signal
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.tracing import Children
+from tests.faults.world import Oracle, make
+
+EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32), fs/ext4/ext4.h
+LOGFLUSH, NOLOGFLUSH = 1, 2
+LONGEST = 0.4
+"""Seconds until the power goes, at most."""
+
+
+def cut(disk: Path, flag: int) -> None:
+    fd = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", flag))
+    finally:
+        os.close(fd)
+
+
+def mount(image: Path, disk: Path) -> bool:
+    return subprocess.run(["mount", "-o", "loop", image, disk], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("cuts", [pytest.param(4, id="short"), pytest.param(100, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("flag", [NOLOGFLUSH, LOGFLUSH], ids=["nothing flushed", "journal flushed"])
+@pytest.mark.timeout(3000)
+def test_no_acknowledged_sample_is_lost_in_a_power_cut(
+    tmp_path: Path, children: Children, cuts: int, flag: int
+) -> None:
+    image, disk, ledger = tmp_path / "image", tmp_path / "disk", tmp_path / "ledger"
+    disk.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(48 * 2**20)
+    made = subprocess.run(["mkfs.ext4", "-q", image], capture_output=True, check=False).returncode == 0
+    if not (made and mount(image, disk)):
+        pytest.skip("an ext4 image cannot be made and mounted here")
+    try:
+        root = disk / "cache"
+        make(root)
+        os.sync()  # what was before the first cut is not the question
+        oracle = Oracle(root, ledger)
+        rng = random.Random(flag)
+        for number in range(cuts):
+            arguments = {"root": root, "ledger": ledger, "format": "all", "shards": 0, "evict": True}
+            pids = [children.start("pull", **arguments) for _ in range(2)]
+            pids.append(children.start("evict_for_ever", root=root, seed=number))
+            time.sleep(rng.random() * LONGEST)
+            cut(disk, flag)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                children.wait(pid)
+            subprocess.run(["umount", disk], check=True)
+            assert mount(image, disk)
+            try:
+                oracle.check()
+            except AssertionError as error:
+                raise AssertionError(f"cut {number}: {error}") from error
+        assert len(oracle.lines()) > cuts // 2
+    finally:
+        subprocess.run(["umount", disk], check=True)
