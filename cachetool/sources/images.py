@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -90,8 +91,10 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
     except Image.DecompressionBombError:
         raise BadObject("an image too large to be one") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, OverflowError) as error:
-        text = str(error).partition("\n")[0]
-        raise BadObject(f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}") from error
+        text = re.sub(r"\s*<[^>]*>", "", str(error).partition("\n")[0])  # Pillow names the object it reads from
+        raise BadObject(
+            f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}; {', '.join(_FORMATS)} are"
+        ) from error
 
 
 def _check(width: int, height: int, nbytes: int) -> None:

@@ -222,3 +222,21 @@ def test_a_child_forked_while_another_thread_is_in_a_transaction_does_not_hang(c
     thread.join()
 
     assert os.read(reader, 10) == b"1"
+
+
+def test_a_program_that_ends_without_closing_leaves_no_lease_or_lock(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.close()
+    code = "import sys, cachetool\nc = cachetool.open_cache(sys.argv[1])\ns = c.snapshot()\nprint(s.samples)"
+    done = subprocess.run([sys.executable, "-c", code, cache.root], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "10\n"
+    assert os.listdir(cache.root / "holders") == []
+    with open_cache(cache.root) as again:
+        assert again.catalog.rows("SELECT * FROM leases") == []
+
+
+def test_without_a_name_the_dataset_called_default_is_meant(cache: CacheDir) -> None:
+    cache.declare("other", SCHEMA)
+    assert cache.dataset() == "default"
+    assert cache.dataset("other") == "other"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws
+from cachetool.cache.removal import candidates
 
 Put = Callable[..., str]
 
@@ -81,3 +82,13 @@ def test_a_writer_at_the_cap_makes_its_pull_hungry(cache: CacheDir, put: Put, jo
     put(100_000, room=Room(evict=True, wait=0, job=job), job=job)
 
     assert cache.catalog.rows("SELECT hungry FROM jobs")[0]["hungry"] == 1
+
+
+def test_a_pull_without_an_end_may_only_evict_what_some_snapshot_contained(cache: CacheDir, put: Put) -> None:
+    first = put()
+    with cache.snapshot():
+        pass
+    second = put()
+    with cache.catalog.read() as connection:
+        assert [row.id for row in candidates(connection, seen=True)] == [first]
+        assert sorted(row.id for row in candidates(connection)) == sorted([first, second])
