@@ -8,12 +8,14 @@ calls fail; the rest runs in the test.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import random
 import resource
 import sqlite3
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -137,8 +139,12 @@ def pull(
     evict: bool = False,
     wait: float = 60.0,
     largest_file: int = resource.RLIM_INFINITY,
+    then_cut: tuple[str, int] | None = None,
 ) -> None:
-    """Open the cache, commit ``shards`` shards (0: for ever) of up to ``most`` samples, close it."""
+    """Open the cache, commit ``shards`` shards (0: for ever) of up to ``most`` samples, close it.
+
+    ``then_cut`` is a file system that loses its power, and how, at the moment when the last one is acknowledged.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     room = Room(evict=evict, wait=wait)
     with open_cache(root, create=False) as cache:
@@ -150,9 +156,23 @@ def pull(
             kind = FORMATS[done % len(FORMATS)] if format == "all" else format
             commit_one(cache, job, format=kind, ledger=ledger, room=room, most=most)
             done += 1
+        if then_cut is not None:
+            cut_power(*then_cut)
         with cache.catalog.write() as connection:
             draws.give_back(connection, cache.holder.id, job)
             draws.close_job(connection, job)
+
+
+EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32), fs/ext4/ext4.h
+
+
+def cut_power(disk: str | Path, flag: int) -> None:
+    """Stop an ext4 file system as a power cut does: nothing reaches its disk any more."""
+    fd = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", flag))
+    finally:
+        os.close(fd)
 
 
 def evict(root: str, *, size: int, told: str | None = None) -> None:
