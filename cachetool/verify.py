@@ -29,7 +29,7 @@ from cachetool.cache.records import Record, read_shard_json
 from cachetool.errors import CacheToolError, CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
-from cachetool.formats.reading import load_extents
+from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report, silent
 from cachetool.pull import pull
@@ -231,21 +231,20 @@ def _bad_files(folder: Path, value: Record) -> list[_Fault]:
         for name, digest in wanted.items()
         if found.get(name, digest) != digest
     ]
-    return missing + more + other or _bad_extents(folder, value)
+    return missing + more + other or _bad_checksums(folder, value)
 
 
-def _bad_extents(folder: Path, value: Record) -> list[_Fault]:
+def _bad_checksums(folder: Path, value: Record) -> list[_Fault]:
     """The checksums beside the data must be those of the samples that the shard was committed with."""
-    if EXTENTS_FILE not in value["files"]:
-        return []
+    name = EXTENTS_FILE if EXTENTS_FILE in value["files"] else CHECKSUMS_FILE
     schema = Schema.from_json(value["schema"])
     try:
         digest = ContentDigest(schema)
-        digest.update(load_extents(folder / EXTENTS_FILE, schema).checksums)
+        digest.update(stored_checksums(folder, schema))
     except CorruptError as error:
-        return [_Fault("data", str(error), EXTENTS_FILE)]
+        return [_Fault("data", str(error), name)]
     if digest.hexdigest() != value["content"]:
-        return [_Fault("data", "its checksums are not those of the samples that were committed", EXTENTS_FILE)]
+        return [_Fault("data", "these are not the checksums of the samples that were committed", name)]
     return []
 
 

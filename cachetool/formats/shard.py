@@ -23,6 +23,7 @@ from cachetool.formats.reading import ExtentsReader, check_values, extents_bound
 from cachetool.schema import Schema
 
 __all__ = [
+    "CHECKSUMS_FILE",
     "PlainFile",
     "ShardFacts",
     "ShardFiles",

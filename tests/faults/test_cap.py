@@ -130,7 +130,7 @@ def free(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(3, id="short"), pytest.param(600, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [pytest.param(2, id="short"), pytest.param(600, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 @pytest.mark.timeout(3000)
 def test_a_disk_as_large_as_the_cap_never_fills(tmp_path: Path, children: Children, kind: str, seconds: int) -> None:
@@ -145,6 +145,7 @@ def test_a_disk_as_large_as_the_cap_never_fills(tmp_path: Path, children: Childr
         root, ledger = disk / "cache", tmp_path / "ledger"
         empty = free(disk)
         make(root, cap=CAP)
+        assert children.run("pull", root=root, format="all", shards=0, wait=0.0).kinds[0] == "CapBlocked"
         pids = [
             children.start("pull", root=root, format="all", shards=0, most=most, evict=True, ledger=ledger)
             for most in (12, 31)
@@ -161,9 +162,10 @@ def test_a_disk_as_large_as_the_cap_never_fills(tmp_path: Path, children: Childr
 
         thread = threading.Thread(target=poll)
         thread.start()
+        oracle = Oracle(root, ledger)
         pauses, deadline = 0, time.monotonic() + seconds
         try:
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline or len(oracle.lines()) < 10:
                 time.sleep(0.05)
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
@@ -180,8 +182,5 @@ def test_a_disk_as_large_as_the_cap_never_fills(tmp_path: Path, children: Childr
         assert [outcome.status for outcome in outcomes] == [-signal.SIGKILL] * 4, outcomes
         assert room - 250_000 < most[0] <= room, polls
         assert catalog_bytes(root) < CATALOG
-        assert polls[0] > 20 * seconds
-        assert pauses > 5
-        oracle = Oracle(root, ledger)
+        assert polls[0] > pauses > 5
         oracle.check()
-        assert len(oracle.lines()) > seconds, len(oracle.lines())

@@ -144,7 +144,7 @@ def test_a_reader_that_sleeps_is_named_and_its_death_frees_the_room(tmp_path: Pa
             for _ in range(5):
                 commit_one(cache, job, format="lmdb", ledger=None, room=room)
 
-        who = rf"cache is full .* after 0.3 s: pid {reader} on \S+ \(.*\) reads default"
+        who = rf"cache is full.* after 0.3 s: pid {reader} on \S+ \(.*\) reads default"
         with pytest.raises(CapBlocked, match=who):
             commit_five()
         os.kill(reader, signal.SIGKILL)
