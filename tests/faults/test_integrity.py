@@ -296,6 +296,25 @@ def take_away(cache: CacheDir, what: str) -> None:
     delete_trash(cache.catalog, cache.layout, trash)
 
 
+def test_the_shards_alone_are_enough_for_a_rebuild(root: Path, ledger: Path, children: Children) -> None:
+    """Without listings too: which draws are done is in the newest shard, those of older, evicted ones with it."""
+    fill(children, root, ledger, shards=5)
+    with open_cache(root) as cache:
+        take_away(cache, "oldest")
+    oracle = Oracle(root, ledger)
+    oracle.check()
+    before = answers(root)
+    lose(root, "deleted")
+    shutil.rmtree(root / "listings")
+    assert {problem.file for problem in verify(root).problems} == {"listings", "catalog.sqlite3"}
+    assert verify(root, repair=True).sound
+
+    after = answers(root)
+    assert {**after, "listings": 0} == {**before, "listings": 0}
+    fill(children, root, ledger, shards=2)
+    oracle.check()
+
+
 def test_an_old_copy_of_the_catalog_is_noticed_and_replaced(root: Path, ledger: Path, children: Children) -> None:
     fill(children, root, ledger, shards=3)
     shutil.copy(root / "catalog.sqlite3", root.parent / "copy")

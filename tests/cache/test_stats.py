@@ -1,0 +1,69 @@
+"""What ``stats`` counts beside shards: evictions by reason, bytes fetched and served, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
+from cachetool.errors import CapBlocked
+
+Put = Callable[..., str]
+
+
+def test_evictions_are_counted_by_reason_and_policy_for_ever(cache: CacheDir, put: Put) -> None:
+    for _ in range(20):
+        put(200_000, room=Room(evict=True, policy="lru", wait=0))
+    cache.evict("1.5MB", policy="most-used")
+
+    found = {(row["reason"], row["policy"]): row for row in cache.stats().evictions}
+    assert set(found) == {("room", "lru"), ("evict", "most-used")}
+    gone = 20 - len(cache.shards())
+    assert sum(row["shards"] for row in found.values()) == cache.stats().evicted == gone
+    assert sum(row["samples"] for row in found.values()) == 10 * gone
+    assert all(row["bytes"] > 200_000 * row["shards"] for row in found.values())
+    with cache.catalog.write() as connection:
+        connection.execute("DELETE FROM events")
+    assert cache.stats().evicted == gone, "the log is bounded, the counters are not"
+
+
+def test_reuse_is_bytes_served_over_bytes_fetched(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    (tmp_path / "listing").mkdir()
+    cache.add_source(SourceRow("s", "file:///data", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    assert cache.stats().reuse is None
+    with cache.catalog.write() as connection:
+        job, _ = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+        held = draws.claim(connection, job, holder=cache.holder.id, most=2)
+        assert held is not None
+        draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=50_000)
+    put(100_000)
+    for _ in range(3):
+        with cache.snapshot() as snapshot:
+            snapshot.served()
+
+    stats = cache.stats()
+    assert (stats.fetched, stats.served, stats.reuse) == (50_000, 300_000, 6.0)
+    assert stats.sources[0]["fetched"] == 50_000
+    cache.close()
+    with open_cache(cache.root) as again:
+        assert again.stats().reuse == 6.0
+
+
+def test_the_newest_errors_come_first(cache: CacheDir) -> None:
+    for number in range(7):
+        cache.catalog.note_error("s3://bucket/", f"Unreachable: try {number}")
+
+    assert [row["text"][-1] for row in cache.stats().errors] == ["6", "5", "4", "3", "2"]
+
+
+def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: CacheDir, put: Put) -> None:
+    for _ in range(4):
+        put()
+    with cache.snapshot():
+        with pytest.raises(CapBlocked):
+            cache.evict("1.4MB")
+        retired = cache.stats().evicted
+        assert retired == 4 - len(cache.shards()) > 0
+    assert cache.stats().evicted == retired
