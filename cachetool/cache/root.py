@@ -23,7 +23,7 @@ from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, remove_tree
 from cachetool.cache.listings import listing_bound, take_in
-from cachetool.cache.records import record_bound
+from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.removal import Removal, recover, sign_out
 from cachetool.cache.room import Room
 from cachetool.cache.snapshots import Shard, Snapshot
@@ -246,8 +246,9 @@ class CacheDir:
 
     def add_source(self, row: SourceRow, listing: Path) -> None:
         """Take in a source: its listing and room for its record are charged, then it is copied beside the others."""
-        known = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (row.dataset,))
-        record = record_bound(json.loads(known["schema"]) if known else [])
+        declared = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (row.dataset,))
+        record = record_bound(json.loads(declared["schema"]) if declared else [])
+        known = self.source(row.id) is not None
 
         def insert(connection: Connection) -> None:
             add_source(connection, row, listing_bound(listing) + record)
@@ -256,6 +257,8 @@ class CacheDir:
         real = take_in(self.layout, row.id, listing, self.holder.id)
         with self.catalog.write() as connection:
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
+            if known:  # what its shards say of it may no longer be so
+                write_source_record(connection, self.layout, row.id)
 
     def withdraw(self, dataset: str, source: str) -> None:
         """Forget a source that nothing was drawn of, and its dataset when that is empty; harmless otherwise."""
