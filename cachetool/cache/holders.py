@@ -69,11 +69,14 @@ def _make_locked(path: Path) -> int | None:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.exists():
             return fd
-    except BlockingIOError:
+    except _TAKEN:
         pass
     os.close(fd)
     return None
 
+
+_TAKEN = (BlockingIOError, PermissionError)
+"""What POSIX lets ``fcntl`` answer when another process has the lock: EAGAIN or EACCES."""
 
 _holders: dict[tuple[int, str], Holder] = {}
 _lock = threading.Lock()
@@ -189,7 +192,7 @@ def _alive(path: Path, *, remove: bool = False) -> bool:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if remove:
             path.unlink(missing_ok=True)
-    except BlockingIOError:
+    except _TAKEN:
         return True
     else:
         return False
