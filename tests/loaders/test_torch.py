@@ -157,7 +157,7 @@ def test_a_batch_stacks_numbers_and_lists_the_rest(single: dict[str, Any]) -> No
 def test_bad_indices_and_arguments_are_refused_and_leave_no_lease(single: dict[str, Any]) -> None:
     assert all(message.startswith("IndexError") for message in single["outside"])
     assert "indices of two snapshots" in single["two snapshots"]
-    assert "name one of them" in single["no dataset"]
+    assert "no dataset 'nothere'" in single["no dataset"]
     assert "no field 'nothing'" in single["unknown field"]
     assert "shards in zarr" in single["other format"]
     assert "convert --to lmdb" in single["other format"]

@@ -138,7 +138,7 @@ def errors(cache: CacheDir, out: dict[str, Any]) -> None:
     """What is refused, and that nothing is left leased by it."""
     before = len(leases(cache))
     root = str(cache.root)
-    out["no dataset"] = refused(lambda: CacheDataset(root))
+    out["no dataset"] = refused(lambda: CacheDataset(root, dataset="nothere"))
     out["unknown field"] = refused(lambda: CacheDataset(root, dataset="every", fields=["nothing"]))
     out["other format"] = refused(lambda: LMDBDataset(root, dataset="every"))
     out["no cache"] = refused(lambda: CacheDataset(root + "/nothing"))
