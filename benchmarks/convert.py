@@ -3,7 +3,7 @@
     python benchmarks/convert.py FOLDER [--rounds 5] [--cases 1MiB,128KiB,3KiB] [--formats lmdb,zarr] [--scale 1.0]
                                         [--pairs all|chain|none|lmdb:zarr,...] [--peers-dir DIR] [--memory] [--json]
 
-Every round writes, one after another: the raw bytes to one file by 8 MiB writes and one fsync, not preallocated; a
+Every round writes, in random order: the raw bytes to one file by 8 MiB writes and one fsync, not preallocated; a
 shard of each format (checksums, extents and fsync included); a shard out of one of another format for every pair (read,
 written, both digests, fsync), by the code that ``cachetool convert`` runs; and with ``--peers-dir`` the same samples by
 each peer, followed by an fsync of its files. The table gives medians over the rounds: the rate, its share of the raw
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -169,8 +170,10 @@ def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[
             stack.callback(peer.close)
             jobs[name] = lambda folder, peer=peer: peer.write(folder / "out")
         seconds: dict[str, list[float]] = {what: [] for what in jobs}
+        order = random.Random(0)
         for _ in range(options.rounds):
-            for what in list(jobs):
+            # In another order every round: what a job leaves to the disk must not always meet the same next one.
+            for what in order.sample(list(jobs), len(jobs)):
                 try:
                     with scratch(parent) as folder:
                         seconds[what].append(jobs[what](folder))
