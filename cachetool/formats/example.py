@@ -17,8 +17,8 @@ then shapes), then for each other field an entry head and the value::
     Features tag, length | head | entry head, value | entry head, value | ...
 
 Varints are padded to the width their type may need, so the pieces differ only in bytes at known places: a block is
-written and read by one vectorised copy for each place. Records by others (any order, any width, packed or not) are
-parsed one by one.
+written and read by one vectorised copy for each place. Records by others (any order, any width, packed or not) are no
+shards: :mod:`cachetool.sources.tfrecord` reads them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block, Column, Ragged
-from cachetool.errors import CorruptError, UsageError
-from cachetool.formats.protobuf import BYTES, FLOAT, INT64, Feature, parse_example, unpad_varints, varint, varints
+from cachetool.errors import UsageError
+from cachetool.example import BYTES, FLOAT, INT64
 from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, windows
+from cachetool.formats.varints import unpad_varints, varint, varints
 from cachetool.schema import Field, Schema
 
 __all__ = ["MAX_RECORD", "ExampleLayout", "StorageKind", "shape_name", "storage_kind"]
@@ -189,11 +190,13 @@ class ExampleLayout:
         return out, starts, totals
 
     def decode(self, buffer: Bytes, starts: Int64s, sizes: Int64s) -> Block | None:
-        """The samples of records as :meth:`encode` makes them, copied; None when one was made by somebody else.
+        """The samples of records as :meth:`encode` makes them, copied; None when one is anything else.
 
         ``starts`` and ``sizes`` must lie inside ``buffer``.
         """
-        if not len(starts) or not (sizes >= self.head).all():
+        if not len(starts):
+            return Block.from_samples(self.schema, [])
+        if not (sizes >= self.head).all():
             return None
         length = unpad_varints(windows(buffer, _LENGTH)[starts + 1])
         if length is None or not np.array_equal(length, sizes - 1 - _LENGTH) or (buffer[starts] != 0x0A).any():
@@ -252,14 +255,6 @@ class ExampleLayout:
         copy_runs(values, to[:-1], buffer, at + len(entry.constant), size)
         return Ragged(values.view(entry.field.numpy), to // itemsize, shapes), at + len(entry.constant) + size
 
-    def parse(self, record: memoryview) -> dict[str, Any]:
-        """One sample out of anybody's record, copied. Raises :class:`CorruptError` when it does not fit the schema."""
-        try:
-            features = parse_example(record)
-            return {f.name: _value(f, features) for f in self.schema}
-        except ValueError as error:
-            raise CorruptError(str(error)) from error
-
 
 def _put(out: Bytes, at: Int64s, rows: npt.NDArray[np.uint8]) -> None:
     if rows.shape[-1]:
@@ -285,39 +280,3 @@ def _place_bytes(place: _Place, column: Column) -> npt.NDArray[np.uint8]:
     if place.mode == "int":
         return varints(column.astype(np.int64).view(np.uint64), place.nbytes)
     return as_bytes(column).reshape(count, place.nbytes)
-
-
-def _value(field: Field, features: dict[str, Feature]) -> Any:
-    """A field's value out of parsed features. Raises ValueError naming the field."""
-    feature = features.get(field.name)
-    if feature is None or not feature.kind:
-        raise ValueError(f"no feature {field.name!r}")
-    if field.kind in ("bytes", "str"):
-        raw = _only(field, feature)
-        return str(raw, "utf-8", "surrogateescape") if field.kind == "str" else bytes(raw)
-    if feature.kind == BYTES:
-        raw = _only(field, feature)
-        if len(raw) % field.numpy.itemsize:
-            raise ValueError(f"feature {field.name!r} has {len(raw)} bytes, no whole number of {field.dtype}")
-        flat = np.frombuffer(raw, dtype=field.numpy).copy()
-    else:
-        if field.numpy.kind not in ("f" if feature.kind == FLOAT else "biu"):
-            raise ValueError(f"feature {field.name!r} holds {feature.numbers.dtype}, not {field.describe()}")
-        flat = feature.numbers.astype(field.numpy)
-        if not np.array_equal(flat.astype(feature.numbers.dtype), feature.numbers, equal_nan=feature.kind == FLOAT):
-            raise ValueError(f"feature {field.name!r} holds a value that {field.dtype} cannot")
-    shape: tuple[int, ...] = (len(flat),)
-    if field.kind == "fixed":
-        shape = field.sizes
-    elif shape_name(field) in features:
-        shape = tuple(features[shape_name(field)].numbers.tolist())
-    if len(shape) != field.rank or min(shape, default=0) < 0:
-        raise ValueError(f"feature {shape_name(field)!r} holds {shape}, no shape of rank {field.rank}")
-    value = flat.reshape(shape)  # a ValueError when the numbers do not agree
-    return value if field.shape else value[()]
-
-
-def _only(field: Field, feature: Feature) -> memoryview:
-    if feature.kind != BYTES or len(feature.strings) != 1:
-        raise ValueError(f"feature {field.name!r} does not hold one byte string")
-    return feature.strings[0]

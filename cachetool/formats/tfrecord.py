@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ class TFRecord:
         return TFRecordWriter(path, layout, file, samples=samples, nbytes=nbytes, compressed=compression is not None)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> TFRecordReader:
-        """Read a shard, or a foreign file of ``tf.train.Example`` records that fit ``schema``."""
+        """Read a shard. Files that others wrote are read by :mod:`cachetool.sources.tfrecord`."""
         if schema is None:
             raise UsageError(f"{path}: a TFRecord file does not say what its fields are; give schema=")
         return TFRecordReader.open(path, schema)
@@ -173,17 +173,14 @@ class TFRecordReader:
             buffer = self._source
         check_records(buffer, starts, sizes, name=str(self.path), numbers=at)
         block = self._layout.decode(buffer, starts, sizes)
-        return block if block is not None else self._parse(buffer, starts, sizes, at)
-
-    def _parse(self, buffer: Bytes, starts: Int64s, sizes: Int64s, numbers: Int64s) -> Block:
-        """Records that somebody else made, one by one."""
-        samples: list[dict[str, Any]] = []
-        for start, size, number in zip(starts.tolist(), sizes.tolist(), numbers.tolist(), strict=True):
-            try:
-                samples.append(self._layout.parse(buffer[start : start + size].data))
-            except CorruptError as error:
-                raise CorruptError(f"{self.path}: sample {number}: {error}") from error
-        return Block.from_samples(self.schema, samples)
+        if block is None:
+            alone = (self._layout.decode(buffer, starts[i : i + 1], sizes[i : i + 1]) for i in range(len(at)))
+            number = next(int(at[i]) for i, one in enumerate(alone) if one is None)
+            raise CorruptError(
+                f"{self.path}: sample {number} is no record of this schema as cachetool writes it;\n"
+                "a file that others wrote is read with: cachetool convert FILE"
+            )
+        return block
 
     def close(self) -> None:
         """Let go of the file."""

@@ -1,7 +1,7 @@
 """Child process with the ``tfrecord`` package in it: ``tfrecord_package.py FOLDER``.
 
 Reads ``ours.tfrecord`` by ``tfrecord_loader`` into ``ours.json`` (field name to lists of numbers, or hexadecimal
-bytes), and writes ``theirs.tfrecord`` with its ``TFRecordWriter``.
+bytes).
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ def main(folder: Path) -> None:
         for sample in tfrecord.tfrecord_loader(str(folder / "ours.tfrecord"), None)
     ]
     (folder / "ours.json").write_text(json.dumps(found))
-    writer = tfrecord.TFRecordWriter(str(folder / "theirs.tfrecord"))
-    for n in range(20):
-        x = np.arange(6, dtype="<f4") * n
-        writer.write({"x": (x.tobytes(), "byte"), "floats": (x, "float"), "label": (-n, "int")})
-    writer.close()
 
 
 if __name__ == "__main__":
