@@ -17,7 +17,7 @@ from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
-from cachetool.sources import SourceOptions
+from cachetool.sources import SourceOptions, image_size
 from cachetool.sources.files import FileOptions
 
 __all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample"]
@@ -47,6 +47,7 @@ class Cache(CacheDir):
         rename: Mapping[str, str] | None = None,
         stem: str = "first",
         decode: str | None = None,
+        resize: int | str | tuple[int, int] | None = None,
         label_from_folder: bool = False,
         key: bool = True,
         concurrency: int | None = None,
@@ -77,6 +78,7 @@ class Cache(CacheDir):
                 rename=dict(rename or {}),
                 stem=stem,
                 decode=decode,
+                resize=image_size(resize),
                 label_from_folder=label_from_folder,
                 key=key,
                 concurrency=concurrency,
@@ -102,8 +104,8 @@ class Cache(CacheDir):
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
         ``source``, a file or folder, is what is converted instead of the cache's shards: into the cache, or into
-        ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, key, value_format,
-        samples. Errors are those of :func:`cachetool.conversion.convert`.
+        ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, resize, key,
+        value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
         """
         options = ConvertOptions(to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files))
         return convert_into(options, cache=self, source=_path(source), out=_path(out), report=progress)

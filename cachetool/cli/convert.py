@@ -16,6 +16,7 @@ from cachetool.cli.options import (
     KeyOption,
     QuietOption,
     RenameOption,
+    ResizeOption,
     StemOption,
     WorkersOption,
     field_names,
@@ -56,6 +57,7 @@ def convert(
     rename: RenameOption = None,
     stem: StemOption = "first",
     decode: DecodeOption = None,
+    resize: ResizeOption = None,
     key: KeyOption = True,
     value_format: Annotated[
         str | None,
@@ -105,11 +107,14 @@ def convert(
         "rename": renames(rename),
         "stem": stem,
         "decode": decode,
+        "resize": resize,
         "key": key,
         "value_format": value_format,
     }
-    if source is None and (dry_run or any((fields, rename, decode, value_format, max_size))):
-        raise UsageError("--dry-run, --max-size, --fields, --rename, --decode and --value-format go with an INPUT")
+    if source is None and (dry_run or any((fields, rename, decode, resize, value_format, max_size))):
+        raise UsageError(
+            "--dry-run, --max-size, --fields, --rename, --decode, --resize and --value-format go with an INPUT"
+        )
     if source is not None and dry_run:
         from cachetool.conversion import preview
         from cachetool.sources.files import FileOptions

@@ -21,6 +21,7 @@ __all__ = [
     "PolicyOption",
     "QuietOption",
     "RenameOption",
+    "ResizeOption",
     "ShardSizeOption",
     "StemOption",
     "WorkersOption",
@@ -109,6 +110,12 @@ StemOption = Annotated[
 ]
 DecodeOption = Annotated[
     str | None, typer.Option("--decode", metavar="image", help="Decode JPEG and PNG into uint8 arrays.")
+]
+ResizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resize", metavar="SIDE|HxW", help="With --decode image: give every image this size, 224 meaning 224x224."
+    ),
 ]
 KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
 

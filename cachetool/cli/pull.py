@@ -16,6 +16,7 @@ from cachetool.cli.options import (
     PolicyOption,
     QuietOption,
     RenameOption,
+    ResizeOption,
     ShardSizeOption,
     StemOption,
     WorkersOption,
@@ -73,6 +74,7 @@ def pull(
     rename: RenameOption = None,
     stem: StemOption = "first",
     decode: DecodeOption = None,
+    resize: ResizeOption = None,
     label_from_folder: Annotated[
         bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
     ] = False,
@@ -128,6 +130,7 @@ def pull(
             rename=renames(rename),
             stem=stem,
             decode=decode,
+            resize=resize,
             label_from_folder=label_from_folder,
             key=key,
             on_error=on_error,

@@ -2,7 +2,17 @@
 
 from cachetool.sources.base import Piece, Probe, Skipped, Source
 from cachetool.sources.listing import Listing
-from cachetool.sources.options import SourceOptions
+from cachetool.sources.options import SourceOptions, image_size
 from cachetool.sources.registry import list_source, open_source
 
-__all__ = ["Listing", "Piece", "Probe", "Skipped", "Source", "SourceOptions", "list_source", "open_source"]
+__all__ = [
+    "Listing",
+    "Piece",
+    "Probe",
+    "Skipped",
+    "Source",
+    "SourceOptions",
+    "image_size",
+    "list_source",
+    "open_source",
+]

@@ -44,10 +44,13 @@ _RATIO = 100
 _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
 
 
-def decode(part: Part, data: memoryview, *, images: bool) -> Iterator[tuple[str, Value]]:
+def decode(
+    part: Part, data: memoryview, *, images: bool, size: tuple[int, int] | None = None
+) -> Iterator[tuple[str, Value]]:
     """The fields of one object, ``(name, value)``.
 
-    ``images``: decode images. Raises :class:`BadObject` with the reason alone; the caller names the object.
+    ``images``: decode images, to this height and width if ``size`` is given. Raises :class:`BadObject` with the reason
+    alone; the caller names the object.
     """
     match part.kind:
         case "npy":
@@ -63,7 +66,7 @@ def decode(part: Part, data: memoryview, *, images: bool) -> Iterator[tuple[str,
         case "image" if images:
             from cachetool.sources.images import decode_image
 
-            yield part.field, decode_image(data)
+            yield part.field, decode_image(data, size)
         case _:
             yield part.field, data
 

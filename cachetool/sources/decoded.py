@@ -7,6 +7,7 @@ then be one. All of them are looked at first, so that images of one size become 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileSource, RandomAccess
 from cachetool.sources.images import decode_image, image_shape
 from cachetool.sources.limits import quoted
+from cachetool.sources.options import ImageSize
 
 __all__ = ["DecodedFile", "decoded"]
 
@@ -26,31 +28,28 @@ _PACKED = 16
 """About how many times larger a photograph is without compression."""
 
 
-def decoded(source: FileSource) -> FileSource:
-    """``source`` with its fields of images decoded; itself when it has none."""
+def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
+    """``source`` with its fields of images decoded, all to ``size`` if that is given; itself when it has none."""
     names = [field.name for field in source.schema if field.kind == "bytes" or _is_list_of_bytes(field)]
     first = next(source.blocks(), None) if names else None
     source.close()
     images = [name for name in names if first is not None and _begins_as_image(first.columns[name])]
     if not images:
         return source
-    return _DecodedRandom(source, images) if hasattr(source, "read") else DecodedFile(source, images)
+    return _DecodedRandom(source, images, size) if hasattr(source, "read") else DecodedFile(source, images, size)
 
 
 class DecodedFile(ClosingFile):
     """Another source with images in place of their bytes; see :class:`cachetool.sources.filebase.FileSource`."""
 
-    def __init__(self, source: FileSource, images: Sequence[str]) -> None:
-        """Looks at the header of every image. Raises :class:`BadObject` naming the sample that holds none."""
+    def __init__(self, source: FileSource, images: Sequence[str], size: ImageSize | None) -> None:
+        """Looks at the header of every image, unless all get one ``size``.
+
+        Raises :class:`BadObject` naming the sample that holds none.
+        """
         self.path, self.samples, self.skipped = source.path, source.samples, source.skipped
-        self._source = source
-        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
-        at = 0
-        for block in source.blocks():
-            for name, found in shapes.items():
-                found.update(self._each(block, name, at, image_shape))
-            at += len(block)
-        source.close()
+        self._source, self._size = source, size
+        shapes = self._shapes(images) if size is None else {name: {(*size, 3)} for name in images}
         fields = [
             Field(f.name, "|u1", next(iter(shapes[f.name])) if len(shapes[f.name]) == 1 else (None,) * 3)
             if f.name in shapes
@@ -59,6 +58,16 @@ class DecodedFile(ClosingFile):
         ]
         self.schema = Schema(tuple(fields))
         self._images = self.schema.select(images)
+
+    def _shapes(self, images: Sequence[str]) -> dict[str, set[tuple[int, ...]]]:
+        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
+        at = 0
+        for block in self._source.blocks():
+            for name, found in shapes.items():
+                found.update(self._each(block, name, at, image_shape))
+            at += len(block)
+        self._source.close()
+        return shapes
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
@@ -74,7 +83,8 @@ class DecodedFile(ClosingFile):
     def _decode(self, block: Block, at: int) -> Block:
         columns: dict[str, Column] = dict(block.columns)
         for field in self._images:
-            values = [{field.name: pixels} for pixels in self._each(block, field.name, at, decode_image)]
+            use = partial(decode_image, size=self._size)
+            values = [{field.name: pixels} for pixels in self._each(block, field.name, at, use)]
             try:
                 columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
             except UsageError as error:

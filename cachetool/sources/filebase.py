@@ -62,6 +62,9 @@ class FileOptions(SourceOptions):
         if self.samples is not None and self.samples < 0:
             raise UsageError(f"the number of samples must be at least 0, got {self.samples}")
 
+    def _decodes_images(self) -> bool:
+        return self.decode == "image" or self.value_format == "image"
+
     def wants(self, name: str) -> bool:
         """Whether what a file calls ``name`` is asked for."""
         return self.fields is None or self.rename.get(name, name) in self.fields

@@ -65,7 +65,7 @@ def open_files(path: str | Path, options: FileOptions | None = None) -> FileSour
     if options.decode == "image" and kind != "tar":
         from cachetool.sources.decoded import decoded
 
-        found = decoded(found)
+        found = decoded(found, options.resize)
     return found
 
 

@@ -84,6 +84,7 @@ class LMDBFile(ClosingFile):
         self.path = path
         self._raw = check_value_format(options.value_format)
         self._format = "raw" if self._raw is not None else options.value_format
+        self._size = options.resize
         names = field_names(path, [VALUE], [], options)
         if VALUE not in names:
             raise UsageError(f"{path}: its values are the field {VALUE!r}; name it in --fields")
@@ -227,7 +228,7 @@ class LMDBFile(ClosingFile):
     def _look(self, batch: _Batch, index: int) -> tuple[str, tuple[int, ...]]:
         try:
             if self._format == "image":
-                return "|u1", image_shape(batch.values[index])
+                return "|u1", image_shape(batch.values[index], self._size)
             dtype, _, shape, _ = npy_layout(batch.values[index])
             return dtype.newbyteorder("<").str, shape
         except BadObject as error:
@@ -261,7 +262,7 @@ class LMDBFile(ClosingFile):
     def _decode(self, batch: _Batch, index: int) -> dict[str, Any]:
         data = batch.values[index]
         try:
-            array = decode_image(data) if self._format == "image" else parse_npy(data)
+            array = decode_image(data, self._size) if self._format == "image" else parse_npy(data)
         except BadObject as error:
             raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
         return {self._name: array}

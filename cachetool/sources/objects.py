@@ -168,7 +168,8 @@ class ObjectsSource:
             for item, part in self._assembler.needed(sample, pairs):
                 data = self._store.get(item)
                 sample.fetched += len(data)
-                self._assembler.add(sample, item.key, decode(part, data, images=self._options.decode == "image"))
+                fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
+                self._assembler.add(sample, item.key, fields)
             self._assembler.finish(sample, str)
         except (BadObject, NotFound) as error:
             sample.error = error

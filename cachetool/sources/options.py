@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -10,7 +11,27 @@ from cachetool.errors import UsageError
 from cachetool.schema import KEY, Field
 from cachetool.sources.keys import Stem
 
-__all__ = ["SourceOptions"]
+__all__ = ["ImageSize", "SourceOptions", "image_size"]
+
+ImageSize = tuple[int, int]
+"""Height and width in pixels."""
+MAX_SIDE = 10_000
+
+
+def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
+    """What ``--resize`` means: ``224`` is 224 x 224 pixels, ``224x320`` or ``(224, 320)`` height and width.
+
+    Raises :class:`UsageError`.
+    """
+    if value is None:
+        return None
+    sides = value.split("x") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
+    sizes = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", str(side)) and 1 <= int(side) <= MAX_SIDE]
+    if not 1 <= len(sides) == len(sizes) <= 2:
+        raise UsageError(
+            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320; got {value!r}"
+        )
+    return sizes[0], sizes[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +46,8 @@ class SourceOptions:
     """Where a name's key ends: ``first`` or ``last`` dot, or a regular expression; see :class:`Stem`."""
     decode: str | None = None
     """``image``: images become uint8 arrays (height, width, 3). None: they stay bytes."""
+    resize: ImageSize | None = None
+    """Height and width that decoded images get, whatever their own; anything that :func:`image_size` reads is taken."""
     label_from_folder: bool = False
     """Add the field ``label``: the name of the folder a sample lies in."""
     key: bool = True
@@ -36,6 +59,9 @@ class SourceOptions:
         Stem(self.stem)
         if self.decode not in (None, "image"):
             raise UsageError(f"unknown --decode {self.decode!r}; there is image")
+        object.__setattr__(self, "resize", image_size(self.resize))
+        if self.resize is not None and not self._decodes_images():
+            raise UsageError("--resize is for images that are decoded; give --decode image as well")
         if self.concurrency is not None and not 1 <= self.concurrency <= 1024:
             raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
         if self.fields is not None:
@@ -47,6 +73,9 @@ class SourceOptions:
             Field(name, "bytes")  # refuses names that no format can hold
         if KEY in (*self.rename, *self.rename.values()):
             raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
+
+    def _decodes_images(self) -> bool:
+        return self.decode == "image"
 
     def numbering(self) -> dict[str, Any]:
         """The part that decides what a unit number means."""

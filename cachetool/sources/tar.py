@@ -143,7 +143,8 @@ class TarFiles(ClosingFile):
             yield sample
 
     def _decode(self, part: Part, member: _Member) -> Iterator[tuple[str, Value]]:
-        yield from decode(part, member.read(), images=self._options.decode == "image")
+        options = self._options
+        yield from decode(part, member.read(), images=options.decode == "image", size=options.resize)
 
     def _outline(self, part: Part, member: _Member) -> Iterator[tuple[str, Shape]]:
         """What the fields of a member are, reading no more of it than that takes."""
@@ -151,7 +152,7 @@ class TarFiles(ClosingFile):
             dtype, _, shape, _ = npy_layout(member.read(MAX_HEADER + 12))
             yield part.field, Shape(dtype.newbyteorder("<").str, shape)
         elif part.kind == "image" and self._options.decode == "image":
-            yield part.field, Shape("|u1", image_shape(member.read()))
+            yield part.field, Shape("|u1", image_shape(member.read(), self._options.resize))
         elif part.kind in ("npz", "json"):
             for name, value in self._decode(part, member):
                 outlined: Any = value if value is NULL else shape_of(value)

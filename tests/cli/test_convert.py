@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,21 @@ def test_a_file_of_somebody_else_is_shown_before_it_is_converted(here: Run, fore
     assert "scale" in ran.stdout
     assert list(tmp_path.iterdir()) == [foreign]
     assert here("convert", foreign, "--to", "lmdb", "--dry-run", "--json").document["schema"]["y"] == "int64"
+
+
+def test_images_in_files_are_resized(here: Run, photos: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        for path in sorted(photos.glob("*.jpg")):
+            tar.add(path, f"{path.stem}.image.jpg")
+    size = ("--decode", "image", "--resize", "20x30")
+    for place in (tmp_path / "photos.tar", photos):
+        line = ("convert", place, "--to", "hdf5", "--rename", "jpg=image,png=image", "--fields", "image", *size)
+        shown = here(*line, "--dry-run", "--json")
+        assert shown.document["schema"]["image"] == "uint8 (20, 30, 3)", shown.stderr
+        ran = here(*line, "--out", tmp_path / f"{place.name}-out", "--verify")
+        assert ran.code == 0, ran.stderr
+        with h5py.File(tmp_path / f"{place.name}-out" / "part-00000.h5") as file:
+            assert file["image"].shape == (shown.document["samples"], 20, 30, 3)
 
 
 def test_a_file_goes_into_plain_files_without_a_cache_and_into_a_new_cache(

@@ -83,6 +83,24 @@ def test_fields_can_be_chosen_and_renamed(run: Run, remote: Path) -> None:
     assert list(run("stats", "--json").document["datasets"][0]["schema"]) == ["scan", "label"]
 
 
+def test_images_are_resized_to_one_fixed_field_and_a_dataset_keeps_its_size(
+    run: Run, photos: Path, tmp_path: Path
+) -> None:
+    line = ("pull", photos, "--rename", "png=image,jpg=image", "--fields", "image", "--max-size", "50MB")
+    ran = run(*line, "--decode", "image", "--resize", "48x64", "--samples", "9")
+
+    assert ran.code == 0, ran.stderr
+    with cachetool.open_cache(tmp_path / "cache") as cache:
+        assert cache.schema("default")["image"].describe() == "uint8 (48, 64, 3)"
+    other = run(*line, "--decode", "image", "--resize", "64", "--samples", "3")
+    assert (other.code, "(48, 64, 3)" in other.error) == (2, True)
+    assert run("pull", photos, "--samples", "3").code == 0, "the same size when nothing is said"
+    assert run("stats", "--json").document["samples"] == 12
+    lone = run(*line, "--resize", "64")
+    assert (lone.code, "--decode image" in lone.error) == (2, True)
+    assert len(lone.error.splitlines()) == 1
+
+
 def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "some"
     folder.mkdir()

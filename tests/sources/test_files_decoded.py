@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 
 from cachetool.errors import BadObject
 from cachetool.sources.files import FileOptions, open_files
+from cachetool.sources.images import decode_image
 from tests.sources.files import read, same, samples
 
 RANDOM = np.random.default_rng(4)
@@ -59,6 +61,33 @@ def test_lists_of_bytes_that_begin_as_images_are_decoded(
     assert samples(path)[0]["image"].tobytes() == png(wanted[0])
 
 
+def test_resized_images_are_one_fixed_field(tmp_path: Path) -> None:
+    """Whatever their own sizes, in a file whose values have no names as in one that says what they are."""
+    images = [png(array) for array in pictures(4, 50, 7)]
+    path = write(tmp_path / "x.h5", images)
+    with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
+        for i, image in enumerate(images):
+            txn.put(b"%d" % i, image)
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for i, image in enumerate(images):
+            info = tarfile.TarInfo(f"{i}.image.png")
+            info.size = len(image)
+            tar.addfile(info, io.BytesIO(image))
+    wanted = [decode_image(memoryview(image), (8, 12)) for image in images]
+
+    for name, field, options in (
+        ("x.h5", "image", {"decode": "image"}),
+        ("x.tar", "image", {"decode": "image"}),
+        ("x.lmdb", "value", {"decode": "image"}),
+        ("x.lmdb", "value", {"value_format": "image"}),
+    ):
+        with open_files(tmp_path / name, FileOptions(resize="8x12", **options)) as source:  # type: ignore[arg-type]
+            assert source.schema[field].shape == (8, 12, 3), name
+        for sample, array in zip(samples(tmp_path / name, resize="8x12", **options), wanted, strict=True):
+            assert same(sample[field], array), name
+    assert samples(path, decode="image", resize=3)[0]["noise"].tobytes() == images[0][1:]
+
+
 def test_bytes_that_begin_as_images_are_decoded(tmp_path: Path) -> None:
     wanted = pictures(3, 7, 5)
     env = lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, lib_version=0)
@@ -78,6 +107,11 @@ def test_a_value_that_is_no_image_among_images_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(BadObject, match=r"x\.h5: sample 2: 'image': not an image that can be read"):
         open_files(path, FileOptions(decode="image"))
+    with (
+        pytest.raises(BadObject, match=r"x\.h5: sample 2: 'image': not an image that can be read"),
+        open_files(path, FileOptions(decode="image", resize="2")) as source,  # type: ignore[arg-type]
+    ):
+        list(source.blocks())
 
 
 def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -17,7 +18,7 @@ from PIL import Image
 
 from cachetool.errors import BadObject, MissingExtra
 from cachetool.sources import images
-from cachetool.sources.images import decode_image
+from cachetool.sources.images import decode_image, image_shape
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> memoryview:
@@ -58,15 +59,6 @@ def test_pixels_of_more_than_8_bits_are_refused_rather_than_rounded() -> None:
 
     with pytest.raises(BadObject, match="not 8 bits"):
         decode_image(saved(deep, "PNG"))
-
-
-@pytest.mark.parametrize("cut", [10, 100, 400])
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
-def test_a_cut_image_is_refused(kind: str, cut: int) -> None:
-    body = saved(Image.effect_noise((64, 64), 50).convert("RGB"), kind)
-
-    with pytest.raises(BadObject):
-        decode_image(body[: min(cut, len(body) - 20)])
 
 
 def test_what_is_no_image_is_refused() -> None:
@@ -141,3 +133,74 @@ def test_pillow_alone_is_enough(monkeypatch: pytest.MonkeyPatch, photos: Path) -
 
     assert images._jpeg(body) is None
     assert decode_image(body).shape == (427, 640, 3)
+
+
+@pytest.mark.parametrize("size", [(224, 224), (64, 320), (900, 30)])
+def test_a_resized_photograph_looks_like_the_whole_one_made_smaller(photos: Path, size: tuple[int, int]) -> None:
+    """Averaging in the decoder first costs about one of 256 steps, on photographs and on noise."""
+    bodies = [memoryview(path.read_bytes()) for path in sorted(photos.iterdir())]
+    bodies += [saved(Image.effect_noise((1999, 1501), 80).convert("RGB"), kind) for kind in ("JPEG", "PNG")]
+
+    for body in bodies:
+        found = decode_image(body, size)
+        whole = Image.fromarray(decode_image(body))
+        expected = np.asarray(whole.resize(size[::-1], Image.Resampling.BICUBIC))
+        assert found.dtype == np.uint8
+        assert found.shape == (*size, 3) == image_shape(body, size)
+        assert np.abs(found.astype(int) - expected).mean() < 1.2
+
+
+PEAK = """
+import sys
+def peak():
+    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
+from cachetool.sources.images import decode_image
+data = memoryview(open(sys.argv[1], "rb").read())
+decode_image(data, (224, 224))
+print(peak())
+decode_image(data)
+print(peak())
+"""
+
+
+def test_a_large_jpeg_is_never_whole_in_memory_when_it_is_resized(tmp_path: Path) -> None:
+    """4,000 x 4,000 pixels are 48 MB at least; what its decoder averages by four a side is a sixteenth of that."""
+    path = tmp_path / "large.jpg"
+    path.write_bytes(saved(Image.effect_noise((4000, 4000), 50).convert("RGB"), "JPEG"))
+    ran = subprocess.run([sys.executable, "-c", PEAK, path], check=True, capture_output=True, text=True)
+    resized, whole = map(int, ran.stdout.split())
+
+    assert whole - resized > 30_000
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_every_kind_of_8_bit_pixels_can_be_resized(mode: str, kind: str) -> None:
+    image = Image.new("RGB", (40, 60), (200, 100, 50)).convert(mode)
+    if kind == "JPEG":
+        image = image if mode in ("L", "CMYK") else image.convert("RGB")
+    elif mode == "CMYK":
+        image = image.convert("RGB")
+    body = saved(image, kind)
+
+    found = decode_image(body, (5, 7)).astype(int)
+
+    assert np.abs(found - decode_image(body).reshape(-1, 3).mean(axis=0)).max() <= (140 if mode in "1P" else 3)
+
+
+@pytest.mark.parametrize("size", [None, (8, 8)])
+@pytest.mark.parametrize("cut", [10, 100, 400])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_a_cut_image_is_refused_at_any_size(kind: str, cut: int, size: tuple[int, int] | None) -> None:
+    body = saved(Image.effect_noise((64, 64), 50).convert("RGB"), kind)
+
+    with pytest.raises(BadObject):
+        decode_image(body[: min(cut, len(body) - 20)], size)
+
+
+def test_a_bomb_is_refused_however_small_it_shall_become() -> None:
+    """Row 80: the pixels that it claims count, not those that are kept."""
+    for body in (png_bomb(10_000, 10_000), png_bomb(60_000, 60_000)):
+        for use in (decode_image, image_shape):
+            with pytest.raises(BadObject, match="too large"):
+                use(memoryview(body), (8, 8))

@@ -404,6 +404,7 @@ def test_options_cross_processes_as_json() -> None:
         rename={"x": "a"},
         stem=r"(\d+)",
         decode="image",
+        resize=(224, 320),
         label_from_folder=True,
         key=False,
         concurrency=3,
@@ -420,6 +421,13 @@ def test_options_cross_processes_as_json() -> None:
     [
         {"stem": "("},
         {"decode": "video"},
+        {"resize": 224},
+        {"decode": "image", "resize": 0},
+        {"decode": "image", "resize": "224x"},
+        {"decode": "image", "resize": "2x3x4"},
+        {"decode": "image", "resize": "-5"},
+        {"decode": "image", "resize": (3, 10_001)},
+        {"decode": "image", "resize": ()},
         {"concurrency": 0},
         {"concurrency": 5000},
         {"fields": ("a:b",)},
@@ -432,6 +440,14 @@ def test_options_cross_processes_as_json() -> None:
 def test_wrong_options_are_refused_when_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SourceOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(224, (224, 224)), ("224", (224, 224)), ("224x320", (224, 320)), ([3, 5], (3, 5)), ((1, 10_000), (1, 10_000))],
+)
+def test_a_size_is_a_side_or_height_and_width(given: Any, size: tuple[int, int]) -> None:
+    assert SourceOptions(decode="image", resize=given).resize == size
 
 
 def test_json_that_is_no_options_is_refused() -> None:
