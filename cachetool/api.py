@@ -12,7 +12,7 @@ from cachetool.conversion import ConvertOptions, ConvertResult
 from cachetool.conversion import convert as convert_into
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
-from cachetool.formats.shard import open_shard
+from cachetool.formats.shard import check_content, open_shard
 from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
@@ -162,14 +162,20 @@ def find_shard(cache: CacheDir, name: str) -> Shard:
 
 
 def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
-    """Sample ``index`` of a shard, named by its id or the beginning of it. Raises :class:`UsageError`."""
+    """Sample ``index`` of a shard, named by its id or the beginning of it, its checksum checked.
+
+    Raises :class:`UsageError`, and :class:`CorruptError` naming file, sample and field.
+    """
     found = find_shard(cache, shard)
     if not 0 <= index < found.samples:
         raise UsageError(f"shard {found.id} has samples 0 to {found.samples - 1}, not {index}")
-    with (
-        cache.snapshot(dataset=found.dataset),
-        open_shard(found.path, get_format(found.format), found.schema) as reader,
-    ):
-        import numpy as np
+    import numpy as np
 
-        return reader.take(np.array([index])).sample(0)
+    from cachetool.formats.reading import check_values
+
+    with cache.snapshot(dataset=found.dataset):
+        expected, at = check_content(found.path, found.schema, found.content), np.array([index])
+        with open_shard(found.path, get_format(found.format), found.schema, digest=found.digest) as reader:
+            block = reader.take(at)
+            check_values(block, expected[:, at], name=str(found.data), indices=at)
+            return block.sample(0)

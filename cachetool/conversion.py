@@ -26,7 +26,15 @@ from cachetool.export import DEFAULT_PART, export, require_new
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
-from cachetool.formats.shard import ShardFiles, open_shard, shard_bound, stored_checksums, verify_file
+from cachetool.formats.shard import (
+    ShardFiles,
+    check_content,
+    check_samples,
+    open_shard,
+    shard_bound,
+    stored_checksums,
+    verify_file,
+)
 from cachetool.inputs import describe, open_input, run_of_blocks
 from cachetool.intake import take_in
 from cachetool.progress import Progress, Report, silent
@@ -298,17 +306,18 @@ def _replace(
             staging.path, kind, old.schema, samples=old.samples, nbytes=old.payload, compression=compression
         )
         try:
-            with open_shard(old.path, get_format(old.format), old.schema) as reader:
+            expected = check_content(old.path, old.schema, old.content)
+            with open_shard(old.path, get_format(old.format), old.schema, digest=old.digest) as reader:
                 for block in run_of_blocks(reader, 0, reader.samples):
                     files.write(block)
             facts = files.facts()
+            check_samples(facts.written.checksums, expected, old.schema, name=str(old.data))
+        except CorruptError as error:
+            files.abort()
+            raise CorruptError(f"{error};\nshard {old.id} was left as it is: cachetool verify --repair") from error
         except BaseException:
             files.abort()
             raise
-        if facts.content != old.content:
-            raise CorruptError(
-                f"shard {old.id} ({old.format}) holds other bytes than were written; it was left as it is"
-            )
         if verify:
             verify_file(files.path, kind, old.schema, facts.written.checksums)
         row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)

@@ -28,6 +28,7 @@ from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
 from cachetool.inputs import Input, identity, open_input
+from cachetool.parts import DATASET_FILE, LAYOUT
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 
@@ -97,7 +98,7 @@ def export(
         parts = [_finished(aside)[_name(n, kind)] for n in range(len(cuts))]
         digest = _digest(aside, parts, schema)
         about = {
-            "layout": 1,
+            "layout": LAYOUT,
             "format": kind.name,
             "compression": compression,
             "schema": schema.to_json(),
@@ -105,8 +106,8 @@ def export(
             "content": digest,
             "parts": parts,
         }
-        (aside / "dataset.json").unlink(missing_ok=True)
-        write_durable(aside / "dataset.json", json.dumps(about, indent=1).encode())
+        (aside / DATASET_FILE).unlink(missing_ok=True)
+        write_durable(aside / DATASET_FILE, json.dumps(about, indent=1).encode())
         remove_tree(aside / "done")
         (aside / "plan.json").unlink()
         fsync_folder(aside)
@@ -150,9 +151,17 @@ def write_parts(
         for number, start, stop in todo:
             path = where / _name(number, kind)
             written = _write(source, path, kind, start, stop, compression, channel)
+            source.check(start, written.checksums)
             if verify:
                 verify_file(path, kind, source.schema, written.checksums)
-            part = {"file": path.name, "samples": written.samples, "payload": written.payload}
+            content = ContentDigest(source.schema)
+            content.update(written.checksums)
+            part = {
+                "file": path.name,
+                "samples": written.samples,
+                "payload": written.payload,
+                "content": content.hexdigest(),
+            }
             write_durable(where / "done" / f"{path.name}.json", json.dumps(part).encode())
             fsync_folder(where / "done")
     finally:

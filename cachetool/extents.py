@@ -34,6 +34,7 @@ __all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 EXTENTS_FILE = "extents.bin"
 _MAGIC = b"CTEXT001"
 _ALIGN = 64
+_FARTHEST = 2**62
 Int64s = npt.NDArray[np.int64]
 
 
@@ -130,7 +131,7 @@ class Extents:
         """
         try:
             return cls._parse(memoryview(buffer).cast("B"), schema)
-        except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptError(f"{name} is not a whole extents file: {error}") from error
 
     @classmethod
@@ -143,6 +144,11 @@ class Extents:
         header = json.loads(bytes(view[16 : 16 + length]))
         base = -(-(16 + length) // _ALIGN) * _ALIGN
         samples = int(header["samples"])
+        if samples < 0:
+            raise ValueError(f"{samples} samples")
+        for file in header["files"]:
+            if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
+                raise ValueError(f"{file!r} is not a name inside of the folder")
 
         def array(index: int | None, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
             if index is None:
@@ -169,14 +175,14 @@ class Extents:
                 shapes=array(entry["shapes"], (samples, field.rank)),
                 column=array(entry["column"], (samples,)),
             )
-            _check(fields[field.name], field, len(header["files"]))
+            _check(fields[field.name], field, len(header["files"]), samples)
         checksums = array(header["checksums"], (len(schema), samples))
         if checksums is None:
             raise ValueError("no checksums")
         return cls(samples, tuple(str(f) for f in header["files"]), fields, checksums)
 
 
-def _check(extents: FieldExtents, field: Field, files: int) -> None:
+def _check(extents: FieldExtents, field: Field, files: int, samples: int) -> None:
     """Raise ValueError unless the extents are those of such a field."""
     index = [array for array in (extents.offsets, extents.sizes, extents.shapes) if array is not None]
     good = all(array.dtype == np.int64 for array in index)
@@ -186,5 +192,9 @@ def _check(extents: FieldExtents, field: Field, files: int) -> None:
         good = good and extents.column is None and 0 <= extents.file < files
         good = good and (field.kind != "fixed" or (extents.sizes is None and extents.nbytes == field.nbytes))
         good = good and (field.kind != "ragged" or extents.shapes is not None)
+        # Positions are computed with 64 bits, which must not wrap around to some that are inside of the file.
+        last = extents.start + extents.stride * max(0, samples - 1)
+        good = good and min(extents.start, last, extents.nbytes) >= 0
+        good = good and max(extents.start, last, extents.nbytes) <= _FARTHEST
     if not good:
         raise ValueError(f"not extents of field {field.name!r}, {field.describe()}")

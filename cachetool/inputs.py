@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Block
+from cachetool.block import Block
 from cachetool.cache import CacheDir, Shard
 from cachetool.engines.task import Message
 from cachetool.errors import CorruptError, UsageError
-from cachetool.formats import format_for, get_format
+from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.shard import open_plain, open_shard
+from cachetool.formats.shard import check_content, check_samples, open_shard
+from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 from cachetool.sources.files import FileOptions, FileSource, is_file_input, open_files
+from cachetool.sources.guard import GuardedFile
 
 __all__ = ["Input", "describe", "identity", "open_input", "run_of_blocks"]
-
-DATASET_FILE = "dataset.json"
 
 
 class Input(Protocol):
@@ -47,6 +47,11 @@ class Input(Protocol):
         """Samples ``start`` to ``stop`` in blocks of about 8 MB."""
         ...
 
+    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        """Compare the ``checksums``, (fields, samples), of the samples that came from ``start`` on with those that the
+        input keeps, if it does. Raises :class:`CorruptError` naming file, sample and field."""
+        ...
+
     def close(self) -> None:
         """Let go of files. May be called twice."""
         ...
@@ -59,7 +64,7 @@ def describe(path: Path, options: FileOptions) -> Message:
     value: Message = {"path": str(path.resolve()), "options": options.to_json()}
     if (path / DATASET_FILE).is_file():
         return {"kind": "parts", **value}
-    if _is_ours(path):
+    if is_ours(path):
         return {"kind": "own", **value}
     return {"kind": "files" if is_file_input(path) else "objects", **value}
 
@@ -89,29 +94,28 @@ def identity(description: Message) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether a file carries the mark of our layout: then a damaged one is an error, not somebody else's file."""
-    if path.suffix in (".h5", ".hdf5") and path.is_file():
-        with path.open("rb") as file:
-            return b"cachetool" in file.read(2**18)
-    if path.suffix == ".zarr" and (path / "zarr.json").is_file():
-        return '"cachetool"' in (path / "zarr.json").read_text("utf-8", "replace")
-    if path.suffix == ".lmdb" and path.is_file() and path.stat().st_size:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return view.rfind(b"__schema__") >= 0 and view.rfind(b"__len__") >= 0
-    return False
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One shard, or one file of ours."""
+
+    samples: int
+    name: str
+    """Of its data file, for messages."""
+    open: Callable[[], Reader | GuardedFile]
+    checksums: Callable[[], npt.NDArray[np.uint64]] | None
+    """What its samples must hash to; None where nothing says it."""
 
 
 class _Stored:
-    """Shards of a cache, or the parts of a folder of ours: one reader after another."""
+    """Shards of a cache, or files of ours outside of any: one reader after another."""
 
     random = True
     skipped: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, schema: Schema, parts: list[tuple[int, Callable[[], Reader]]]) -> None:
+    def __init__(self, schema: Schema, parts: list[_Part]) -> None:
         self.schema = schema
         self._parts = parts
-        self._starts = np.cumsum([0, *(samples for samples, _ in parts)])
+        self._starts = np.cumsum([0, *(part.samples for part in parts)])
         self.samples = int(self._starts[-1])
 
     @classmethod
@@ -120,61 +124,54 @@ class _Stored:
         with CacheDir(Path(description["root"])) as cache:
             shards = cache.shards(description["dataset"], version=description["version"])
             schema = cache.schema(description["dataset"])
-        return cls(schema, [(shard.samples, _shard_opener(shard)) for shard in shards])
+        return cls(schema, [_shard(shard) for shard in shards])
 
     @classmethod
     def of_folder(cls, folder: Path) -> _Stored:
         """What ``convert --out`` wrote. Raises :class:`CorruptError` when its list of parts cannot be read."""
-        try:
-            about = json.loads((folder / DATASET_FILE).read_bytes())
-            schema = Schema.from_json(about["schema"])
-            parts = [
-                (int(part["samples"]), _part_opener(folder, str(part["file"]), about, schema))
-                for part in about["parts"]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"{folder / DATASET_FILE} is not what cachetool convert writes: {error}") from error
-        return cls(schema, parts)
+        schema, parts = read_parts(folder)
+        return cls(schema, [_Part(part.samples, str(part.path), part.open, part.checksums) for part in parts])
 
     @classmethod
     def of_file(cls, path: Path) -> _Stored:
         """One file of ours, wherever it came from."""
-        kind = format_for(path)
-        with kind.open(path) as reader:
-            return cls(reader.schema, [(reader.samples, lambda: kind.open(path))])
+        with open_alone(path) as reader:
+            return cls(reader.schema, [_Part(reader.samples, str(path), lambda: open_alone(path), None)])
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        for part, low, high in self._inside(start, stop):
+            with part.open() as reader:
+                yield from run_of_blocks(reader, low, high)
+
+    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        done = 0
+        for part, low, high in self._inside(start, start + checksums.shape[1]):
+            found, done = checksums[:, done : done + high - low], done + high - low
+            if part.checksums is not None:
+                expected = part.checksums()[:, low:high]
+                check_samples(found, expected, self.schema, name=part.name, first=low)
+
+    def _inside(self, start: int, stop: int) -> Iterator[tuple[_Part, int, int]]:
+        """The parts that hold samples ``start`` to ``stop``, and which of each part these are."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         for number in range(max(0, first), len(self._parts)):
             low, high = int(self._starts[number]), int(self._starts[number + 1])
             if low >= stop:
                 return
-            with self._parts[number][1]() as reader:
-                yield from run_of_blocks(reader, max(start, low) - low, min(stop, high) - low)
+            yield self._parts[number], max(start, low) - low, min(stop, high) - low
 
     def close(self) -> None:
         pass
 
 
-def _shard_opener(shard: Shard) -> Callable[[], Reader]:
-    return lambda: open_shard(shard.path, get_format(shard.format), shard.schema)
-
-
-def _part_opener(folder: Path, file: str, about: Message, schema: Schema) -> Callable[[], Reader]:
-    if os.sep in file or file.startswith("."):
-        raise ValueError(f"a part called {file!r}")
-    return lambda: open_plain(folder / file, get_format(about["format"]), schema)
-
-
-def run_of_blocks(reader: Reader, start: int, stop: int) -> Iterator[Block]:
-    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before."""
-    step = 1 if not reader.schema.is_fixed else BLOCK_BYTES // max(1, reader.schema.fixed_nbytes)
-    at = start
-    while at < stop:
-        block = reader.read(at, min(at + max(1, step), stop))
-        yield block
-        at += len(block)
-        step = min(8 * max(1, step), max(1, len(block) * BLOCK_BYTES // max(1, block.nbytes)))
+def _shard(shard: Shard) -> _Part:
+    kind = get_format(shard.format)
+    return _Part(
+        shard.samples,
+        str(shard.path / f"data{kind.suffix}"),
+        lambda: open_shard(shard.path, kind, shard.schema, digest=shard.digest),
+        lambda: check_content(shard.path, shard.schema, shard.content),
+    )
 
 
 class _Files:
@@ -205,6 +202,9 @@ class _Files:
             if low < high:
                 yield block.slice(low, high)
 
+    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        pass
+
     def close(self) -> None:
         self._source.close()
 
@@ -227,6 +227,9 @@ class _Objects:
         for piece in self._source.read(np.arange(start, stop), schema=self.schema):
             if len(piece.block):
                 yield piece.block
+
+    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        pass
 
     def close(self) -> None:
         self._source.close()

@@ -165,6 +165,7 @@ class _Shard:
                 for block in blocks:
                     files.write(block)
                 facts = files.facts()
+                self._input.check(self._held.start, facts.written.checksums)
             except BaseException:
                 files.abort()
                 raise

@@ -164,7 +164,7 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
 def _checked(folder: Path) -> Record:
     value = read_shard_json(folder)
     if value["layout"] > LAYOUT_VERSION:
-        raise ValueError(f"{folder / SHARD_FILE} was written by a newer cachetool")
+        raise ValueError(f"{folder / SHARD_FILE} has layout {value['layout']}, this cachetool knows {LAYOUT_VERSION}")
     Schema.from_json(value["schema"])
     if not (folder / value["data"]).exists():
         raise ValueError(f"{folder / value['data']} is missing")

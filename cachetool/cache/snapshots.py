@@ -51,6 +51,8 @@ class Shard:
     """How many epochs it served."""
     content: str
     """Content digest."""
+    digest: str
+    """File digest."""
     schema: Schema
 
     @property
@@ -90,6 +92,7 @@ def visible(connection: Connection, layout: Layout, dataset: str | None, version
             created=row["created"],
             epochs=row["epochs"],
             content=row["content"],
+            digest=row["digest"],
             schema=parsed[row["dataset"]],
         )
         for row in connection.execute(query + " ORDER BY seq", values)

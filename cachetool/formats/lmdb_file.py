@@ -12,12 +12,12 @@ import mmap
 import numpy as np
 
 from cachetool.errors import CorruptError
-from cachetool.formats.lmdb_pages import PAGE_HEADER, read_leaves
+from cachetool.formats.lmdb_pages import PAGE_HEADER, last_keys, read_leaves
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.runs import Bytes, Int64s, windows
 from cachetool.schema import Schema
 
-__all__ = ["KEY", "LEN_KEY", "PUTS", "SCHEMA_KEY", "map_size", "read_header", "schema_json"]
+__all__ = ["KEY", "LEN_KEY", "PUTS", "SCHEMA_KEY", "is_ours", "map_size", "read_header", "schema_json"]
 
 KEY = b"%012d"
 LEN_KEY, SCHEMA_KEY = b"__len__", b"__schema__"
@@ -61,6 +61,11 @@ def map_size(schema: Schema, samples: int, nbytes: int) -> int:
     commits = 1 + samples // PUTS
     extra = 2 + 16 * commits + len(schema_json(schema)) // _PSIZE + 2
     return (pages + branches + extra) * _PSIZE
+
+
+def is_ours(buffer: Bytes) -> bool:
+    """Whether the LMDB file in ``buffer`` ends with the entries of a shard of ours. Touches a few pages."""
+    return last_keys(buffer)[-2:] in ([LEN_KEY, SCHEMA_KEY], [SCHEMA_KEY])
 
 
 def read_header(buffer: Bytes, *, name: str) -> tuple[int, Schema]:

@@ -27,13 +27,13 @@ import numpy.typing as npt
 from cachetool.errors import CorruptError
 from cachetool.formats.runs import Bytes, Int64s, ends, windows
 
-__all__ = ["PAGE_HEADER", "LeafNodes", "read_leaves"]
+__all__ = ["PAGE_HEADER", "LeafNodes", "last_keys", "read_leaves"]
 
 PAGE_HEADER = 16
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
-_KIND = 0x0F
+_FLAGS = 0xFFFF ^ 0x10  # all but "dirty", which may stay on disk; any other has LMDB read the page in another way
 _BIG = 1
 _META = struct.Struct("<IIQQ")
 _DB = struct.Struct("<IHHQQQQQ")
@@ -62,6 +62,17 @@ def read_leaves(buffer: Bytes, *, name: str) -> LeafNodes:
         return _Tree(buffer).leaves()
     except (ValueError, IndexError, struct.error) as error:
         raise CorruptError(f"{name} is not a whole LMDB file: {error}") from error
+
+
+def last_keys(buffer: Bytes) -> list[bytes]:
+    """The keys of the last leaf page of the LMDB file in ``buffer``, read by one page a level; empty when it is not
+    such a file as :func:`read_leaves` takes."""
+    try:
+        at, head = _Tree(buffer).last_leaf()
+    except (ValueError, IndexError, struct.error):
+        return []
+    sizes = head[:, 3].tolist()
+    return [buffer[start + 8 : start + 8 + size].tobytes() for start, size in zip(at.tolist(), sizes, strict=True)]
 
 
 def _require(condition: Any, what: str) -> None:
@@ -120,13 +131,24 @@ class _Tree:
             starts[big] = self._overflow(starts[big], sizes[big])
         return LeafNodes(at + 8, head[:, 3], starts, sizes)
 
+    def last_leaf(self) -> tuple[Int64s, Int64s]:
+        """Position and header of the nodes of the leaf page with the highest keys."""
+        _require(self.entries > 0 and 0 < self.depth <= _MAX_DEPTH and self.root < self.pages, "no tree")
+        page = np.array([self.root], dtype=np.int64)
+        for _ in range(self.depth - 1):
+            _at, head, _limit = self._nodes(page, _BRANCH)
+            page = (head[:, 0] | head[:, 1] << 16 | head[:, 2] << 32)[-1:]
+            _require((page < self.pages).all(), "child page")
+        at, head, _limit = self._nodes(page, _LEAF)
+        return at, head
+
     def _nodes(self, pages: Int64s, kind: int) -> tuple[Int64s, Int64s, Int64s]:
         """Position, header (nodes, 4) and end of page of all nodes on ``pages``, which must be of ``kind``."""
         base = pages * self.psize
         head = self._gather(base, PAGE_HEADER)
         _require((head.view("<u8")[:, 0] == pages).all(), "a page that is another page")
         short = head.view("<u2").astype(np.int64)
-        _require((short[:, 5] & _KIND == kind).all(), "a page of the wrong kind")
+        _require((short[:, 5] & _FLAGS == kind).all(), "a page of the wrong kind")
         lower = short[:, 6]
         _require(((lower > PAGE_HEADER) & (lower <= self.psize)).all(), "a page with bad bounds")
         counts = (lower - PAGE_HEADER) // 2
@@ -147,7 +169,7 @@ class _Tree:
         need = -(-(sizes + PAGE_HEADER) // self.psize)
         _require((first + need <= self.pages).all(), "a value that reaches past the file")
         head = self._gather(first * self.psize, PAGE_HEADER)
-        _require((head.view("<u2")[:, 5] & _KIND == _OVERFLOW).all(), "a value on a page of the wrong kind")
+        _require((head.view("<u2")[:, 5] & _FLAGS == _OVERFLOW).all(), "a value on a page of the wrong kind")
         _require((head.view("<u4")[:, 3] >= need).all(), "a value on too few pages")
         return first * self.psize + PAGE_HEADER
 

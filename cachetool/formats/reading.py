@@ -18,13 +18,14 @@ from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file, write_durably
-from cachetool.formats.runs import Bytes, Int64s, copy_runs, ends, windows
+from cachetool.formats.runs import Bytes, Int64s, copy_runs, ends, inside, windows
 from cachetool.schema import Field, Schema
 
 __all__ = [
     "ExtentsReader",
     "check_range",
     "check_values",
+    "compare_checksums",
     "extents_bound",
     "field_extents",
     "load_extents",
@@ -91,10 +92,17 @@ def check_values(block: Block, expected: npt.NDArray[np.uint64], *, name: str, i
 
     ``expected`` is (fields, samples); ``indices`` are the numbers of the block's samples in their shard.
     """
-    wrong = checksums(block) != expected
+    compare_checksums(checksums(block), expected, block.schema, name=name, indices=indices)
+
+
+def compare_checksums(
+    found: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, indices: Int64s
+) -> None:
+    """As :func:`check_values`, of samples whose checksums are known."""
+    wrong = found != expected
     if wrong.any():
-        sample, row = divmod(int(np.argmax(wrong.T)), len(block.schema))
-        field = block.schema.names[row]
+        sample, row = divmod(int(np.argmax(wrong.T)), len(schema))
+        field = schema.names[row]
         raise CorruptError(f"{name}: sample {int(indices[sample])}, field {field!r} does not match its checksum")
 
 
@@ -124,7 +132,10 @@ class ExtentsReader:
     def _map(self, file: int) -> Bytes:
         found = self._maps.get(file)
         if found is None:
-            found = self._maps[file] = map_file(self._paths[file])
+            try:
+                found = self._maps[file] = map_file(self._paths[file])
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+                raise CorruptError(f"{self._paths[file]} is missing") from error
         return found
 
     def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:
@@ -133,16 +144,16 @@ class ExtentsReader:
             return extents.column[at]
         buffer = self._map(extents.file)
         offsets, sizes = extents.locate(at)
-        low, high = (int(offsets.min()), int((offsets + sizes).max())) if len(at) else (0, 0)
-        if low < 0 or high > len(buffer):
+        if not inside(offsets, sizes, len(buffer)):
             raise CorruptError(
                 f"{self._paths[extents.file]} is cut short: it has {len(buffer)} bytes, "
-                f"field {field.name!r} reaches to {high}"
+                f"field {field.name!r} reaches out of them"
             )
         if field.kind != "fixed":
             return self._ragged(field, at, offsets, sizes)
         if contiguous and extents.offsets is None and len(at) and extents.stride >= 0:
-            rows = np.lib.stride_tricks.as_strided(buffer[low:], (len(at), extents.nbytes), (extents.stride, 1))
+            begin = buffer[int(offsets[0]) :]
+            rows = np.lib.stride_tricks.as_strided(begin, (len(at), extents.nbytes), (extents.stride, 1))
             if extents.stride == extents.nbytes:
                 return rows.reshape(-1).view(field.numpy).reshape(len(at), *field.sizes)
         else:
@@ -160,6 +171,8 @@ class ExtentsReader:
         shapes = None if extents.shapes is None else extents.shapes[at]
         if (sizes % itemsize).any():
             raise CorruptError(f"{self._paths[extents.file]}: field {field.name!r} has a size that is no whole value")
+        if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * itemsize != sizes).any()):
+            raise CorruptError(f"{self._paths[extents.file]}: field {field.name!r} has a shape that is not its size")
         return Ragged(values.view(field.numpy), starts // itemsize, shapes)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "windows"]
+__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "inside", "windows"]
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -33,6 +33,13 @@ def ends(sizes: npt.NDArray[np.int64]) -> Int64s:
     out = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=out[1:])
     return out
+
+
+def inside(starts: Int64s, sizes: Int64s | int, total: int) -> bool:
+    """Whether runs of ``sizes`` from ``starts`` all lie between 0 and ``total``, whatever numbers they are."""
+    sizes = np.asarray(sizes, dtype=np.int64)
+    # Not starts + sizes: a sum of numbers out of a damaged file may wrap around.
+    return not bool(((starts < 0) | (sizes < 0) | (sizes > total) | (starts > total - sizes)).any())
 
 
 def windows(buffer: Bytes, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -91,7 +98,7 @@ def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, siz
     if not len(sizes):
         return
     for buffer, at in ((out, out_starts), (source, starts)):
-        if int(at.min()) < 0 or int(sizes.min()) < 0 or int((at + sizes).max()) > len(buffer):
+        if not inside(at, sizes, len(buffer)):
             raise IndexError("a run of bytes reaches outside its buffer")
     first = int(sizes[0])
     if first == 0 and not sizes.any():

@@ -1,7 +1,9 @@
 """One data file with what lies beside it: extents, or checksums where it is compressed; and both digests of a shard.
 
 Whoever writes samples goes through :class:`ShardFiles` (a folder in a cache) or :class:`PlainFile` (a file outside):
-blocks in, everything durable.
+blocks in, everything durable. Whoever reads them back for good compares what came with :func:`stored_checksums`
+(:func:`check_samples`, :func:`verify_file`), and has the file's digest checked (:func:`check_digest`) before a library
+opens it: a library may die of a damaged file.
 """
 
 from __future__ import annotations
@@ -17,9 +19,17 @@ from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.base import Format, Reader, Written
+from cachetool.formats.columnar_reading import corrupt_errors
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
 from cachetool.formats.files import allocated_bound, fsync_folder, write_durably
-from cachetool.formats.reading import ExtentsReader, check_values, extents_bound, load_extents, write_extents
+from cachetool.formats.reading import (
+    ExtentsReader,
+    check_values,
+    compare_checksums,
+    extents_bound,
+    load_extents,
+    write_extents,
+)
 from cachetool.schema import Schema
 
 __all__ = [
@@ -27,6 +37,9 @@ __all__ = [
     "PlainFile",
     "ShardFacts",
     "ShardFiles",
+    "check_content",
+    "check_digest",
+    "check_samples",
     "open_plain",
     "open_shard",
     "shard_bound",
@@ -134,10 +147,26 @@ def side_folder(path: Path) -> Path:
     return path.parent / ".extents" / path.name
 
 
-def open_shard(folder: Path, kind: Format, schema: Schema, *, library: bool = False) -> Reader:
+def open_shard(
+    folder: Path, kind: Format, schema: Schema, *, library: bool = False, digest: str | None = None
+) -> Reader:
     """Read the shard that :class:`ShardFiles` wrote into ``folder``: by its extents, or where it has none, or with
-    ``library``, through the format's own library. Raises :class:`CorruptError` naming the file."""
+    ``library``, through the format's own library; before that its bytes are compared with ``digest``, if given.
+
+    Raises :class:`CorruptError` naming the file, or the folder."""
+    if digest is not None and (library or not (folder / EXTENTS_FILE).exists()):
+        check_digest(folder, digest)
     return _open(folder / f"data{kind.suffix}", folder, kind, schema, library=library)
+
+
+def check_digest(folder: Path, digest: str) -> None:
+    """Raise :class:`CorruptError`, naming the ``folder`` of a shard, unless every byte is what was written."""
+    try:
+        found = joined_digest(file_digests(folder))
+    except OSError as error:
+        raise CorruptError(f"{folder} cannot be read: {error}") from error
+    if found != digest:
+        raise CorruptError(f"{folder}: its bytes are not those that were written; cachetool verify says which file")
 
 
 def open_plain(path: Path, kind: Format, schema: Schema) -> Reader:
@@ -160,13 +189,35 @@ def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
     if (side / EXTENTS_FILE).exists():
         return load_extents(side / EXTENTS_FILE, schema).checksums
     path = side / CHECKSUMS_FILE
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CorruptError(f"{path} cannot be read: {error}") from error
-    if found.dtype != np.uint64 or found.ndim != 2 or len(found) != len(schema):
-        raise CorruptError(f"{path} holds {found.dtype} {found.shape}, not the checksums of {len(schema)} fields")
-    return np.asarray(found, dtype=np.uint64)
+    with corrupt_errors(f"{path} cannot be read"):
+        # Mapped: a header that claims more than the file has is an error before anything is allocated for it.
+        found = np.load(path, allow_pickle=False, mmap_mode="r")
+        if found.dtype != np.uint64 or found.ndim != 2 or len(found) != len(schema):
+            raise CorruptError(f"{path} holds {found.dtype} {found.shape}, not the checksums of {len(schema)} fields")
+        return np.array(found, dtype=np.uint64)
+
+
+def check_content(side: Path, schema: Schema, content: str) -> npt.NDArray[np.uint64]:
+    """:func:`stored_checksums`, which must have the digest ``content``. Raises :class:`CorruptError` naming them."""
+    found = stored_checksums(side, schema)
+    digest = ContentDigest(schema)
+    digest.update(found)
+    if digest.hexdigest() != content:
+        name = EXTENTS_FILE if (side / EXTENTS_FILE).exists() else CHECKSUMS_FILE
+        raise CorruptError(f"{side / name} does not hold the checksums of the samples that were written")
+    return found
+
+
+def check_samples(
+    found: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, first: int = 0
+) -> None:
+    """Raise :class:`CorruptError`, naming the file ``name``, sample and field, where checksums differ.
+
+    Both are (fields, samples), of the samples from ``first`` on.
+    """
+    if found.shape != expected.shape:
+        raise CorruptError(f"{name}: {found.shape[1]} samples were read, {expected.shape[1]} were written")
+    compare_checksums(found, expected, schema, name=name, indices=np.arange(first, first + found.shape[1]))
 
 
 def verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:

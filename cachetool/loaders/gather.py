@@ -30,7 +30,8 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.files import map_file
 from cachetool.formats.reading import load_extents
-from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends
+from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
+from cachetool.formats.shard import check_digest
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
@@ -110,9 +111,8 @@ class OpenPart(Protocol):
 
 def check_inside(path: Path, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
     """Raise :class:`CorruptError` unless runs of ``sizes`` from ``starts`` lie inside the ``size`` bytes of a file."""
-    low, high = (int(starts.min()), int((starts + sizes).max())) if len(starts) else (0, 0)
-    if low < 0 or high > size:
-        raise CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches to {high}")
+    if not inside(starts, sizes, size):
+        raise CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
 
 
 class _MappedPart:
@@ -173,6 +173,8 @@ def open_by_library(part: Part, schema: Schema) -> OpenPart:
 def open_by_extents(part: Part, schema: Schema) -> OpenPart:
     """Open a part by its extents; through its format's library when it has none, as compressed ones do."""
     if not part.extents.exists():
+        if part.digest:  # a library may die of a damaged file, and this process with it
+            check_digest(part.folder, part.digest)
         return open_by_library(part, schema)
     return _MappedPart(part.folder, load_extents(part.extents, schema))
 

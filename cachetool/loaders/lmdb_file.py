@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from cachetool.errors import UsageError
 from cachetool.extents import EXTENTS_FILE
+from cachetool.formats.files import map_file
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.gather import OpenPart, Runs, open_by_library
 from cachetool.loaders.subscription import FileSubscription
@@ -45,20 +45,23 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
 
 
 def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
-    """Schema and number of samples."""
+    """Schema and number of samples. Of a file that should be ours by its pages alone: LMDB opens it only when every
+    pointer in it was found to stay inside."""
     from cachetool.formats.lmdb import open_environment
+    from cachetool.formats.lmdb_file import is_ours, read_header
 
+    if not foreign:
+        buffer = map_file(file)
+        if not is_ours(buffer):
+            raise UsageError(f"{file} was not written by cachetool; value_format='raw' gives its keys and raw values")
+        samples, schema = read_header(buffer, name=str(file))
+        return schema, samples
     environment = open_environment(file)
     try:
         with environment.env.begin() as txn:
-            if foreign:
-                return RAW, int(txn.stat()["entries"])
-            schema, samples = txn.get(b"__schema__"), txn.get(b"__len__")
+            return RAW, int(txn.stat()["entries"])
     finally:
         environment.close()
-    if schema is None or samples is None:
-        raise UsageError(f"{file} was not written by cachetool; value_format='raw' gives its keys and raw values")
-    return Schema.from_json(json.loads(schema)), int(samples)
 
 
 def only_lmdb(view: View) -> None:

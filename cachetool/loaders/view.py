@@ -39,11 +39,14 @@ class Part:
     """Its extents; where there is no such file, the format's own library reads it."""
     file: str = ""
     """Name of the data file; empty in a shard, where the format says it."""
+    digest: str = ""
+    """File digest of a shard; empty for a file outside a cache."""
 
     @classmethod
     def of_shard(cls, shard: Shard) -> Part:
         """A shard of a cache as a part."""
-        return cls(shard.id, shard.format, shard.samples, shard.content, shard.path, shard.path / EXTENTS_FILE)
+        extents = shard.path / EXTENTS_FILE
+        return cls(shard.id, shard.format, shard.samples, shard.content, shard.path, extents, digest=shard.digest)
 
 
 @dataclass(frozen=True)

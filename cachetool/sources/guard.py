@@ -41,12 +41,18 @@ _PIPE = 2**20
 _SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
 
 
+OPENER = "cachetool.sources.files:open_here"
+
+
 class GuardedFile(ClosingFile):
     """A file, or a folder of files of one kind; see :class:`cachetool.sources.filebase.RandomAccess`."""
 
-    def __init__(self, path: Path, options: FileOptions) -> None:
-        """Opens ``path`` in a process of its own; raises what :func:`cachetool.sources.files.open_here` does there."""
-        self.path, self._options = path, options
+    def __init__(self, path: Path, options: FileOptions, *, opener: str = OPENER) -> None:
+        """Opens ``path`` in a process of its own; raises what the function ``opener`` (``module:name``) does there.
+
+        That is called as :func:`cachetool.sources.files.open_here` is.
+        """
+        self.path, self._options, self._opener = path, options, opener
         self._child: _Child | None = None
         about = self._open().about
         try:
@@ -98,14 +104,14 @@ class GuardedFile(ClosingFile):
     def _open(self) -> _Child:
         if self._child is None or self._child.busy:
             self.close()
-            self._child = _Child(self.path, self._options)
+            self._child = _Child(self.path, self._options, self._opener)
         return self._child
 
 
 class _Child:
     """The process that has the file open: one request, one answer."""
 
-    def __init__(self, path: Path, options: FileOptions) -> None:
+    def __init__(self, path: Path, options: FileOptions, opener: str) -> None:
         boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.sources.guarded import main; main()"
         self._at = str(path)
         self.busy = False
@@ -121,7 +127,8 @@ class _Child:
             with contextlib.suppress(OSError):  # all that pipes may take is in use
                 fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE)  # type: ignore[arg-type]
         try:
-            self.ask({"path": os.fspath(path), "options": options.to_json(), "seconds": CPU_SECONDS})
+            request = {"path": os.fspath(path), "options": options.to_json(), "opener": opener, "seconds": CPU_SECONDS}
+            self.ask(request)
             self.about = self._answer()
         except BaseException:
             self.close()

@@ -2,7 +2,8 @@
 
 ::
 
-    stdin    {"path": ..., "options": {...}, "seconds": 120}     one line, then requests, each answered:
+    stdin    {"path": ..., "options": {...}, "opener": "module:name", "seconds": 120}
+                                                                 one line, then requests, each answered:
              {"read": [start, stop]}   {"blocks": bytes}   {"more": true}
     stdout   u32 length | JSON, then what it announces:
              {"at": path}                                         about to touch this file; the answer follows
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -21,7 +23,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,8 +35,10 @@ from cachetool.sources.filebase import FileOptions, RandomAccess
 
 __all__ = ["main"]
 
-MEMORY = 2**30
-"""Bytes that reading may take..."""
+Opener = Callable[..., RandomAccess]
+
+MEMORY = 2**28
+"""Bytes that reading may take beyond what the process has when it begins..."""
 COPIES = 8
 """...and so many times the largest row or chunk."""
 
@@ -49,11 +53,10 @@ def main() -> None:
         try:
             _limit(MEMORY)
             _patience(seconds)
-            from cachetool.sources.files import open_here
-
-            source = open_here(
-                path, FileOptions.from_json(asked["options"]), notice=lambda at: _say(out, {"at": str(at)})
-            )
+            module, _, name = asked["opener"].partition(":")
+            open_here: Opener = getattr(importlib.import_module(module), name)
+            options = FileOptions.from_json(asked["options"])
+            source = open_here(path, options, notice=lambda at: _say(out, {"at": str(at)}))
             _limit(MEMORY + COPIES * source.piece)
             about = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
             _say(out, about)
@@ -86,9 +89,19 @@ def _serve(out: IO[bytes], source: RandomAccess, seconds: int) -> None:
 
 def _limit(most: int) -> None:
     """No more memory than reading can take, and no core file of somebody's data."""
+    most += _taken()
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _taken() -> int:
+    """Bytes that count as this process's data by now."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[5]) * resource.getpagesize()
+    except OSError:
+        return 2**27
 
 
 def _patience(seconds: int) -> None:
