@@ -1,25 +1,7 @@
 """HDF5: one ``.h5`` file a shard, its arrays contiguous, made by the library and filled by our own writes.
 
-Layout (version 1), arrays named as in :mod:`cachetool.formats.columnar`::
-
-    data.h5
-      attribute "cachetool"   JSON: {"layout": 1, "samples": n, "schema": [{"name", "dtype", "shape"}, ...]}
-      NAME                    (n, *shape), or flat (total,) for bytes, str and ragged fields
-      NAME.offsets            (n + 1,) int64
-      NAME.shapes             (n, rank) int64
-
-Datasets are little-endian and contiguous, each beginning at a multiple of 64 bytes; compressed (``gzip`` or ``lzf``,
-after ``shuffle``) they are chunked by whole rows. bool is h5py's enum, complex h5py's compound; datetime64 and
-timedelta64, which HDF5 has not, are int64 with NumPy's dtype in the attribute ``dtype``. The file opens in HDF5 1.10
-and later. To read it::
-
-    import h5py, json
-    with h5py.File("data.h5", "r") as file:
-        n = json.loads(file.attrs["cachetool"])["samples"]
-        for i in range(n):
-            image = file["image"][i]                                                                         # fixed
-            name = bytes(file["name"][slice(*file["name.offsets"][i:i + 2])]).decode()                       # str
-            audio = file["audio"][slice(*file["audio.offsets"][i:i + 2])].reshape(file["audio.shapes"][i])   # ragged
+``docs/formats.md`` has the layout (version 1) and a reader without cachetool; the arrays are those of
+:mod:`cachetool.formats.columnar`.
 
 HDF5 places a contiguous dataset when it is made, by its size, which is only known in the end. So the library makes the
 metadata twice, in memory (:func:`_skeleton`): for the most samples that may come, which says where arrays are written

@@ -1,19 +1,8 @@
 """Shards as one LMDB file each, in the format of engine 0.9, which every LMDB since 2011 reads.
 
 Keys are ``b"%012d" % sample``; then ``__len__`` (the count as text) and ``__schema__`` (JSON: a list of name, dtype,
-shape). A value is the sample's fields packed as :mod:`cachetool.formats.lmdb_values` has it. For a schema of fixed
-fields a reader without cachetool is::
-
-    env = lmdb.open("data.lmdb", subdir=False, readonly=True, lock=False)
-    with env.begin() as txn:
-        schema, count = json.loads(txn.get(b"__schema__")), int(txn.get(b"__len__"))
-        value, at, sample = txn.get(b"%012d" % 0), 0, {}
-        for field in schema:
-            dtype, shape = numpy.dtype(field["dtype"]), tuple(field["shape"])
-            align = min(dtype.itemsize, 8)
-            at = -(-at // align) * align
-            sample[field["name"]] = numpy.frombuffer(value, dtype, math.prod(shape), at).reshape(shape)
-            at += math.prod(shape) * dtype.itemsize
+shape). A value is the sample's fields packed as :mod:`cachetool.formats.lmdb_values` has it; ``docs/formats.md`` has a
+reader without cachetool.
 
 The file is written through a memory map (``writemap``) after it was allocated whole: without that a full disk kills
 the process, with it writing is 3-5 times faster. No lock file is made or left behind: a shard has one writer, and its

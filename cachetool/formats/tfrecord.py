@@ -1,11 +1,8 @@
 """Shards as one TFRecord file each: frames of :mod:`cachetool.formats.framing` around the ``tf.train.Example`` of
 :mod:`cachetool.formats.example`.
 
-Nothing of this needs TensorFlow or the ``tfrecord`` package, which cannot live in one process. In TensorFlow::
-
-    tf.data.TFRecordDataset(path).map(lambda r: tf.io.parse_single_example(r, {
-        "image": tf.io.FixedLenFeature([], tf.string),        # then tf.io.decode_raw(image, tf.float32)
-        "label": tf.io.FixedLenFeature([], tf.int64)}))
+Nothing of this needs TensorFlow or the ``tfrecord`` package, which cannot live in one process; ``docs/formats.md`` has
+a reader in TensorFlow.
 
 The file says nothing about its schema, so reading needs ``schema=``. With ``compression="gzip"`` the whole file is one
 gzip stream (``compression_type="GZIP"`` in TensorFlow).

@@ -1,28 +1,7 @@
 """Zarr v3: one folder a shard, one shard file an array, made of raw chunks by our own writes.
 
-Layout (version 1), arrays named as in :mod:`cachetool.formats.columnar`::
-
-    data.zarr/
-      zarr.json               group; attribute "cachetool": {"layout": 1, "samples": n, "schema": [...]}
-      NAME/zarr.json          array (n, *shape), or flat (total,) for bytes, str and ragged fields
-      NAME/c.0.0.0            its bytes: inner chunks in order, then the index: (offset, size) u64 of each, and a crc32c
-      NAME.offsets/           (n + 1,) int64
-      NAME.shapes/            (n, rank) int64
-
-The sharding codec (index at the end) with inner chunks of whole rows, at least 256 KiB where the array has that many;
-the last one is filled up with zeros. Chunk keys are separated by ``.``, so that an array is one folder of two files. An
-array without bytes has no chunk file. Compressed (``zstd``, ``blosc`` or ``gzip``) arrays are cut into shard files of
-about 32 MiB before compression. datetime64 and timedelta64 are zarr's ``numpy.datetime64`` and ``numpy.timedelta64``.
-To read it::
-
-    import zarr
-    group = zarr.open_group("data.zarr", mode="r")
-    n = group.attrs["cachetool"]["samples"]
-    images, names, ends = group["image"], group["name"], group["name.offsets"][:]
-    for i in range(n):
-        image = images[i]                                              # fixed shape
-        name = bytes(names[ends[i]:ends[i + 1]]).decode()              # str
-        audio = group["audio"][slice(*group["audio.offsets"][i:i + 2])].reshape(group["audio.shapes"][i])   # ragged
+``docs/formats.md`` has the layout (version 1) and a reader without cachetool; the arrays are those of
+:mod:`cachetool.formats.columnar`. Chunk keys are separated by ``.``, so that an array is one folder of two files.
 
 zarr reads a chunk that is not there as zeros. So opening a shard checks that every chunk file is there, whole, a plain
 file, and that its index names every chunk; zarr itself checks the index's crc32c.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,49 +23,10 @@ from tests.formats.samples import EVERY_KIND, block, write
 
 ZARR = get_format("zarr")
 
-DOCUMENTED = Schema(
-    (Field("image", "<f4", (4, 6)), Field("a/label", "<i8"), Field("name", "str"), Field("audio", "<i2", (None, None)))
-)
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "data.zarr"
-
-
-@pytest.mark.parametrize("compression", [None, *ZARR.compressions])
-def test_the_documented_reader_needs_only_zarr(path: Path, compression: str | None) -> None:
-    """The lines of the module's docstring, in a process that cannot import cachetool; no warning is given."""
-    content = block(DOCUMENTED, 31, largest=9)
-    write(ZARR, path, content, compression=compression)
-    program = """
-import sys, hashlib, warnings
-sys.modules["cachetool"] = None
-warnings.simplefilter("error")
-import zarr
-digest = hashlib.sha256()
-group = zarr.open_group(sys.argv[1], mode="r")
-n = group.attrs["cachetool"]["samples"]
-images, names, ends = group["image"], group["name"], group["name.offsets"][:]
-for i in range(n):
-    image = images[i]
-    label = group["a/label"][i]
-    name = bytes(names[ends[i]:ends[i + 1]]).decode()
-    audio = group["audio"][slice(*group["audio.offsets"][i:i + 2])].reshape(group["audio.shapes"][i])
-    for part in (image.tobytes(), label.tobytes(), name.encode(), str(audio.shape).encode(), audio.tobytes()):
-        digest.update(part)
-print(digest.hexdigest())
-"""
-    expected = hashlib.sha256()
-    for i in range(31):
-        sample = content.sample(i)
-        audio = sample["audio"]
-        for part in (sample["image"], sample["a/label"], sample["name"].encode(), str(audio.shape).encode(), audio):
-            expected.update(part if isinstance(part, bytes) else part.tobytes())
-
-    out = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
-
-    assert (out.stdout.strip(), out.stderr) == (expected.hexdigest(), "")
 
 
 def test_zarr_finds_every_array_of_its_type_and_the_extents_are_its_bytes(path: Path) -> None:

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import lmdb
 import numpy as np
 
-import cachetool.formats.lmdb
 from cachetool.formats import get_format
 from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, write
 
 KIND = get_format("lmdb")
-
-
-def test_the_documented_reader_reads(tmp_path: Path) -> None:
-    """The ten lines in the module's docstring, run as they stand, in a process without cachetool."""
-    lines = (cachetool.formats.lmdb.__doc__ or "").splitlines()
-    first = next(n for n, line in enumerate(lines) if "env = lmdb.open" in line)
-    code = textwrap.dedent("\n".join(line for line in lines[first:] if line.startswith("    ")))
-    assert len(code.splitlines()) <= 10
-    schema = Schema(tuple(f for f in EVERY_KIND if f.kind == "fixed"))
-    content = block(schema, 4)
-    write(KIND, tmp_path / "data.lmdb", content)
-    code = (
-        "import json, lmdb, math, numpy, sys\n"
-        + code
-        + "\nassert 'cachetool' not in sys.modules and count == 4\n"
-        + "print(json.dumps({name: [str(v.dtype), list(v.shape), v.tobytes().hex()] for name, v in sample.items()}))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True, env={**os.environ}
-    )
-    assert done.returncode == 0, done.stderr
-    expected = content.sample(0)
-    assert json.loads(done.stdout) == {
-        name: [str(value.dtype), list(value.shape), value.tobytes().hex()] for name, value in expected.items()
-    }
 
 
 def test_variable_fields_by_the_documented_layout(tmp_path: Path) -> None:

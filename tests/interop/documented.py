@@ -1,0 +1,81 @@
+"""The readers of ``docs/formats.md``, run as they stand there in processes that cannot import cachetool."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cachetool.block import Block
+from cachetool.schema import Schema
+
+DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+READERS = {
+    section.split()[0].lower(): section.split("```python\n")[1].split("```")[0]
+    for section in re.split(r"^## ", DOC, flags=re.MULTILINE)
+    if "```python\n" in section
+}
+"""Format, or ``extents.bin``, to the program that reads it."""
+
+_CHILD = """
+import hashlib, json, sys
+sys.modules["cachetool"] = None
+program, jobs = json.load(sys.stdin)
+names = {}
+exec(program, names)
+import numpy as np
+def digest(value):
+    array = np.frombuffer(value, "u1") if isinstance(value, bytes) else np.asarray(value)
+    return hashlib.blake2b(repr((array.dtype.str, array.shape)).encode() + array.tobytes(), digest_size=8).hexdigest()
+for job in jobs:
+    if "samples" in names:
+        found = names["samples"](*job["arguments"])
+    else:
+        found = (names["sample"](*job["arguments"], n) for n in range(job["count"]))
+    print(json.dumps([{name: digest(value) for name, value in one.items()} for one in found]))
+"""
+
+
+def read(name: str, jobs: Sequence[tuple[int, Sequence[Any]]]) -> list[list[dict[str, str]]]:
+    """What the reader called ``name`` finds, a digest for each field of each sample.
+
+    A job is the number of samples and the reader's arguments before the number of the sample.
+    """
+    lines = [{"count": count, "arguments": list(arguments)} for count, arguments in jobs]
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        input=json.dumps([READERS[name], lines]),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def arguments(name: str, path: Path, schema: Schema, *, compression: str | None = None) -> list[Any]:
+    """What the reader of format ``name`` is called with for the file ``path``."""
+    if name != "tfrecord":
+        return [str(path)]
+    return [str(path), schema.to_json(), compression and compression.upper()]
+
+
+def expected(content: Block) -> list[dict[str, str]]:
+    """What a reader must find in a file of these samples."""
+    return [{name: _digest(value) for name, value in content.sample(n).items()} for n in range(len(content))]
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, str):
+        value = value.encode("utf-8", "surrogateescape")
+    array = np.frombuffer(value, "u1") if isinstance(value, bytes) else np.asarray(value)
+    return hashlib.blake2b(repr((array.dtype.str, array.shape)).encode() + array.tobytes(), digest_size=8).hexdigest()
