@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cachetool.api import Cache, convert, open_cache
+    from cachetool.background import BackgroundPull
     from cachetool.errors import (
         AccessDenied,
         BadObject,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDenied",
+    "BackgroundPull",
     "BadObject",
     "Cache",
     "CacheToolError",
@@ -50,7 +52,10 @@ __all__ = [
     "open_cache",
 ]
 
-_API = ("Cache", "convert", "open_cache")
+_HOMES = {
+    **dict.fromkeys(("Cache", "convert", "open_cache"), "cachetool.api"),
+    "BackgroundPull": "cachetool.background",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("cachetool")
     elif name in __all__:
-        value = getattr(import_module("cachetool.api" if name in _API else "cachetool.errors"), name)
+        value = getattr(import_module(_HOMES.get(name, "cachetool.errors")), name)
     else:
         raise AttributeError(f"module 'cachetool' has no attribute {name!r}")
     globals()[name] = value

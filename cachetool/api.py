@@ -17,7 +17,6 @@ from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
-from cachetool.sources import SourceOptions, image_size
 from cachetool.sources.files import FileOptions
 
 __all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample"]
@@ -59,7 +58,7 @@ class Cache(CacheDir):
         random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those
         of :func:`cachetool.pull.pull`.
         """
-        options = PullOptions(
+        options = PullOptions.of(
             to=to,
             samples=samples,
             everything=everything,
@@ -73,16 +72,14 @@ class Cache(CacheDir):
             on_error=on_error,
             wait=wait,
             renew=renew,
-            source=SourceOptions(
-                fields=None if fields is None else tuple(fields),
-                rename=dict(rename or {}),
-                stem=stem,
-                decode=decode,
-                resize=image_size(resize),
-                label_from_folder=label_from_folder,
-                key=key,
-                concurrency=concurrency,
-            ),
+            fields=fields,
+            rename=rename,
+            stem=stem,
+            decode=decode,
+            resize=resize,
+            label_from_folder=label_from_folder,
+            key=key,
+            concurrency=concurrency,
         )
         return pull_source(self, source, options, report=progress)
 

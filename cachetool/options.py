@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
 
 from cachetool.cache import Room, policy_names
 from cachetool.errors import UsageError
@@ -41,6 +43,30 @@ class PullOptions:
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """Options as :meth:`cachetool.Cache.pull` takes them: those of the source beside the others.
+
+        Raises :class:`UsageError` also for a name that is none.
+        """
+        source = {each.name: given.pop(each.name) for each in fields(SourceOptions) if each.name in given}
+        known = [each.name for each in fields(cls) if each.name != "source"]
+        if unknown := set(given) - set(known):
+            raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
+        if source.get("fields") is not None:
+            source["fields"] = tuple(source["fields"])
+        source["rename"] = dict(source.get("rename") or {})
+        return cls(**given, source=SourceOptions(**source))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "source": self.source.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The options that :meth:`to_json` described."""
+        return cls(**{**value, "source": SourceOptions.from_json(value["source"])})
 
     def __post_init__(self) -> None:
         if self.to is not None:

@@ -22,7 +22,7 @@ from typing import Any
 from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, CapBlocked, CapTooSmall, UsageError
+from cachetool.errors import CacheToolError, CapBlocked, CapTooSmall, Interrupted, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import shard_bound
@@ -33,7 +33,7 @@ from cachetool.sources import SourceOptions
 from cachetool.stores import canonical
 from cachetool.units import format_size, parse_size
 
-__all__ = ["PullResult", "pull"]
+__all__ = ["PullResult", "pull", "source_id"]
 
 DEFAULT_SHARD = 64 * 10**6
 """Bytes of values in a shard, unless a sixteenth of the cap is less."""
@@ -105,7 +105,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     began = time.monotonic()
     if not url.strip():
         raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
-    id = _source_id(url, options)
+    id = source_id(url, options)
     with ExitStack() as stack:
         known = cache.source(id)
         if known is not None and options.source == SourceOptions(stem=options.source.stem):
@@ -182,8 +182,11 @@ def _draw(
 
     full: list[str] = []
     try:
+        report(Progress("pull", 0, target))
         outcomes = LocalEngine().run([task] * workers, on_message) if count or options.follow else []
         full = [outcome["full"] for outcome in outcomes if outcome["full"]]
+    except Interrupted:
+        raise
     except CacheToolError as error:
         cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}")
         raise
@@ -218,7 +221,7 @@ def _withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
         cache.withdraw(dataset, source)
 
 
-def _source_id(url: str, options: PullOptions) -> str:
+def source_id(url: str, options: PullOptions) -> str:
     """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
     text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

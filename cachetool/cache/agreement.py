@@ -19,7 +19,10 @@ from cachetool.errors import CatalogError
 
 __all__ = ["contradiction"]
 
-_TABLES = ("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions")
+_TABLES = (
+    *("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions"),
+    "pullers",
+)
 _STATES = ("staging", "ready", "retiring", "trash", "quarantine")
 _FIXED = ("url", "identity", "dataset", "units", "samples", "seed")
 """Of a source; the rest changes while it is drawn."""

@@ -72,6 +72,13 @@ _MIGRATIONS = (
     CREATE INDEX claims_by_source ON claims (source, turn);
     INSERT INTO meta VALUES ('served', 0);
     """,
+    # Background pulls: who pulls a source, and what became of it.
+    """
+    CREATE TABLE pullers (
+        source TEXT PRIMARY KEY, holder TEXT, pid INTEGER, url TEXT, dataset TEXT, phase TEXT, listed INTEGER,
+        error TEXT, started REAL, updated REAL
+    ) WITHOUT ROWID;
+    """,
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 
@@ -194,6 +201,7 @@ class Catalog:
 
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._turn():
+            connection: sqlite3.Connection | None = None
             try:
                 connection = self._open()
                 connection.execute(begin)
@@ -203,15 +211,12 @@ class Catalog:
                     self.close()
                     connection = self._open()
                     connection.execute(begin)
-            except _FAILURES as error:
-                raise self._error(error) from error
-            try:
                 yield connection
                 connection.execute("COMMIT")
             except _FAILURES as error:
                 self._rollback(connection)
                 raise self._error(error) from error
-            except BaseException:
+            except BaseException:  # a signal's exception too, which may come between any two lines
                 self._rollback(connection)
                 raise
 
@@ -222,8 +227,8 @@ class Catalog:
             return False
 
     @staticmethod
-    def _rollback(connection: sqlite3.Connection) -> None:
-        if connection.in_transaction:  # a full disk makes SQLite roll back by itself
+    def _rollback(connection: sqlite3.Connection | None) -> None:
+        if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
             connection.execute("ROLLBACK")
 
     def _open(self, *, meta: Mapping[str, int] | None = None) -> sqlite3.Connection:

@@ -9,6 +9,7 @@ from typing import Any
 from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, drawn
 from cachetool.cache.layout import Layout
+from cachetool.cache.pullers import STOPPED, pull_states
 from cachetool.cache.repair import quarantined
 from cachetool.cache.usage import measure
 from cachetool.schema import Schema
@@ -39,6 +40,8 @@ class Stats:
     """name, schema, formats (shards each), shards, samples, bytes, payload."""
     sources: list[dict[str, Any]]
     """url, dataset, units, drawn, skipped, fetched, coverage (share of the pass), pass (from 1), seed."""
+    pulls: list[dict[str, Any]]
+    """Background pulls at work or failed: the fields of :class:`cachetool.cache.pullers.PullState`."""
     holders: list[dict[str, Any]]
     leases: list[dict[str, Any]]
     quarantine: list[dict[str, Any]]
@@ -98,6 +101,9 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             shard_bytes=sum(each["bytes"] for each in datasets),
             datasets=datasets,
             sources=sources,
+            pulls=[
+                state.as_dict() for state in pull_states(connection, layout, dataset=dataset) if state.phase != STOPPED
+            ],
             holders=[dict(row) for row in connection.execute("SELECT pid, host, what, started FROM holders")],
             leases=[
                 dict(row)

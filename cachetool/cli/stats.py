@@ -78,6 +78,21 @@ def _print(out: Output, found: dict[str, Any]) -> None:
                 for row in found["sources"]
             ],
         )
+    if found["pulls"]:
+        out.table(
+            ["background pull", "dataset", "by", "state", ">samples", "since"],
+            [
+                (
+                    row["url"],
+                    row["dataset"],
+                    f"pid {row['pid']}",
+                    row["phase"],
+                    row["samples"],
+                    time.strftime("%H:%M:%S", time.localtime(time.time() - row["seconds"])),
+                )
+                for row in found["pulls"]
+            ],
+        )
     if found["evictions"]:
         out.table(
             ["evicted for", "policy", ">shards", ">samples", ">bytes"],

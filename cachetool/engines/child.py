@@ -2,17 +2,19 @@
 
 ::
 
-    stdin    {"target": "cachetool.sampler:draw", "arguments": {...}}     then nothing until its end means: stop
-    stdout   {"message": {...}} ...                                        then {"result": {...}} or {"error": ...}
+    stdin    {"target": "cachetool.sampler:draw", "arguments": {...}, "starter": pid}     then nothing until its end
+    stdout   {"message": {...}} ...                                   then {"result": {...}} or {"error": ...}
 
-When stdin ends, the starter is gone or wants the work to stop: :class:`Interrupted` is raised in the main thread, so
-that ``with`` blocks give back what they hold. Anything that a library prints goes to stderr.
+When stdin ends, at SIGTERM, or when the starter is not the parent any more, the work is to stop: :class:`Interrupted`
+is raised in the main thread, so that ``with`` blocks give back what they hold. Anything that a library prints goes to
+stderr.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -24,6 +26,9 @@ from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, to_json
 
 __all__ = ["main"]
+
+WATCH = 0.5
+"""Seconds until a child notices at the latest that its starter is gone."""
 
 
 class _Pipe:
@@ -47,10 +52,10 @@ def main() -> None:
     os.dup2(2, 1)
     pipe = _Pipe(out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
+        signal.signal(signal.SIGTERM, _interrupt)
         task = json.loads(sys.stdin.buffer.readline())
-        threading.Thread(target=_watch, daemon=True).start()  # from here on Interrupted may be raised
+        threading.Thread(target=_watch, args=(task["starter"],), daemon=True).start()
         outcome = {"result": _call(task, pipe)}
     except CacheToolError as error:
         outcome = to_json(disk_error(error) or error)
@@ -88,9 +93,11 @@ def _call(task: Message, pipe: _Pipe) -> Message:
     return result
 
 
-def _watch() -> None:
-    while os.read(0, 4096):
-        pass
+def _watch(starter: int) -> None:
+    """Wait for the end of stdin or of the starter: one does not imply the other where processes were forked."""
+    while os.getppid() == starter:
+        if select.select([0], [], [], WATCH)[0] and not os.read(0, 4096):
+            break
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -2,13 +2,15 @@
 
 Not ``multiprocessing``: a child here never imports the user's script, needs no main guard, is started the same way from
 scripts, notebooks and ``python -``, and inherits nothing, so that a store's client, which hangs in a forked child, is
-only ever used in a process of its own. Children end when their stdin does: also when this process is killed.
+only ever used in a process of its own. Children end when their stdin does, and when this process is gone, however it
+went: a program that forks hands the other end of that stdin to processes that may outlive it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from typing import Any
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
 
-__all__ = ["LocalEngine"]
+__all__ = ["Child", "LocalEngine", "stop"]
 
 GRACE = 5.0
 """Seconds that a stopped child has to give back what it holds."""
@@ -34,9 +36,10 @@ class LocalEngine:
         ``on_message(number, message)`` is called here for every message of task ``number``. The first error of a task
         stops the others and is raised; Ctrl-C stops all. No child is left behind in any case.
         """
-        children: list[_Child] = []
+        children: list[Child] = []
         try:
-            children = [_Child(task) for task in tasks]
+            for task in tasks:
+                children.append(Child(task))
             with selectors.DefaultSelector() as ready:
                 for number, child in enumerate(children):
                     ready.register(child.stdout, selectors.EVENT_READ, number)
@@ -52,10 +55,12 @@ class LocalEngine:
                         child.check(ended=not more)
             return [child.result or {} for child in children]
         finally:
-            _stop(children)
+            stop(children)
 
 
-class _Child:
+class Child:
+    """One task in a process of its own, begun at once."""
+
     def __init__(self, task: Task) -> None:
         boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
         self.process = subprocess.Popen(
@@ -70,8 +75,10 @@ class _Child:
         self.result: Message | None = None
         self.error: CacheToolError | None = None
         self._rest = b""
-        self.stdin.write(json.dumps({"target": task.target, "arguments": dict(task.arguments)}).encode() + b"\n")
-        self.stdin.flush()
+        line = {"target": task.target, "arguments": dict(task.arguments), "starter": os.getpid()}
+        with contextlib.suppress(BrokenPipeError):  # it died at once: the end of its stdout says so
+            self.stdin.write(json.dumps(line).encode() + b"\n")
+            self.stdin.flush()
 
     def receive(self) -> tuple[bool, list[Message]]:
         """Whether the child may still say something, and the messages that came now."""
@@ -99,10 +106,13 @@ class _Child:
             raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; what it had committed is kept")
 
 
-def _stop(children: Sequence[_Child]) -> None:
+def stop(children: Sequence[Child]) -> None:
+    """End children that still run: they give back what they hold, and are killed when that takes too long."""
     for child in children:
         with contextlib.suppress(OSError):  # the child is gone: there is nothing left to tell it
             child.stdin.close()
+        # Its stdin may have another end in a process that was forked here.
+        child.process.terminate()
     deadline = time.monotonic() + GRACE
     for child in children:
         try:

@@ -17,6 +17,7 @@ from cachetool.cache import CacheDir, Snapshot, open_cache
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.loaders.view import Part, View
+from cachetool.loaders.waiting import wait_for_samples
 from cachetool.schema import Schema
 
 __all__ = ["CacheSubscription", "FileSubscription", "Subscription", "launched_run", "subscribe"]
@@ -48,20 +49,25 @@ class CacheSubscription:
     """Snapshots of one dataset of a cache.
 
     ``cache`` is an open cache or its folder. ``run`` names a training run of several processes: those that ask for the
-    newest view of the same ``epoch`` get the same one. The lease also ends when this object is collected, and with the
-    process however that ends. Raises :class:`UsageError` for a cache or a dataset that is not there.
+    newest view of the same ``epoch`` get the same one. While a background pull fills an empty dataset, this waits for
+    its first samples. The lease also ends when this object is collected, and with the process however that ends. Raises
+    :class:`UsageError` for a cache or a dataset that is not there, :class:`SourceError` when that pull fails.
     """
 
     def __init__(self, cache: CacheDir | str | Path, *, dataset: str | None = None, run: str | None = None) -> None:
         if isinstance(cache, CacheDir):
-            self.root = cache.root.absolute()
-            self.dataset = cache.dataset(dataset)
+            self._name(cache, dataset)
         else:
             with open_cache(cache, create=False) as opened:
-                self.root = opened.root.absolute()
-                self.dataset = opened.dataset(dataset)
+                self._name(opened, dataset)
         self.run = run
         self._forget()
+
+    def _name(self, cache: CacheDir, dataset: str | None) -> None:
+        if cache.exists:
+            wait_for_samples(cache, dataset)
+        self.root = cache.root.absolute()
+        self.dataset = cache.dataset(dataset)
 
     def _forget(self) -> None:
         self._pid = 0

@@ -1,0 +1,288 @@
+"""``BackgroundPull``: ``pull --follow`` beside a training script, in processes of its own.
+
+::
+
+    trainer              puller, one child of the trainer                   its workers
+    BackgroundPull() --> my turn? -- no: wait, look again every second
+                          | yes
+                         list, probe, then start and watch  ------------->  claim, fetch, write, commit
+    progress(), stats  <------------------ catalog ------------------------------------+
+
+The trainer's part ends when its puller has begun: no thread, no callback, nothing to read until it is closed. The
+puller is a plain child process that imports nothing of the script, and ends with the trainer however that ends. Of
+several processes that ask for one source of one cache the first pulls, the others have a puller that waits its turn: it
+takes over when the first is closed or killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cachetool.api import open_cache
+from cachetool.cache import CacheDir
+from cachetool.cache.pullers import (
+    FAILED,
+    STOPPED,
+    PullState,
+    failure_since,
+    leave,
+    note,
+    pull_state,
+    take_turn,
+)
+from cachetool.engines import Task
+from cachetool.engines.local import Child, stop
+from cachetool.engines.task import Channel, Message
+from cachetool.errors import CacheToolError, Interrupted, SourceError, Unreachable, UsageError
+from cachetool.options import PullOptions
+from cachetool.progress import Progress
+from cachetool.pull import pull, source_id
+from cachetool.stores import redact
+
+__all__ = ["BackgroundPull", "follow"]
+
+PATIENCE = 10.0
+"""Seconds that the start waits for the schema once the source has answered: a long listing goes on by itself."""
+TURN = 1.0
+"""Seconds between two looks whether it is a waiting puller's turn."""
+RETRY = (5.0, 60.0)
+"""Seconds until a store that was reached before is tried again: at first, and at most."""
+
+_running: set[BackgroundPull] = set()
+"""Those that were not closed: they go on though nobody keeps them, until the program ends."""
+
+
+class BackgroundPull:
+    """Draws samples into ``cache`` while this program goes on; a context manager.
+
+    ``cache`` is an open cache or its folder, ``url`` a source as for :meth:`cachetool.Cache.pull`, whose options it
+    takes but ``samples``, ``everything``, ``follow`` and ``wait``. It fills the cache, then evicts as needed and keeps
+    going, pass after pass; it pauses when all that is there is leased or was never read, and goes on at the next epoch.
+
+    It returns once samples are being fetched, 10 s after the source has answered at the latest, or when another process
+    pulls this source into this cache already: then it waits its turn. Raises :class:`UsageError` for options
+    that do not fit, and :class:`SourceError` when the source cannot be used, with the message of ``cachetool pull``.
+
+    What goes wrong later does not stop the training: :meth:`check` raises it, :attr:`error` tells it, and loaders that
+    wait for samples raise it. A store that cannot be reached any more is tried again for as long as it takes.
+    """
+
+    def __init__(self, cache: CacheDir | str | Path, url: str, *, workers: int = 2, **options: Any) -> None:
+        if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
+            raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
+        asked = PullOptions.of(workers=workers, follow=True, **options)
+        if not isinstance(cache, CacheDir):
+            with open_cache(cache) as opened:
+                root = _made(opened)
+        else:
+            root = _made(cache)
+        self.url = redact(url)
+        self._source = source_id(url, asked)
+        self._pid = os.getpid()
+        self._cache = CacheDir(root)
+        self._failed: CacheToolError | None = None
+        arguments = {"root": str(root), "url": url, "options": asked.to_json()}
+        self._child: Child | None = Child(Task("cachetool.background:follow", arguments))
+        try:
+            self._await_start(self._child)
+        except BaseException:
+            self._end()
+            raise
+        if not _running:
+            atexit.register(_close_all)
+        _running.add(self)
+
+    def _await_start(self, child: Child) -> None:
+        deadline: float | None = None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([child.stdout], [], [], left)[0]:
+                return
+            more, messages = child.receive()
+            child.check(ended=not more)
+            if any(message["phase"] in ("pull", "waits") for message in messages):
+                return
+            deadline = deadline or time.monotonic() + PATIENCE
+
+    @property
+    def error(self) -> str | None:
+        """Why the pull failed, or what it is trying again after; None while all is well."""
+        self._look()
+        return str(self._failed) if self._failed is not None else self.progress().error
+
+    def check(self) -> None:
+        """Raise what ended the pull, if something did."""
+        self._look()
+        if self._failed is not None:
+            raise self._failed
+
+    def progress(self) -> PullState:
+        """How far the pull of this source is, whichever process does it. Reads the catalog."""
+        with self._cache.catalog.read() as connection:
+            found = pull_state(connection, self._cache.layout, self._source)
+        if found is not None:
+            return found
+        return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, self._cache.max_size, 0, 0.0, None)
+
+    def _look(self) -> None:
+        """Take in what the puller may have said at its end. A forked child has no puller: it sees the catalog alone."""
+        child = self._child
+        if child is None or self._failed is not None or os.getpid() != self._pid:
+            return
+        state, more = self.progress(), True
+        # Once the catalog knows of its failure, it is about to say so itself.
+        ending = state.phase == FAILED and state.pid == child.process.pid
+        while more and select.select([child.stdout], [], [], None if ending else 0)[0]:
+            more, _ = child.receive()
+            try:
+                child.check(ended=not more)
+            except CacheToolError as error:
+                self._failed = error
+                return
+
+    def close(self) -> None:
+        """Stop pulling, within 5 s; what is half done is given up and drawn again later. May be called twice.
+
+        An error that nobody asked for is told as a warning: a training that has ended well is not to fail here.
+        """
+        if self._child is None or os.getpid() != self._pid:
+            return
+        unseen = self._failed is None
+        self._look()
+        self._end()
+        if self._failed is not None and unseen:
+            warnings.warn(f"the background pull of {self.url} had failed: {self._failed}", RuntimeWarning, stacklevel=2)
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        _running.discard(self)
+        if child is not None:
+            stop([child])
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _made(cache: CacheDir) -> Path:
+    """The root of a cache that is on disk, with the cap it was opened with in force."""
+    _ = cache.holder
+    return cache.root.resolve()
+
+
+def _close_all() -> None:
+    for each in list(_running):
+        each.close()
+
+
+# -- in the puller -----------------------------------------------------------------------------------------------------
+
+
+def follow(channel: Channel, *, root: str, url: str, options: Message) -> Message:
+    """Wait for the turn of this process, then pull until it is stopped or the pull fails."""
+    asked = PullOptions.from_json(options)
+    with CacheDir(Path(root)) as cache:
+        desk = _Desk(cache, source_id(url, asked), channel)
+        desk.await_turn(url, asked.dataset)
+        failure: str | None = None
+        try:
+            _pull_for_ever(cache, url, asked, desk)
+        except Interrupted:
+            raise
+        except Exception as error:
+            failure = None if desk.starting else str(error)
+            raise
+        finally:
+            desk.leave(failure)
+    return {}
+
+
+def _pull_for_ever(cache: CacheDir, url: str, options: PullOptions, desk: _Desk) -> None:
+    pause = RETRY[0]
+    while True:
+        began = time.monotonic()
+        try:
+            pull(cache, url, options, report=desk.report)
+            return
+        except Unreachable as error:
+            if not desk.reached:
+                raise
+            desk.note("retrying", error=str(error))
+            pause = RETRY[0] if time.monotonic() - began > RETRY[1] else min(2 * pause, RETRY[1])
+            time.sleep(pause)
+
+
+class _Desk:
+    """Where a puller says what it is at: to the catalog, and to its trainer as long as that waits for the start."""
+
+    def __init__(self, cache: CacheDir, source: str, channel: Channel) -> None:
+        self._cache, self._source, self._channel = cache, source, channel
+        self._phase = ""
+        self._noted = 0.0
+        self._answered: float | None = None
+        self.reached = False
+        """Whether samples were being fetched at least once."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether the trainer still waits: then an error is raised there, and nowhere else."""
+        answered = self._answered
+        return not self.reached and (answered is None or time.monotonic() - answered < PATIENCE)
+
+    def await_turn(self, url: str, dataset: str) -> None:
+        """Come back when this process is the one that pulls."""
+        cache, since = self._cache, time.time()
+        while True:
+            cache.recover()
+            with cache.catalog.write() as connection:
+                failed = failure_since(connection, self._source, since)
+                if failed is None and take_turn(
+                    connection, self._source, url=redact(url), dataset=dataset, holder=cache.holder
+                ):
+                    return
+            if failed is not None:
+                raise SourceError(f"the pull of another process failed: {failed}")
+            self._enter("waits")
+            time.sleep(TURN)
+
+    def report(self, step: Progress) -> None:
+        """Take in the progress of a pull; the catalog is told of new phases, and now and then how far a listing is."""
+        self._answered = self._answered or time.monotonic()
+        entered = self._enter(step.phase)
+        if step.phase == "pull":
+            self.reached = True
+            if entered:
+                self.note("pulling")
+        elif entered or time.monotonic() - self._noted > 2:
+            self._noted = time.monotonic()
+            listing = step.phase == "list"
+            self.note("listing" if listing else "looking at samples", listed=step.done if listing else 0)
+
+    def _enter(self, phase: str) -> bool:
+        changed = phase != self._phase
+        if changed:
+            self._phase = phase
+            self._channel.send({"phase": phase})
+        return changed
+
+    def note(self, phase: str, *, listed: int = 0, error: str | None = None) -> None:
+        """Tell the catalog."""
+        with self._cache.catalog.write() as connection:
+            note(connection, self._source, self._cache.holder, phase, listed=listed, error=error)
+
+    def leave(self, error: str | None) -> None:
+        """Make way for another process, or leave the error for those who wait."""
+        with self._cache.catalog.write() as connection:
+            leave(connection, self._source, self._cache.holder, error=error)

@@ -1,0 +1,252 @@
+"""``BackgroundPull``: pulls beside a script of any shape, one puller a source, gone when its trainer is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool import background as module
+from cachetool.api import read_sample
+from cachetool.cache import CacheDir
+from cachetool.loaders.subscription import subscribe
+from cachetool.options import PullOptions
+
+SCRIPT = Path(__file__).parent / "scripts" / "background.py"
+REPOSITORY = Path(__file__).parents[1]
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    """What ``holds`` gives once that is true."""
+    deadline = time.monotonic() + 60
+    while not (found := holds()):
+        assert time.monotonic() < deadline, "it did not come true in a minute"
+        time.sleep(0.02)
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the children of a process."""
+    with contextlib.suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class Script:
+    """A running training script."""
+
+    def __init__(self, what: str, source: Path, root: Path, *, stdin: bool = False) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), what, str(source), str(root)],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.first = self.hear()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, word: str = "state") -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(digits: Path, tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    started: list[Script] = []
+
+    def begin(what: str = "plain") -> Script:
+        started.append(Script(what, digits, tmp_path / "cache"))
+        return started[-1]
+
+    yield begin
+    for script in started:
+        script.kill()
+
+
+def keys(cache: CacheDir) -> list[str]:
+    return [read_sample(cache, shard.id, at)["__key__"] for shard in cache.shards() for at in range(shard.samples)]
+
+
+def test_an_unguarded_script_trains_on_an_empty_cache_while_no_thread_of_it_pulls(start: Callable[..., Script]) -> None:
+    script = start()
+
+    assert script.first["samples"] > 0
+    assert script.first["threads"] == 1
+    assert until(lambda: script.ask()["samples"] > script.first["samples"])
+    pullers = [script.first["pid"], *children(script.first["pid"])]
+    assert children(script.process.pid) == pullers[:1]
+    assert script.ask("close")["phase"] == "stopped"
+    assert not [pid for pid in pullers if runs(pid)]
+
+
+def test_a_program_read_from_stdin_may_pull_too(digits: Path, tmp_path: Path) -> None:
+    program = (
+        "import cachetool, sys\n"
+        "from cachetool.loaders.subscription import subscribe\n"
+        "cachetool.BackgroundPull(sys.argv[2], sys.argv[1], shard_size='20kB')\n"
+        "print(sum(part.samples for part in subscribe(sys.argv[2], dataset=None, run=None).newest().parts) > 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-", digits, tmp_path / "cache"], input=program, capture_output=True, text=True, timeout=120
+    )
+
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+    with cachetool.open_cache(tmp_path / "cache") as cache:
+        assert cache.stats().holders == []
+
+
+@pytest.mark.parametrize("what", ["plain", "fork"])
+def test_a_killed_trainer_takes_its_puller_along_and_nothing_is_half_done(
+    what: str, start: Callable[..., Script], digits: Path, tmp_path: Path
+) -> None:
+    script = start(what)
+    puller = script.first["pid"]
+    workers = until(lambda: children(puller))
+    script.process.send_signal(signal.SIGKILL)
+    until(lambda: not any(map(runs, [puller, *workers])))
+
+    with cachetool.open_cache(tmp_path / "cache") as cache:
+        assert cache.catalog.rows("SELECT 1 FROM claims WHERE holder IS NOT NULL") == []
+        assert cache.catalog.rows("SELECT 1 FROM jobs") == []
+        assert cache.catalog.rows("SELECT 1 FROM shards WHERE state = 'staging'") == []
+        assert sorted(shard.id for shard in cache.shards()) == sorted(os.listdir(tmp_path / "cache" / "shards"))
+        found = keys(cache)
+        assert len(found) == len(set(found))
+        assert cache.pull(str(digits), samples=10).samples == 10
+
+
+def test_a_second_process_waits_its_turn_and_takes_over(start: Callable[..., Script]) -> None:
+    first, second = start(), start()
+
+    assert second.first["pid"] == first.first["pid"]
+    assert second.ask()["pid"] == first.first["pid"]
+    first.kill()
+    assert until(lambda: (state := second.ask())["pid"] != first.first["pid"] and state["phase"] == "pulling")
+
+
+def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_does(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    np.save(mixed / "a.npy", np.zeros(2))
+    np.save(mixed / "b.other.npy", np.zeros(2))
+    with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
+        for url in ("s3://bucket/x", "gopher://host", str(tmp_path / "nothing"), str(tmp_path / "empty"), str(mixed)):
+            with pytest.raises(cachetool.CacheToolError) as expected:
+                cache.pull(url)
+            with pytest.raises(type(expected.value)) as found:
+                cachetool.BackgroundPull(cache, url)
+            assert str(found.value) == str(expected.value)
+        with pytest.raises(cachetool.UsageError, match="samples"):
+            cachetool.BackgroundPull(cache, str(mixed), samples=3)
+        with pytest.raises(cachetool.UsageError, match="unknown option 'colour'"):
+            cachetool.BackgroundPull(cache, str(mixed), colour="red")
+        assert cache.stats().pulls == []
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> Path:
+    """A folder in which all objects that are not looked at beforehand are junk."""
+    from cachetool.permutation import Permutation
+    from cachetool.sampler import PROBED
+
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    good = set(Permutation(200)[np.arange(PROBED)].tolist())
+    for number in range(200):
+        if number in good:
+            np.save(folder / f"{number:03d}.npy", np.zeros(3))
+        else:
+            (folder / f"{number:03d}.npy").write_bytes(b"junk")
+    return folder
+
+
+def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(bad: Path, tmp_path: Path) -> None:
+    with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
+        with cachetool.BackgroundPull(cache, str(bad), shard_size="20kB") as background:
+            assert ".npy" in until(lambda: background.error)
+            with pytest.raises(cachetool.BadObject, match="npy"):
+                background.check()
+            with pytest.raises(cachetool.SourceError, match=r"no samples to train on: the pull of .* failed"):
+                subscribe(cache, dataset=None, run=None)
+            assert background.progress().phase == "failed"
+            assert cache.stats().pulls[0]["phase"] == "failed"
+        background = cachetool.BackgroundPull(cache, str(bad), shard_size="20kB")
+        until(lambda: background.progress().phase == "failed")
+        with pytest.warns(RuntimeWarning, match="had failed"):
+            background.close()
+        background.close()
+
+
+def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits: Path, tmp_path: Path) -> None:
+    with (
+        cachetool.open_cache(tmp_path / "cache", max_size="2MB") as cache,
+        warnings.catch_warnings(action="error"),
+        cachetool.BackgroundPull(cache, str(digits), shard_size="20kB", renew=0.3) as background,
+    ):
+        until(lambda: background.progress().phase == "waiting for room")
+        full = {shard.id for shard in cache.shards()}
+        assert background.progress().evicted == 0
+        with cache.snapshot() as snapshot:
+            held = {shard.id for shard in snapshot.shards}
+            # What the snapshot let go makes room for new samples; what it reads stays.
+            until(lambda: {shard.id for shard in cache.shards()} - full)
+            assert held <= set(os.listdir(cache.layout.shards))
+        until(lambda: background.progress().turn > 1 or background.progress().evicted > len(full) / 2)
+        assert background.progress().used <= cache.max_size
+        assert background.error is None
+
+
+def test_a_store_that_is_gone_for_a_while_is_tried_again(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop alone, with a store that is out of reach twice after it was reached."""
+    outcomes = [cachetool.Unreachable("no answer"), cachetool.Unreachable("no answer yet"), None]
+    told: list[str] = []
+
+    def unsteady(cache: CacheDir, url: str, options: PullOptions, *, report: Callable[[Any], None]) -> None:
+        report(module.Progress("list", 0))
+        report(module.Progress("pull", 0))
+        told.append(cache.stats().pulls[0]["phase"])
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    class Channel:
+        def send(self, message: dict[str, Any]) -> None:
+            told.append(message["phase"])
+
+    monkeypatch.setattr(module, "pull", unsteady)
+    monkeypatch.setattr(module, "RETRY", (0.01, 0.01))
+    with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
+        _ = cache.catalog
+        module.follow(Channel(), root=str(cache.root), url=str(digits), options=PullOptions(follow=True).to_json())
+        assert told == ["list", "pull", "pulling", "list", "pull", "pulling", "list", "pull", "pulling"]
+        assert cache.stats().pulls == []
