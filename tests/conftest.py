@@ -1,5 +1,6 @@
-"""What all tests share: an environment without anybody's credentials, servers on loopback with real data in them, and
-the profiles of the property tests (``ci`` by default, ``pytest --hypothesis-profile thorough`` before a release)."""
+"""What all tests share: an environment without anybody's credentials, servers on loopback with real data in them, the
+profiles of the property tests (``ci`` by default, ``pytest --hypothesis-profile thorough`` before a release), and a
+table at the end of a soak of what was done how often."""
 
 from __future__ import annotations
 
@@ -76,3 +77,24 @@ def moto() -> Iterator[Moto]:
     """An S3 server to put objects into; it has right ranges and takes any key."""
     with moto_server() as server:
         yield server
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """After a soak, or with ``--figures``: the counts that tests recorded (``record_property``)."""
+    if "not soak" in config.getoption("markexpr") and not config.getoption("figures"):
+        return
+    rows = [
+        (report.nodeid, report.outcome, f"{report.duration:.0f} s", report.user_properties)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", None) == "call" and report.user_properties
+    ]
+    if rows:
+        terminalreporter.section("what was done how often")
+    for name, outcome, seconds, counts in sorted(rows):
+        told = ", ".join(f"{what} {value:,}" if isinstance(value, int) else f"{what} {value}" for what, value in counts)
+        terminalreporter.write_line(f"{outcome} {name}, {seconds}\n    {told}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", action="store_true", help="print what the fault tests counted, also without a soak")

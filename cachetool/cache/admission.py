@@ -78,8 +78,11 @@ def admit(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
             if room.evict:
-                # From now on the snapshots that trainers take make room as well (snapshots.renew).
-                connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ? AND hungry = 0", (room.job,))
+                # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
+                connection.execute(
+                    "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
+                    {"need": need + FOLDER_SLACK, "job": room.job},
+                )
                 victims = choose(
                     candidates(connection, seen=room.wait == math.inf),
                     excess=max(excess, lack) - int(retiring),

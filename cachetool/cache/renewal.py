@@ -4,6 +4,9 @@ If room were made only when a writer asks, a trainer whose snapshot leases every
 So while a live pull wants room, whoever takes a snapshot first retires enough of the oldest shards that the free
 and the retiring bytes together reach the share ``renew`` of the cap: they are in no new snapshot, and go when the old
 ones end. A second snapshot finds the share reached and adds nothing.
+
+A full cache is never full to the last byte: what is free and too little for the shard that waits counts as nothing.
+With shards of a sixteenth of the cap, a tenth would otherwise come to one shard an epoch (6 %) instead of two.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ def top_up(connection: Connection, layout: Layout) -> int:
     Inside the transaction that takes a snapshot, before its version is read. Gives how many were retired.
     """
     job = connection.execute(
-        "SELECT id, renew, policy, min_epochs, keep_own FROM jobs WHERE hungry = 1 ORDER BY renew DESC LIMIT 1"
+        "SELECT id, renew, policy, min_epochs, keep_own, hungry FROM jobs WHERE hungry > 0 ORDER BY renew DESC LIMIT 1"
     ).fetchone()
     if job is None:
         return 0
     cap = int(connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0])
     leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
     free = cap - measure(connection, layout).total
-    lack = int(job["renew"] * cap) - max(0, free) - int(leaving.fetchone()[0])
+    usable = free if free >= job["hungry"] else 0
+    lack = int(job["renew"] * cap) - usable - int(leaving.fetchone()[0])
     if lack <= 0:
         return 0
     ready = candidates(connection)

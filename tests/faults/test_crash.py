@@ -15,6 +15,7 @@ import pytest
 
 from cachetool.cache import open_cache
 from cachetool.cache.catalog import SCHEMA_VERSION
+from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Point, needs_strace
 from tests.faults.world import FORMATS, Oracle, make, old_catalog
 
@@ -31,8 +32,9 @@ def tried(short: int) -> pytest.MarkDecorator:
 class Stage:
     """A prepared cache, copied for each try."""
 
-    def __init__(self, tmp_path: Path, children: Children) -> None:
+    def __init__(self, tmp_path: Path, children: Children, figures: Figures) -> None:
         self.children = children
+        self.figures = figures
         self._tmp = tmp_path
         self.ready, self.root = tmp_path / "ready", tmp_path / "cache"
         self.ledger = tmp_path / "ledger"
@@ -75,8 +77,10 @@ class Stage:
     def kill_everywhere(
         self, action: str, step: int, check: Callable[[], object] | None = None, **arguments: object
     ) -> int:
-        """Kill ``action`` before each ``step``-th of its calls; after each the world must be whole. Gives how many."""
+        """Kill ``action`` before each ``step``-th of its calls; after each the world must be whole. Gives how many
+        calls there are."""
         points = self.points(action, **arguments)
+        self.figures(system_calls=len(points), kills=len(points[::step]))
         self.check(library=True)
         for point in points[::step]:
             self.copy()
@@ -89,8 +93,8 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path, children: Children) -> Stage:
-    return Stage(tmp_path, children)
+def stage(tmp_path: Path, children: Children, figures: Figures) -> Stage:
+    return Stage(tmp_path, children, figures)
 
 
 @tried(18)
@@ -138,6 +142,7 @@ def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> 
     arguments = {"format": "hdf5", "ledger": str(stage.ledger)}
     points = stage.points("pull", **arguments)
     rng = random.Random(4)
+    kills = 0
     for chain in range(chains):
         stage.copy()
         first = rng.choice(points)
@@ -145,16 +150,21 @@ def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> 
         killed = [first]
         for _ in range(3):
             killed.append(Point("pwrite64" if rng.random() < 0.7 else "unlinkat", rng.randrange(1, 40), ""))
-            assert stage.kill("recover", killed[-1]) in (0, -9)
+            status = stage.kill("recover", killed[-1])
+            assert status in (0, -9)
+            kills += status == -9
         try:
             stage.check()
         except AssertionError as error:
             raise AssertionError(f"chain {chain}, {killed}: {error}") from error
+    stage.figures(chains=chains, recoveries_killed=kills)
+    assert kills > chains // 2
 
 
 @tried(8)
 def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, step: int) -> None:
     points = stage.points("create")
+    stage.figures(system_calls=len(points), kills=len(points[::step]))
     for point in points[::step]:
         stage.copy()
         assert stage.kill("create", point) == -9, point
@@ -175,6 +185,7 @@ def test_a_catalog_killed_anywhere_on_its_way_to_a_new_schema_is_old_or_new(stag
             assert cache.stats().served == 0
 
     points = stage.points("recover")
+    stage.figures(system_calls=len(points), kills=len(points[::step]))
     assert len(points) > 20
     for point in points[::step]:
         stage.copy()

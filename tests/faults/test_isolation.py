@@ -15,8 +15,9 @@ from cachetool.cache import CacheDir, Room, Snapshot, draws, open_cache
 from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.errors import CapBlocked
 from tests.cache.conftest import put_shard
+from tests.faults.conftest import Figures
 from tests.faults.tracing import Children
-from tests.faults.world import SCHEMA, Oracle, commit_one, make
+from tests.faults.world import LARGE, LARGE_BYTES, OWN, SCHEMA, Oracle, commit_one, make
 
 
 def fill(root: Path, children: Children, shards: int) -> None:
@@ -28,17 +29,26 @@ def fill(root: Path, children: Children, shards: int) -> None:
     "samples", [pytest.param(3000, id="short"), pytest.param(125_000, id="all", marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(3000)
-def test_readers_are_never_disturbed_by_pulls_and_evictions(tmp_path: Path, children: Children, samples: int) -> None:
-    """Eight readers, half of them by the formats' own libraries, two pullers, two evictors, room for few shards."""
+def test_readers_are_never_disturbed_by_pulls_and_evictions(
+    tmp_path: Path, children: Children, figures: Figures, samples: int
+) -> None:
+    """Eight readers, half of them by the formats' own libraries, two pullers, two evictors, a cap of three shards."""
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
-    make(root, cap=1_650_000)
-    assert children.run("pull", root=root, format="all", shards=4, evict=True).status == 0
+    cap = OWN + 3 * LARGE_BYTES
+    make(root, cap=cap)
+    assert children.run("pull", root=root, format="all", shards=4, most=LARGE, evict=True).status == 0
     others = [
-        children.start("pull", root=root, format="all", shards=0, evict=True, ledger=ledger) for _ in range(2)
-    ] + [children.start("evict_for_ever", root=root, seed=seed, least=1_400_000, most=1_650_000) for seed in range(2)]
+        children.start("pull", root=root, format="all", shards=0, most=LARGE, evict=True, ledger=ledger)
+        for _ in range(2)
+    ] + [children.start("evict_for_ever", root=root, seed=seed, most=cap) for seed in range(2)]
     readers = [
-        children.start("read", root=root, samples=samples, seed=seed, library=seed % 2 == 1) for seed in range(8)
+        children.start("read", root=root, samples=samples, each=1000, seed=seed, library=seed % 2 == 1)
+        for seed in range(8)
     ]
+    oracle = Oracle(root, ledger)
+    while any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" for pid in readers):
+        oracle.follow()
+        time.sleep(1)
     for pid in readers:
         outcome = children.wait(pid)
         assert outcome.status == 0, outcome
@@ -46,11 +56,11 @@ def test_readers_are_never_disturbed_by_pulls_and_evictions(tmp_path: Path, chil
         os.kill(pid, signal.SIGKILL)
         outcome = children.wait(pid)
         assert outcome.status == -signal.SIGKILL, outcome
-
-    oracle = Oracle(root, ledger)
     oracle.check()
     with open_cache(root) as cache:
         stats = cache.stats()
+        figures(samples_read=8 * samples, exceptions=0, wrong=0, shards_committed=len(oracle.lines()))
+        figures(shards_evicted=stats.evicted, bytes_served_to_epochs=stats.served)
         assert stats.evicted > 4
         assert stats.served > 0
         assert stats.leases == []
@@ -60,9 +70,10 @@ def test_readers_are_never_disturbed_by_pulls_and_evictions(tmp_path: Path, chil
     "rounds", [pytest.param(40, id="short"), pytest.param(10_000, id="all", marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(3000)
-def test_a_lease_wins_or_comes_too_late_in_every_interleaving(tmp_path: Path, rounds: int) -> None:
+def test_a_lease_wins_or_comes_too_late_in_every_interleaving(tmp_path: Path, figures: Figures, rounds: int) -> None:
     """Two readers and an evictor, one step at a time in every order (1,680 of them)."""
     rng = random.Random(14)
+    seen: set[tuple[str, ...]] = set()
     with open_cache(tmp_path / "cache", max_size="4MB") as cache:
         cache.declare("default", SCHEMA)
         for number in range(rounds):
@@ -70,9 +81,11 @@ def test_a_lease_wins_or_comes_too_late_in_every_interleaving(tmp_path: Path, ro
                 put_shard(cache, 5000)
             steps = [name for name in ("one", "two", "evictor") for _ in range(3)]
             rng.shuffle(steps)
+            seen.add(tuple(steps))
             interleave(cache, steps)
             assert cache.stats().leases == [], (number, steps)
             assert sorted(os.listdir(cache.layout.shards)) == sorted(shard.id for shard in cache.shards())
+    figures(interleavings=rounds, different=len(seen))
 
 
 def interleave(cache: CacheDir, steps: list[str]) -> None:
@@ -107,13 +120,27 @@ def interleave(cache: CacheDir, steps: list[str]) -> None:
     cache.recover()
 
 
-def test_evictors_with_the_same_victims_delete_each_once(tmp_path: Path, children: Children) -> None:
+@pytest.mark.parametrize(
+    "evictors", [2, pytest.param(3, marks=pytest.mark.soak), pytest.param(5, marks=pytest.mark.soak), 8]
+)
+@pytest.mark.parametrize("rounds", [pytest.param(1, id="short"), pytest.param(20, id="all", marks=pytest.mark.soak)])
+def test_evictors_with_the_same_victims_delete_each_once(
+    tmp_path: Path, children: Children, figures: Figures, evictors: int, rounds: int
+) -> None:
+    for number in range(rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        stampede(folder, children, evictors)
+    figures(evictors=evictors, rounds=rounds, shards_deleted=8 * rounds, deleted_twice=0)
+
+
+def stampede(tmp_path: Path, children: Children, evictors: int) -> None:
     root, told = tmp_path / "cache", tmp_path / "told"
     fill(root, children, 12)
     with open_cache(root) as cache:
         before = cache.shards()
         target = cache.usage().total - sum(shard.bytes for shard in before[:8])
-    pids = [children.start("evict", root=root, size=target, told=told) for _ in range(8)]
+    pids = [children.start("evict", root=root, size=target, told=told) for _ in range(evictors)]
     for pid in pids:
         outcome = children.wait(pid)
         assert outcome.status == 0, outcome
@@ -184,10 +211,11 @@ def test_a_lock_file_that_somebody_deletes_frees_nothing_and_is_made_again(tmp_p
 
 @pytest.mark.parametrize("count", [pytest.param(10, id="short"), pytest.param(500, id="all", marks=pytest.mark.soak)])
 def test_forked_children_use_the_cache_without_harm_to_their_parent(
-    tmp_path: Path, children: Children, count: int
+    tmp_path: Path, children: Children, figures: Figures, count: int
 ) -> None:
     root = tmp_path / "cache"
     fill(root, children, 2)
+    figures(forks=count)
     outcome = children.run("fork_many", root=root, count=count)
     assert outcome.status == 0, outcome
     Oracle(root, tmp_path / "none").check()

@@ -37,9 +37,15 @@ from cachetool.verify import verify
 
 FORMATS = format_names()
 SCHEMA = Schema((Field("x", "<f4", (3, 40)), Field("number", "<i8"), Field("words", "str"), Field("r", "<i2", (None,))))
-SOURCE = SourceRow("world", "/nowhere", {}, "identity", "default", 100_000, 100_000, 7, 0, 0, 0)
+SOURCE = SourceRow("world", "/nowhere", {}, "identity", "default", 2**30, 2**30, 7, 0, 0, 0)
 PER_SHARD = 12
 CAP = 2_500_000
+LARGE = 150
+"""Samples of a large shard, which takes at most ``LARGE_BYTES`` on disk in any format, and up to twice that while it is
+written."""
+LARGE_BYTES = 50 * 4096
+OWN = 1_200_000
+"""Bytes that a cache of this world is charged without any shard, at most."""
 
 
 def block(numbers: list[int]) -> Block:
@@ -57,7 +63,7 @@ def expect(found: Block) -> None:
         np.testing.assert_array_equal(got["r"], wanted["r"])
 
 
-@functools.cache
+@functools.lru_cache(20_000)
 def sample(number: int) -> dict[str, Any]:
     """The sample with this number."""
     rng = np.random.default_rng(number)
@@ -154,7 +160,8 @@ def pull(
         done = 0
         while done < shards or not shards:
             kind = FORMATS[done % len(FORMATS)] if format == "all" else format
-            commit_one(cache, job, format=kind, ledger=ledger, room=room, most=most)
+            shard = commit_one(cache, job, format=kind, ledger=ledger, room=room, most=most)
+            assert shard is not None, "the source is at its end"
             done += 1
         if then_cut is not None:
             cut_power(*then_cut)
@@ -204,7 +211,7 @@ def fork_many(root: str, *, count: int) -> None:
             assert [row["version"] for row in cache.catalog.rows("SELECT version FROM leases")] == [mine.version]
 
 
-def evict_for_ever(root: str, *, seed: int, least: int = 1_400_000, most: int = CAP) -> None:
+def evict_for_ever(root: str, *, seed: int, least: int = OWN + LARGE_BYTES, most: int = CAP) -> None:
     """Evict down to one size after another."""
     rng = random.Random(seed)
     with open_cache(root, create=False) as cache:
@@ -214,8 +221,9 @@ def evict_for_ever(root: str, *, seed: int, least: int = 1_400_000, most: int = 
             time.sleep(0.01)
 
 
-def read(root: str, *, samples: int, seed: int, library: bool = False) -> None:
-    """Read random samples out of one snapshot after another, and compare each with what it must be."""
+def read(root: str, *, samples: int, seed: int, library: bool = False, each: int = 256) -> None:
+    """Read random samples, ``each`` of every shard of one snapshot after another, and compare them with what they must
+    be."""
     rng = np.random.default_rng(seed)
     done = 0
     with open_cache(root, create=False) as cache:
@@ -223,7 +231,7 @@ def read(root: str, *, samples: int, seed: int, library: bool = False) -> None:
             with cache.snapshot() as snapshot:
                 for shard in snapshot.shards:
                     with open_shard(shard.path, get_format(shard.format), SCHEMA, library=library) as reader:
-                        got = reader.take(rng.integers(reader.samples, size=256))
+                        got = reader.take(rng.integers(reader.samples, size=each))
                     expect(got)
                     done += len(got)
                 snapshot.served()
@@ -296,6 +304,11 @@ class Oracle:
         """What was acknowledged."""
         return [json.loads(line) for line in self.ledger.read_text().splitlines()] if self.ledger.exists() else []
 
+    def follow(self) -> None:
+        """Take note of the evictions recorded so far: the event log is bounded, and long runs make more."""
+        with contextlib.closing(sqlite3.connect(self.root / "catalog.sqlite3", timeout=60)) as connection:
+            self._decided |= {row[0] for row in connection.execute("SELECT subject FROM events WHERE kind = 'evict'")}
+
     def check(self, *, deep: bool = True, library: bool = False) -> int:
         """The post-check of the fault catalogue; gives the number of visible samples.
 
@@ -303,9 +316,7 @@ class Oracle:
         """
         with open_cache(self.root, create=False) as cache:
             rows = cache.catalog.rows("SELECT * FROM shards")
-            self._decided |= {
-                row["subject"] for row in cache.catalog.rows("SELECT subject FROM events WHERE kind = 'evict'")
-            }
+            self.follow()
             assert {row["state"] for row in rows} <= {"ready"}, "nothing half done is left"
             self._folders_are_those_of_rows(cache, {row["id"] for row in rows})
             for row in rows:
