@@ -100,12 +100,12 @@ class Cache(CacheDir):
     ) -> ConvertResult:
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
-        ``source``, a file or folder, is what is converted instead of the cache's shards: into the cache, or into
-        ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, resize, key,
+        ``source``, a file, a folder or a URL, is what is converted instead of the cache's shards: into the cache, or
+        into ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, resize, key,
         value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
         """
         options = ConvertOptions(to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files))
-        return convert_into(options, cache=self, source=_path(source), out=_path(out), report=progress)
+        return convert_into(options, cache=self, source=source, out=_path(out), report=progress)
 
 
 def _path(name: str | Path | None) -> Path | None:
@@ -141,7 +141,7 @@ def convert(
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         made = ConvertOptions(to, files=FileOptions(**options), **known)
-        return convert_into(made, source=Path(source), out=Path(out), report=report)
+        return convert_into(made, source=source, out=Path(out), report=report)
     with open_cache(cache, max_size=max_size, create=source is not None) as opened:
         return opened.convert(source, to=to, out=out, **options)
 

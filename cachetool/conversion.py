@@ -35,9 +35,10 @@ from cachetool.formats.shard import (
     stored_checksums,
     verify_file,
 )
-from cachetool.inputs import describe, open_input, run_of_blocks
+from cachetool.inputs import run_of_blocks, survey
 from cachetool.intake import take_in
 from cachetool.progress import Progress, Report, silent
+from cachetool.remote import described
 from cachetool.sources.files import FileOptions
 from cachetool.units import parse_duration, parse_size
 
@@ -127,22 +128,20 @@ class ConvertResult:
         return asdict(self)
 
 
-def preview(path: Path, options: FileOptions) -> Preview:
-    """Look at an input without converting it. Errors are those of opening it."""
-    description = describe(path, options)
-    source = open_input(description)
-    try:
-        fields = {each.name: each.describe() for each in source.schema}
-        return Preview(str(path), description["kind"], source.samples, fields, source.skipped)
-    finally:
-        source.close()
+def preview(source: str | Path, options: FileOptions, *, report: Report = silent) -> Preview:
+    """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
+    with described(source, options, beside=None, report=report) as description:
+        found = survey(description, DEFAULT_PART)
+        fields = {each.name: each.describe() for each in found.schema}
+        kind = "objects" if description["kind"] == "remote" else description["kind"]
+        return Preview(description.get("shown") or str(source), kind, found.samples, fields, found.skipped)
 
 
 def convert(
     options: ConvertOptions,
     *,
     cache: CacheDir | None = None,
-    source: Path | None = None,
+    source: str | Path | None = None,
     out: Path | None = None,
     report: Report = silent,
 ) -> ConvertResult:
@@ -171,18 +170,19 @@ def convert(
         else:
             dataset = options.dataset or "default"
             before = {shard.id for shard in cache.shards(dataset)}
-            take_in(
-                cache,
-                describe(source, options.files),
-                dataset=dataset,
-                kind=options.kind,
-                shard_bytes=options.part_bytes(cache.max_size),
-                compression=options.compression,
-                workers=options.workers,
-                verify=options.verify,
-                wait=wait,
-                report=report,
-            )
+            with described(source, options.files, beside=cache.root, report=report) as description:
+                take_in(
+                    cache,
+                    description,
+                    dataset=dataset,
+                    kind=options.kind,
+                    shard_bytes=options.part_bytes(cache.max_size),
+                    compression=options.compression,
+                    workers=options.workers,
+                    verify=options.verify,
+                    wait=wait,
+                    report=report,
+                )
             new = [shard for shard in cache.shards(dataset) if shard.id not in before]
         made, size = [(shard.samples, shard.bytes) for shard in new], sum(shard.bytes for shard in new)
         digest = content_digest(cache.shards(dataset))
@@ -200,7 +200,7 @@ def convert(
 
 
 def _to_files(
-    options: ConvertOptions, cache: CacheDir | None, source: Path | None, out: Path, report: Report
+    options: ConvertOptions, cache: CacheDir | None, source: str | Path | None, out: Path, report: Report
 ) -> tuple[str | None, tuple[list[Message], str]]:
     """Plain files out of an input, or of a cache's dataset while its shards are leased."""
 
@@ -216,10 +216,11 @@ def _to_files(
             report=report,
         )
 
+    require_new(out)  # before anything is fetched, and before a lease is written
     if source is not None:
-        return None, write(describe(source, options.files))
+        with described(source, options.files, beside=out, report=report) as description:
+            return None, write(description)
     assert cache is not None
-    require_new(out)  # before a lease is written
     with cache.snapshot(dataset=options.dataset) as snapshot:
         shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
         place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}

@@ -27,25 +27,15 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
-from cachetool.inputs import Input, identity, open_input
+from cachetool.inputs import Input, identity, open_input, survey
 from cachetool.parts import DATASET_FILE, LAYOUT
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 
-__all__ = ["export", "require_new", "runs", "write_parts"]
+__all__ = ["export", "require_new", "sized", "write_parts"]
 
 DEFAULT_PART = 64 * 10**6
 """Bytes of values in one file."""
-
-
-def runs(source: Input, part_bytes: int) -> list[tuple[int, int]]:
-    """Runs of samples that make parts of about ``part_bytes``; where samples differ in size, by those at the front."""
-    size = source.schema.fixed_nbytes
-    if not source.schema.is_fixed and source.samples:
-        first = next(source.blocks(0, min(source.samples, 256)))
-        size = -(-first.nbytes // len(first))
-    step = max(1, part_bytes // max(1, size))
-    return [(at, min(at + step, source.samples)) for at in range(0, source.samples, step)]
 
 
 def require_new(out: Path) -> None:
@@ -71,12 +61,8 @@ def export(
     exists or another process is writing it.
     """
     require_new(out)
-    source = open_input(description)
-    try:
-        schema, samples, random = source.schema, source.samples, source.random
-        cuts = runs(source, part_bytes)
-    finally:
-        source.close()
+    found = survey(description, part_bytes)
+    schema, samples, cuts = found.schema, found.samples, found.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
     aside = out.with_name(f".{out.name}.partial")
     with _owned(aside, plan):
@@ -91,7 +77,7 @@ def export(
             moved += message["bytes"]
             report(Progress("convert", done, samples, moved))
 
-        count = max(1, min(workers, len(todo))) if random else 1
+        count = max(1, min(workers, len(todo))) if found.random else 1
         LocalEngine().run(
             [_task(description, aside, kind, compression, verify, todo[n::count]) for n in range(count)], on_message
         )

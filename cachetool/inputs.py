@@ -26,11 +26,11 @@ from cachetool.formats.base import Reader
 from cachetool.formats.shard import check_content, check_samples, open_shard
 from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
 from cachetool.schema import Schema
-from cachetool.sources import SourceOptions, list_source, open_source
+from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.files import FileOptions, FileSource, is_file_input, open_files
 from cachetool.sources.guard import GuardedFile
 
-__all__ = ["Input", "describe", "identity", "open_input", "run_of_blocks"]
+__all__ = ["Input", "Survey", "describe", "identity", "open_input", "run_of_blocks", "survey"]
 
 
 class Input(Protocol):
@@ -73,6 +73,8 @@ def open_input(description: Message) -> Input:
     """The input that :func:`describe`, or the cache, described."""
     if description["kind"] == "cache":
         return _Stored.of_cache(description)
+    if description["kind"] == "remote":
+        return _Objects.of_listing(description)
     path = Path(description["path"])
     if description["kind"] == "parts":
         return _Stored.of_folder(path)
@@ -80,12 +82,49 @@ def open_input(description: Message) -> Input:
         return _Stored.of_file(path)
     options = FileOptions.from_json(description["options"])
     if description["kind"] == "objects":
-        return _Objects(path, options)
+        return _Objects.of_folder(path, options)
     return _Files(open_files(path, options))
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is known of an input before its samples are read."""
+
+    schema: Schema
+    samples: int
+    random: bool
+    skipped: tuple[tuple[str, str], ...]
+    runs: list[tuple[int, int]]
+    """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
+
+
+def survey(description: Message, part_bytes: int) -> Survey:
+    """Look at the input that ``description`` opens. Errors are those of :func:`open_input`."""
+    if description["kind"] == "remote":  # its store may only be used in a child process, where it was looked at
+        schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
+        size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
+        return Survey(schema, samples, True, (), _runs(samples, size, part_bytes))
+    source = open_input(description)
+    try:
+        size = source.schema.fixed_nbytes
+        if not source.schema.is_fixed and source.samples:
+            first = next(source.blocks(0, min(source.samples, 256)))
+            size = -(-first.nbytes // len(first))
+        cuts = _runs(source.samples, size, part_bytes)
+        return Survey(source.schema, source.samples, source.random, source.skipped, cuts)
+    finally:
+        source.close()
+
+
+def _runs(samples: int, size: int, part_bytes: int) -> list[tuple[int, int]]:
+    step = max(1, part_bytes // max(1, size))
+    return [(at, min(at + step, samples)) for at in range(0, samples, step)]
 
 
 def identity(description: Message) -> str:
     """Changes when the input does: its place, size and time of change, and how it is read."""
+    if "identity" in description:
+        return str(description["identity"])
     facts: list[Any] = [{key: value for key, value in description.items() if key != "version"}]
     path = Path(str(description.get("path") or description["root"]))
     names = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -210,18 +249,32 @@ class _Files:
 
 
 class _Objects:
-    """A local folder of objects, one sample a key, in the order of their keys."""
+    """A folder of objects, one sample a key, in the order of their keys."""
 
     random = True
     skipped: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, folder: Path, options: SourceOptions) -> None:
-        self._listing = tempfile.TemporaryDirectory(prefix="cachetool-")
-        where = Path(self._listing.name) / "listing"
+    def __init__(self, source: Source, schema: Schema) -> None:
+        self._source, self.schema, self.samples = source, schema, source.units
+        self._listing: tempfile.TemporaryDirectory[str] | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path, options: SourceOptions) -> _Objects:
+        """A local one, listed now."""
+        listing = tempfile.TemporaryDirectory(prefix="cachetool-")
+        where = Path(listing.name) / "listing"
         list_source(str(folder), where, options)
-        self._source = open_source(str(folder), where, options)
-        self.samples = self._source.units
-        self.schema = self._source.probe(np.arange(min(self.samples, 4096))).schema
+        source = open_source(str(folder), where, options)
+        found = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
+        found._listing = listing
+        return found
+
+    @classmethod
+    def of_listing(cls, description: Message) -> _Objects:
+        """A remote one, as :mod:`cachetool.remote` listed it; in a child process."""
+        options = FileOptions.from_json(description["options"])
+        source = open_source(description["url"], Path(description["listing"]), options)
+        return cls(source, Schema.from_json(description["schema"]))
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         for piece in self._source.read(np.arange(start, stop), schema=self.schema):
@@ -233,4 +286,5 @@ class _Objects:
 
     def close(self) -> None:
         self._source.close()
-        self._listing.cleanup()
+        if self._listing is not None:
+            self._listing.cleanup()

@@ -14,11 +14,11 @@ from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, dra
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CapBlocked, CapTooSmall, UsageError
-from cachetool.export import runs, sized
+from cachetool.export import sized
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
-from cachetool.inputs import Input, identity, open_input
+from cachetool.inputs import Input, identity, open_input, survey
 from cachetool.progress import Progress, Report
 from cachetool.units import format_size
 
@@ -43,14 +43,11 @@ def take_in(
     Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
     the input does not fit; what was committed stays.
     """
-    source = open_input(description)
-    try:
-        schema, samples, random = source.schema, source.samples, source.random
-        cuts = runs(source, shard_bytes)
-    finally:
-        source.close()
+    found = survey(description, shard_bytes)
+    schema, samples, cuts = found.schema, found.samples, found.runs
+    place = description.get("shown") or f"file://{description['path']}"
     if not samples:
-        raise UsageError(f"{description['path']} holds no samples")
+        raise UsageError(f"{place} holds no samples")
     step = cuts[0][1] - cuts[0][0]
     nbytes = step * schema.fixed_nbytes if schema.is_fixed else shard_bytes
     least = cache.least_cap(shard_bound(kind, schema, step, nbytes), schema)
@@ -63,7 +60,7 @@ def take_in(
     cache.declare(dataset, schema)
     id = identity(description)[:16]
     if cache.source(id) is None:
-        row = SourceRow(id, f"file://{description['path']}", {}, id, dataset, samples, samples, 0, 0, 0, 0)
+        row = SourceRow(id, place, {}, id, dataset, samples, samples, 0, 0, 0, 0)
         with tempfile.TemporaryDirectory(prefix="cachetool-") as listing:
             cache.add_source(row, Path(listing))
     room = Room(wait=wait)
@@ -94,7 +91,7 @@ def take_in(
         report(Progress("convert", committed, samples, moved))
 
     try:
-        LocalEngine().run([task] * (max(1, min(workers, len(cuts))) if random else 1), on_message)
+        LocalEngine().run([task] * (max(1, min(workers, len(cuts))) if found.random else 1), on_message)
     except CapBlocked as error:
         raise CapBlocked(f"stopped at the cap with {committed} of {samples} samples: {error}") from error
     finally:

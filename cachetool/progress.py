@@ -13,9 +13,9 @@ class Progress:
     """Where a piece of work stands."""
 
     phase: str
-    """``list``, ``schema``, ``pull``, ``convert`` or ``verify``."""
+    """``list``, ``fetch``, ``schema``, ``pull``, ``convert`` or ``verify``."""
     done: int
-    """Objects listed, or samples."""
+    """Objects listed, bytes fetched, or samples."""
     total: int | None = None
     """Of how many; None when unknown."""
     bytes: int = 0

@@ -37,7 +37,7 @@ def convert(
         str | None,
         typer.Argument(
             metavar="INPUT",
-            help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, or a folder. Default: the cache.",
+            help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, a folder, or a URL. Default: the cache.",
         ),
     ] = None,
     *,
@@ -98,6 +98,7 @@ def convert(
     Examples:
       cachetool convert --to tfrecord
       cachetool convert volumes.h5 --to lmdb --out ./volumes-lmdb --verify
+      cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool import api
 
@@ -119,7 +120,9 @@ def convert(
         from cachetool.conversion import preview
         from cachetool.sources.files import FileOptions
 
-        _show(output, preview(Path(source), FileOptions(**made)))
+        with output.progress() as report:
+            found = preview(source, FileOptions(**made), report=report)
+        _show(output, found)
         return
     with output.progress() as report:
         result = api.convert(

@@ -22,6 +22,7 @@ LINE_SECONDS = 3.0
 
 _WORDS = {
     "list": "listing",
+    "fetch": "fetching",
     "schema": "looking at samples",
     "pull": "pulling",
     "convert": "converting",
@@ -31,8 +32,9 @@ _WORDS = {
 
 def describe(step: Progress, seconds: float) -> str:
     """One line: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s``, ``seconds`` after the phase began."""
-    unit = "objects" if step.phase == "list" else "samples"
-    count = f"{step.done} of {step.total} {unit}" if step.total is not None else f"{step.done} {unit}"
+    unit = {"list": " objects", "fetch": ""}.get(step.phase, " samples")
+    show = format_size if step.phase == "fetch" else str
+    count = f"{show(step.done)} of {show(step.total)}{unit}" if step.total is not None else f"{show(step.done)}{unit}"
     parts = [count]
     if step.bytes:
         parts.append(format_size(step.bytes))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, cast
 
@@ -28,7 +28,16 @@ from cachetool.errors import UsageError
 from cachetool.sources.filebase import FileOptions, FileSource, RandomAccess, reading
 from cachetool.sources.joined import JoinedFiles
 
-__all__ = ["FileOptions", "FileSource", "Kind", "file_kind", "is_file_input", "open_files"]
+__all__ = [
+    "FileOptions",
+    "FileSource",
+    "Kind",
+    "file_kind",
+    "is_file_input",
+    "kind_of_name",
+    "kind_of_names",
+    "open_files",
+]
 
 Kind = Literal["npy", "npz", "hdf5", "zarr", "tar", "tfrecord", "lmdb"]
 
@@ -42,6 +51,8 @@ _NAMES: dict[Kind, re.Pattern[str]] = {
 }
 _GUARDED = ("hdf5", "zarr", "lmdb")
 _PART = re.compile(r"-\d{5,}-of-\d{5,}\Z")
+_ZARR = ("zarr.json", ".zarray", ".zgroup")
+_LMDB = "data.mdb"
 _HEAD = 512
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 
@@ -99,7 +110,7 @@ def file_kind(path: Path) -> Kind | None:
     with reading(str(path)):
         os.stat(path)
         if not path.is_dir():
-            return _by_name(path.name) or _by_content(path)
+            return kind_of_name(path.name) or _by_content(path)
         if (kind := _folder_kind(path)) is not None:
             return kind
         kinds = {_entry_kind(entry) for entry in _entries(path)} - {None, "npy", "npz"}
@@ -119,9 +130,9 @@ def _is_one(path: Path) -> bool:
 
 def _folder_kind(path: Path) -> Kind | None:
     """The kind of a folder that is one file of samples to its library."""
-    if (path / "data.mdb").is_file():
+    if (path / _LMDB).is_file():
         return "lmdb"
-    return "zarr" if any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup")) else None
+    return "zarr" if any((path / name).is_file() for name in _ZARR) else None
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -130,10 +141,25 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _entry_kind(entry: Path) -> Kind | None:
-    return _folder_kind(entry) if entry.is_dir() else _by_name(entry.name)
+    return _folder_kind(entry) if entry.is_dir() else kind_of_name(entry.name)
 
 
-def _by_name(name: str) -> Kind | None:
+def kind_of_names(keys: Iterable[str]) -> tuple[dict[str, Kind], bool]:
+    """What a folder holds, by the keys below it, before it is fetched: its entries that are files of many samples, and
+    whether the folder itself is one."""
+    kinds: dict[str, Kind] = {}
+    for key in keys:
+        top, slash, rest = key.partition("/")
+        if not slash and (top == _LMDB or top in _ZARR):
+            return {}, True
+        kind = kind_of_name(top) if not slash else "lmdb" if rest == _LMDB else "zarr" if rest in _ZARR else None
+        if kind not in (None, "npy", "npz"):
+            kinds[top] = kind
+    return kinds, False
+
+
+def kind_of_name(name: str) -> Kind | None:
+    """The kind that a file's name tells."""
     for kind, pattern in _NAMES.items():
         if pattern.search(name.lower()):
             return kind

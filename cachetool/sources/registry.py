@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachetool.errors import NotFound, UsageError
@@ -10,7 +10,7 @@ from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
-from cachetool.stores import Limits, open_store, redact
+from cachetool.stores import Limits, Object, open_store, redact
 
 __all__ = ["list_source", "open_source"]
 
@@ -22,17 +22,25 @@ def list_source(
     *,
     limits: Limits | None = None,
     progress: Callable[[int], None] | None = None,
+    notice: Callable[[list[Object]], None] = lambda page: None,
 ) -> Listing:
     """List ``url`` into ``folder``, which is made and is whole once ``listing.json`` is in it.
 
-    ``progress`` is told now and then how many objects have been seen. Raises :class:`NotFound` when there is no sample,
-    :class:`UsageError` for a URL that cannot be one, and the errors of :func:`cachetool.stores.open_store`.
+    ``progress`` is told now and then how many objects have been seen, ``notice`` which. Raises :class:`NotFound` when
+    there is no sample, :class:`UsageError` for a URL that cannot be one, and the errors of
+    :func:`cachetool.stores.open_store`.
     """
     stem = Stem((options or SourceOptions()).stem)
     store = open_store(url, limits=limits)
+
+    def pages() -> Iterator[list[Object]]:
+        for page in store.list():
+            notice(page)
+            yield page
+
     try:
         listing = write_listing(
-            folder, store.list(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
+            folder, pages(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
         )
     finally:
         store.close()

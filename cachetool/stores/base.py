@@ -6,13 +6,13 @@ path. Store objects are used by many threads of one process at once, and never i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from cachetool.errors import BadObject, UsageError
 
-__all__ = ["Limits", "Object", "Pages", "Store", "check_identity", "check_length"]
+__all__ = ["Limits", "Object", "Pages", "Store", "Streaming", "check_identity", "check_length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,14 @@ class Store(Protocol):
         """What the last finished :meth:`list` passed over, as ``{"reason": count}``."""
         ...
 
+    def find(self, key: str) -> Object:
+        """One object by its key, as a listing would name it; where the listing has no size or ETag, what the object's
+        own answer tells.
+
+        Raises :class:`NotFound` naming the key, :class:`AccessDenied`, :class:`Unreachable`.
+        """
+        ...
+
     def get(self, item: Object) -> memoryview:
         """The whole object, read-only. Its length and, where known, its ETag are those of ``item``.
 
@@ -92,6 +100,15 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of connections. May be called twice."""
+        ...
+
+
+class Streaming(Protocol):
+    """An optional power: stores whose servers may not know ranges bring an object of any size into a file."""
+
+    def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
+        """Write the whole object into an empty file; ``progress`` is told how many bytes have come. Errors as for
+        :meth:`Store.get`."""
         ...
 
 

@@ -12,12 +12,13 @@ import hashlib
 import netrc
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.http_client import HttpClient, Response
+from cachetool.stores.http_client import HttpClient, Response, Sink
 from cachetool.stores.http_listing import MODIFIED, SHA256, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of
 from cachetool.stores.redact import redact
@@ -26,6 +27,7 @@ __all__ = ["HttpStore", "open_http_store"]
 
 _MANIFESTS = (".txt", ".jsonl", ".ndjson")
 _INDEX_BYTES = 2**30
+_FILE_BYTES = 2**46
 _MAX_DEPTH = 64
 
 
@@ -99,14 +101,43 @@ class HttpStore:
         _check_status(response, what, 200)
         return response
 
+    def find(self, key: str) -> Object:
+        """The object at this name. Asked for by its first byte alone: a signed URL may not allow HEAD."""
+        what = f"{self.url}: {key!r}"
+        response = self._client.fetch(self._url_of(Object(key, -1)), headers={"Range": "bytes=0-0"}, bodiless=True)
+        headers = response.headers
+        total = headers.get("Content-Range", "").rpartition("/")[2]
+        if response.status == 416:  # nothing is there to have a first byte
+            return Object(key, 0)
+        if response.status == 200:
+            total = headers.get("Content-Length", "")
+            _refuse_page(response, key, what)
+        else:
+            _check_status(response, what, 206)
+        etag = headers.get("ETag", "").removeprefix("W/").strip('"')
+        if not etag and headers.get("Last-Modified"):
+            etag = f"{MODIFIED}{headers['Last-Modified']}"
+        return Object(key, int(total) if total.isdigit() else -1, etag or None)
+
+    def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
+        """The whole object into a file, over one connection that is gone on with when it breaks."""
+        response = self._client.fetch(
+            self._url_of(item), size=item.size, most=-1 if item.size >= 0 else _FILE_BYTES, into=Sink(file, progress)
+        )
+        _check_status(response, f"{self.url}: {item.key!r}", 200, listed=True)
+        self._check(item, response, file.tell())
+        if item.etag is not None and item.etag.startswith(SHA256):
+            file.seek(0)
+            check_identity(item, size=None, etag=SHA256 + hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]  # it is opened for reading, too
+
     def get(self, item: Object) -> memoryview:
         """The whole object."""
         response = self._client.fetch(self._url_of(item), size=item.size)
         what = f"{self.url}: {item.key!r}"
         _check_status(response, what, 200, listed=True)
         size = len(response.body)
-        if item.size < 0 and _is_page(response) and not item.key.lower().endswith((".html", ".htm")):
-            raise BadObject(f"{what}: an HTML page came instead of the object")
+        if item.size < 0:
+            _refuse_page(response, item.key, what)
         self._check(item, response, size)
         if item.etag is not None and item.etag.startswith(SHA256):
             check_identity(item, size=None, etag=SHA256 + hashlib.sha256(response.body).hexdigest())
@@ -152,8 +183,10 @@ class HttpStore:
         self._client.close()
 
 
-def _is_page(response: Response) -> bool:
-    return response.headers.get("Content-Type", "").lower().startswith("text/html")
+def _refuse_page(response: Response, key: str, what: str) -> None:
+    is_page = response.headers.get("Content-Type", "").lower().startswith("text/html")
+    if is_page and not key.lower().endswith((".html", ".htm")):
+        raise BadObject(f"{what}: an HTML page came instead of the object")
 
 
 def _check_status(response: Response, what: str, expected: int, *, listed: bool = False) -> None:

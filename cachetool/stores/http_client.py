@@ -20,9 +20,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
+from typing import BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 from cachetool.errors import BadObject, SourceError, Unreachable
@@ -30,7 +31,7 @@ from cachetool.stores.base import Limits
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
 from cachetool.stores.redact import redact
 
-__all__ = ["HttpClient", "Response", "retry_after"]
+__all__ = ["HttpClient", "Response", "Sink", "retry_after"]
 
 _MAX_HOPS = 5
 _MAX_RETRY_AFTER = 300.0
@@ -56,11 +57,32 @@ class Response:
     """Where it came from in the end."""
 
 
+class Sink:
+    """A file where a body goes instead of memory."""
+
+    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
+        """``file`` is empty; ``progress`` is told how many bytes are in it."""
+        self._file, self._progress = file, progress
+
+    def __len__(self) -> int:
+        return self._file.tell()
+
+    def extend(self, part: bytes) -> None:
+        """What comes next."""
+        self._file.write(part)
+        self._progress(len(self))
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._file.seek(0)
+        self._file.truncate()
+
+
 @dataclass(slots=True)
 class _Partial:
     """What has come of a body so far, over several attempts."""
 
-    data: bytearray = field(default_factory=bytearray)
+    data: bytearray | Sink = field(default_factory=bytearray)
     validator: str = ""
     """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
 
@@ -82,14 +104,24 @@ class HttpClient:
         self._all: list[Connection] = []
         self._lock = threading.Lock()
 
-    def fetch(self, url: str, *, headers: Mapping[str, str] | None = None, size: int = -1, most: int = -1) -> Response:
+    def fetch(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        size: int = -1,
+        most: int = -1,
+        into: Sink | None = None,
+        bodiless: bool = False,
+    ) -> Response:
         """The answer to a GET.
 
-        ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken. Raises
+        ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken; ``into``
+        takes the body, which the response then lacks; ``bodiless``: the headers are all that is wanted. Raises
         :class:`BadObject` for a body that is not as promised, :class:`Unreachable`, :class:`SourceError`.
         """
         began = time.monotonic()
-        partial = _Partial()
+        partial = _Partial() if into is None else _Partial(into)
         attempt = had = 0
         while True:
             attempt += 1
@@ -100,7 +132,7 @@ class HttpClient:
             patience = self._limits.retry
             failure: Exception | None = None
             try:
-                response = self._attempt(url, dict(headers or {}), partial, size, most)
+                response = self._attempt(url, dict(headers or {}), partial, size, most, bodiless=bodiless)
             except (_Broken, OSError, http.client.HTTPException) as error:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     raise Unreachable(
@@ -124,8 +156,10 @@ class HttpClient:
                 ) from failure
             time.sleep(pause)
 
-    def _attempt(self, url: str, headers: dict[str, str], partial: _Partial, size: int, most: int) -> Response:
-        if partial.data and partial.validator and "Range" not in headers:
+    def _attempt(
+        self, url: str, headers: dict[str, str], partial: _Partial, size: int, most: int, *, bodiless: bool
+    ) -> Response:
+        if len(partial.data) and partial.validator and "Range" not in headers:
             headers |= {"Range": f"bytes={len(partial.data)}-", "If-Range": partial.validator}
         else:
             partial.data.clear()
@@ -140,7 +174,9 @@ class HttpClient:
                 if answer.status in _REDIRECTS and target:
                     url = _next_hop(url, target)
                     continue
-                resumed = bool(partial.data) and answer.status == 206
+                if bodiless and answer.status in (200, 206):
+                    return Response(answer.status, answer.headers, memoryview(b""), url)
+                resumed = bool(len(partial.data)) and answer.status == 206
                 body = self._body(answer, partial, size, most, url)
                 done = not answer.will_close
                 return Response(200 if resumed else answer.status, answer.headers, body, url)
@@ -175,7 +211,7 @@ class HttpClient:
 
     def _body(self, answer: http.client.HTTPResponse, partial: _Partial, size: int, most: int, url: str) -> memoryview:
         length = answer.length
-        resuming = bool(partial.data)
+        resuming = bool(len(partial.data))
         if answer.status not in (200, 206):
             _drain(answer)
             return memoryview(b"")
@@ -194,7 +230,7 @@ class HttpClient:
         partial.validator = etag if etag.startswith('"') else ""
         wanted = None if length is None else len(partial.data) + length
         _read(answer, partial.data, wanted, _limit(size, most, answer.status), url)
-        return memoryview(partial.data).toreadonly()
+        return memoryview(partial.data).toreadonly() if isinstance(partial.data, bytearray) else memoryview(b"")
 
     def close(self) -> None:
         """Close every connection. May be called twice."""
@@ -203,13 +239,13 @@ class HttpClient:
                 connection.close()
 
 
-def _read(answer: http.client.HTTPResponse, data: bytearray, wanted: int | None, most: int, url: str) -> None:
+def _read(answer: http.client.HTTPResponse, data: bytearray | Sink, wanted: int | None, most: int, url: str) -> None:
     """Append the rest of the body to ``data``: up to ``wanted`` bytes in all, or to its end; never beyond ``most``."""
     while wanted is None or len(data) < wanted:
         part = answer.read(_CHUNK if wanted is None else min(_CHUNK, wanted - len(data)))
         if not part:
             break
-        data += part
+        data.extend(part)
         if len(data) > most:
             raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
     if wanted is not None and len(data) < wanted:

@@ -127,6 +127,17 @@ class LocalStore:
         except OSError as error:
             raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
 
+    def find(self, key: str) -> Object:
+        """The file with this name below the folder."""
+        fd = self._open(Object(key, -1))
+        try:
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotFound(f"{self.url}: {key!r} is no file")
+        return Object(key, found.st_size, _etag(found))
+
     def get(self, item: Object) -> memoryview:
         """The whole file."""
         return self._read(item, 0, None)

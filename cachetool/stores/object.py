@@ -149,6 +149,15 @@ class ObjectStore:
             return False
         return True
 
+    def find(self, key: str) -> Object:
+        """The object with this key below the prefix."""
+        self._refuse_fork()
+        try:
+            meta = self._reading.head(key)
+        except _errors() as error:
+            raise as_our_error(error, place=self.url, key=key) from None
+        return Object(key, meta["size"], _bare(meta["e_tag"]))
+
     def get(self, item: Object) -> memoryview:
         """The whole object."""
         return self._get(item, None, item.size)

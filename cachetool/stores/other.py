@@ -80,16 +80,22 @@ class FsspecStore:
         start = len(self._root) + 1
         batch: list[Object] = []
         for path, info in found.items():
-            size = info.get("size")
-            etag = info.get("ETag") or info.get("etag") or info.get("mtime")
-            batch.append(
-                Object(path[start:], -1 if size is None else int(size), str(etag).strip('"') if etag else None)
-            )
+            batch.append(_object(path[start:], info))
             if len(batch) == _BATCH:
                 yield batch
                 batch = []
         if batch:
             yield batch
+
+    def find(self, key: str) -> Object:
+        """The file with this name below the path."""
+        try:
+            info = self._system.info(f"{self._root}/{key}")
+        except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
+            raise _ours(error, f"{self.url}: {key!r}") from None
+        if info.get("type") == "directory":
+            raise NotFound(f"{self.url}: {key!r} is no file")
+        return _object(key, info)
 
     def get(self, item: Object) -> memoryview:
         """The whole file. Only its length is compared: fsspec gives no ETag with a body."""
@@ -114,6 +120,12 @@ class FsspecStore:
 
     def close(self) -> None:
         """Connections belong to fsspec, which keeps one file system per address."""
+
+
+def _object(key: str, info: Mapping[str, Any]) -> Object:
+    size = info.get("size")
+    etag = info.get("ETag") or info.get("etag") or info.get("mtime")
+    return Object(key, -1 if size is None else int(size), str(etag).strip('"') if etag else None)
 
 
 def _ours(error: Exception, place: str) -> CacheToolError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import unquote
 
 from cachetool.errors import UsageError
 from cachetool.stores.base import Limits, Store
 from cachetool.stores.redact import redact, split_url
 
-__all__ = ["SCHEMES", "open_store"]
+__all__ = ["SCHEMES", "local_path", "open_store"]
 
 _OBJECT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 _HTTP = ("http", "https")
@@ -22,13 +23,13 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     Raises :class:`UsageError` for a scheme nobody knows (:class:`MissingExtra` when a package would serve it),
     :class:`NotFound` for a local folder that is not there, :class:`AccessDenied` when credentials are missing.
     """
-    scheme, rest = split_url(url)
+    scheme, _ = split_url(url)
     if not scheme and "://" in url:
         raise UsageError(f"{redact(url)!r} is neither a path nor a URL; known are a path and {', '.join(SCHEMES)}")
     if not scheme or scheme == "file":
         from cachetool.stores.local import open_local_store
 
-        return open_local_store(_file_path(rest, url) if scheme else url)
+        return open_local_store(local_path(url))
     if scheme in _OBJECT:
         from cachetool.stores.object import open_object_store
 
@@ -42,8 +43,12 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     return open_fsspec_store(url)
 
 
-def _file_path(rest: str, url: str) -> str:
+def local_path(url: str) -> Path:
+    """The path that a path or a ``file://`` URL names. Raises :class:`UsageError` for another machine's."""
+    scheme, rest = split_url(url)
+    if not scheme:
+        return Path(url)
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UsageError(f"{redact(url)}: a file URL is file:///absolute/path")
-    return unquote("/" + path)
+    return Path(unquote("/" + path))

@@ -189,6 +189,43 @@ def test_a_range_past_the_end_is_an_error_that_names_the_object(filled: Place, s
         store.get_range(item, start, length)
 
 
+@pytest.mark.parametrize("key", sorted(CONTENT))
+def test_an_object_is_found_by_its_key_and_is_the_one_that_get_brings(filled: Place, key: str) -> None:
+    with contextlib.closing(filled.open()) as store:
+        item = store.find(key)
+        body = bytes(store.get(item))
+
+    assert (item.key, item.size, body) == (key, len(CONTENT[key]), CONTENT[key])
+    assert item.etag is not None or not (filled.has_identity and item.size)
+
+
+def test_an_object_found_and_then_replaced_is_refused(filled: Place) -> None:
+    with contextlib.closing(filled.open()) as store:
+        item = store.find("a.npy")
+        filled.put("a.npy", b"ALPHA")
+        if item.etag is not None and not item.etag.replace(".", "").isdigit():
+            with pytest.raises(BadObject, match=r"'a\.npy' changed since it was listed"):
+                store.get(item)
+
+
+@pytest.mark.parametrize("key", ["nothing.npy", "b", "b/nothing", "a.npy/x"])
+def test_a_key_that_is_not_there_is_not_found_by_name(filled: Place, key: str) -> None:
+    with contextlib.closing(filled.open()) as store, pytest.raises(NotFound, match=key):
+        store.find(key)
+
+
+def test_a_store_that_streams_brings_the_whole_object_into_a_file(filled: Place, tmp_path: Path) -> None:
+    with contextlib.closing(filled.open()) as store:
+        if not hasattr(store, "stream"):
+            pytest.skip("this store reads ranges")
+        for item in filled.items().values():
+            told: list[int] = []
+            with (tmp_path / "body").open("wb+") as file:
+                store.stream(item, file, progress=told.append)
+            assert (tmp_path / "body").read_bytes() == CONTENT[item.key]
+            assert told[-1:] == ([len(CONTENT[item.key])] if CONTENT[item.key] else [])
+
+
 def test_an_object_deleted_since_is_not_found_by_name(filled: Place) -> None:
     items = filled.items()
     filled.delete("b/c.json")
