@@ -46,6 +46,7 @@ HEAVY = {
     "ray": {"engines.ray"},
     "click": set(),  # Typer carries its own copy; the library of that name may not be installed
     "pickle": set(),  # never from data
+    "cloudpickle": {"loaders.transform"},  # a user's own function, to processes of this user's own
 }
 
 MAX_LINES = 350

@@ -27,7 +27,7 @@ import numpy as np
 
 from cachetool.formats.runs import Bytes
 
-__all__ = ["Arena", "open_arena"]
+__all__ = ["Arena", "map_at", "open_arena", "reserve"]
 
 _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
@@ -35,6 +35,7 @@ _MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), g
 _HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
 _FIXED = 0x10  # MAP_FIXED of Linux on every processor
 _FAILED = ctypes.c_void_p(-1).value
+_ANYWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 @functools.cache
@@ -43,6 +44,16 @@ def _libc_mmap() -> Callable[[int, int, int, int, int, int], int]:
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     return function
+
+
+def map_at(address: int, length: int, protection: int, flags: int, fd: int, offset: int = 0) -> bool:
+    """Map a file over part of a range that :func:`reserve` gave; False when the kernel refuses."""
+    return _libc_mmap()(address, length, protection, flags | _FIXED, fd, offset) != _FAILED
+
+
+def reserve(nbytes: int) -> Bytes:
+    """So many addresses without memory, all of them unmapped when the array is gone. Raises OSError."""
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=_ANYWHERE, prot=0), dtype=np.uint8)
 
 
 def open_arena() -> Arena | None:
@@ -62,9 +73,7 @@ class Arena:
     """The range. Reading outside the files kills the process, so whoever takes positions from a file checks them."""
 
     def __init__(self, nbytes: int) -> None:
-        self.bytes: Bytes = np.frombuffer(
-            mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0), dtype=np.uint8
-        )
+        self.bytes: Bytes = reserve(nbytes)
         """The whole range, read-only."""
         self._base = int(self.bytes.ctypes.data)
         self._next = -self._base % _HUGE
@@ -91,7 +100,7 @@ class Arena:
             at, length = self._next, max(1, -(-size // _HUGE)) * _HUGE
             if at + length > len(self.bytes) or len(self._lengths) >= _MOST:
                 return None
-            if size and not self._place(at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
+            if size and not map_at(self._base + at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
                 return None
         finally:
             os.close(fd)
@@ -102,12 +111,9 @@ class Arena:
     def unmap(self, at: int) -> None:
         """Let go of the file mapped at ``at``: nothing may read there any more."""
         length = self._lengths.pop(at)
-        if not self._place(at, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1):
+        if not map_at(self._base + at, length, 0, _ANYWHERE, -1):
             raise OSError(ctypes.get_errno(), "unmapping failed")
 
     def position(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
         """Where in :attr:`bytes` an array that is a view of it begins."""
         return int(array.ctypes.data) - self._base
-
-    def _place(self, at: int, length: int, protection: int, flags: int, fd: int) -> bool:
-        return _libc_mmap()(self._base + at, length, protection, flags | _FIXED, fd, 0) != _FAILED

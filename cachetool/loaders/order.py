@@ -12,7 +12,10 @@ integers have no upper end; in an int64 a version may reach 2**23.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +23,17 @@ import numpy.typing as npt
 from cachetool.errors import UsageError
 from cachetool.permutation import MAX_N, Permutation
 
-__all__ = ["decode", "encode", "order", "share"]
+__all__ = ["Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
 
 _BITS = 40
 _MASK = MAX_N - 1
 _BLOCK = 1 << 16
+
+Int64s = npt.NDArray[np.int64]
+Shuffle = Literal["full", "window", "no"]
+
+_RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
+_WINDOW_RUNS = 256
 
 
 def encode(version: int, index: int) -> int:
@@ -70,3 +79,91 @@ def order(
         steps = np.arange(start, min(start + _BLOCK, count), dtype=np.int64)
         positions = steps * world_size + rank
         yield positions if permutation is None else permutation[positions]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How the samples of an epoch are cut into the batches of all ranks.
+
+    The positions ``position .. samples - 1`` of the epoch's order go to count x world_size batches of at most
+    ``batch_size``, step by step and rank by rank, sizes differing by at most one; with ``drop_last`` all have
+    ``batch_size`` and the remainder is left out. So after any step a beginning of the order has been read, by however
+    many ranks, and an epoch that was broken off can go on from there with another number of them.
+    """
+
+    samples: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    drop_last: bool = False
+    position: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of steps, the same for all ranks."""
+        left, each = self.samples - self.position, self.world_size * self.batch_size
+        return left // each if self.drop_last else -(-left // each)
+
+    def bounds(self, steps: Int64s) -> tuple[Int64s, Int64s]:
+        """First position of the batch of each of these steps of this rank, and the one behind its last."""
+        cells = steps * self.world_size + self.rank
+        return self._start(cells), self._start(cells + 1)
+
+    def reached(self, step: int) -> int:
+        """The position that the order has been read to by all ranks when they have taken ``step`` steps."""
+        return int(self._start(np.array([step * self.world_size], dtype=np.int64))[0])
+
+    def _start(self, cells: Int64s) -> Int64s:
+        if self.drop_last:
+            return self.position + cells * self.batch_size
+        size, rest = divmod(self.samples - self.position, max(1, self.count * self.world_size))
+        return self.position + cells * size + np.minimum(cells, rest)
+
+
+class Order:
+    """The order of an epoch: ``order[positions]`` gives the indices of the samples at these positions, both int64 (k,).
+
+    ``full`` is a permutation of all samples. ``window`` keeps neighbours together, about 256 KiB of them (``nbytes`` of
+    a sample known), permutes these runs, and permutes the samples within every 256 runs: read from a disk it is nearly
+    sequential. ``no`` is the order in which the samples arrived. Decided by the arguments alone.
+    """
+
+    def __init__(
+        self, samples: int, *, shuffle: Shuffle = "full", seed: int = 0, epoch: int = 0, nbytes: int = 0
+    ) -> None:
+        self._samples, self._seed, self._epoch = samples, seed, epoch
+        self._permutation = Permutation(samples, seed=seed, turn=epoch) if shuffle == "full" else None
+        self._windows = shuffle == "window"
+        if not self._windows:
+            return
+        self._run = max(1, _RUN_BYTES // max(1, nbytes))
+        self._window = self._run * _WINDOW_RUNS
+        runs, self._rest = divmod(samples, self._run)
+        self._runs = Permutation(runs + 1, seed=seed, turn=epoch)
+        # The run at the end is a short one, which moves all that is behind it.
+        self._short = next(
+            at + int(found[0])
+            for at in range(0, runs + 1, _BLOCK)
+            if len(found := np.flatnonzero(self._runs[np.arange(at, min(at + _BLOCK, runs + 1))] == runs))
+        )
+
+    def __getitem__(self, positions: Int64s) -> Int64s:
+        if self._permutation is not None:
+            found: Int64s = self._permutation[positions]
+            return found
+        return self._in_windows(positions) if self._windows else positions
+
+    def _in_windows(self, positions: Int64s) -> Int64s:
+        at = np.empty_like(positions)
+        windows = positions // self._window
+        for window in np.unique(windows).tolist():
+            chosen, first = windows == window, window * self._window
+            at[chosen] = first + self._within(window)[positions[chosen] - first]
+        at += (at >= self._short * self._run + self._rest) * (self._run - self._rest)
+        out: Int64s = self._runs[at // self._run] * self._run + at % self._run
+        return out
+
+    def _within(self, window: int) -> Permutation:
+        size = min(self._window, self._samples - window * self._window)
+        turn = int.from_bytes(hashlib.sha256(f"{self._epoch} {window}".encode()).digest()[:8], "little")
+        return Permutation(size, seed=self._seed, turn=turn)

@@ -20,7 +20,7 @@ from cachetool.loaders.view import Part, View
 from cachetool.loaders.waiting import wait_for_samples
 from cachetool.schema import Schema
 
-__all__ = ["CacheSubscription", "FileSubscription", "Subscription", "launched_run", "subscribe"]
+__all__ = ["DATASET_FILE", "CacheSubscription", "FileSubscription", "Subscription", "launched_run", "subscribe"]
 
 DATASET_FILE = "dataset.json"
 
@@ -36,8 +36,16 @@ class Subscription(Protocol):
         """What is left of the view of an earlier version. Takes no lease."""
         ...
 
+    def moved(self, view: View) -> bool:
+        """Whether there may be a newer view than this one. Takes no lease."""
+        ...
+
     def served(self) -> None:
         """Count one epoch for the parts of the leased view."""
+        ...
+
+    def release(self) -> None:
+        """Give the lease back; another can be taken."""
         ...
 
     def close(self) -> None:
@@ -108,15 +116,26 @@ class CacheSubscription:
         if self._snapshot is not None and self._pid == os.getpid():
             self._snapshot.served()
 
+    def moved(self, view: View) -> bool:
+        """Whether anything was committed or evicted since."""
+        return self._open().version != view.version
+
+    def release(self) -> None:
+        """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""
+        if self._pid != os.getpid():
+            return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        snapshot, self._snapshot, self._finalizer = self._snapshot, None, None
+        if snapshot is not None:
+            snapshot.release()
+
     def close(self) -> None:
         """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""
-        if self._finalizer is not None and self._pid == os.getpid():
-            self._finalizer.detach()
-        snapshot, cache, pid = self._snapshot, self._cache, self._pid
+        self.release()
+        cache, pid = self._cache, self._pid
         self._forget()
         if cache is not None and pid == os.getpid():
-            if snapshot is not None:
-                snapshot.release()
             cache.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -185,8 +204,15 @@ class FileSubscription:
         """The view, whatever the version: there is no other."""
         return self._view
 
+    def moved(self, view: View) -> bool:
+        """Never."""
+        return False
+
     def served(self) -> None:
         """Nobody counts."""
+
+    def release(self) -> None:
+        """Nothing to give back."""
 
     def close(self) -> None:
         """Nothing to give back."""

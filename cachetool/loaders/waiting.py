@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from cachetool.cache import CacheDir
 from cachetool.cache.pullers import PullState, pull_states
 from cachetool.errors import SourceError
 
-__all__ = ["WAIT", "wait_for_samples"]
+__all__ = ["WAIT", "failed_pull", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
@@ -33,13 +34,25 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
             return
         working = [state for state in states if state.alive]
         if not working:
-            for state in states:
-                if state.error is not None:
-                    raise SourceError(f"no samples to train on: the pull of {state.url} failed: {state.error}")
+            if (error := _failure(states)) is not None:
+                raise error
             return
         if time.monotonic() > deadline:
             raise SourceError(f"no samples to train on after {wait:.0f} s; {_described(working[0])}")
         time.sleep(_POLL)
+
+
+def failed_pull(cache: CacheDir, dataset: str | None) -> SourceError | None:
+    """The error of the background pull that was to fill ``dataset``, when none is at work any more."""
+    with cache.catalog.read() as connection:
+        return _failure(pull_states(connection, cache.layout, dataset=dataset))
+
+
+def _failure(states: Sequence[PullState]) -> SourceError | None:
+    failed = [state for state in states if state.error is not None]
+    if not failed or any(state.alive for state in states):
+        return None
+    return SourceError(f"no samples to train on: the pull of {failed[0].url} failed: {failed[0].error}")
 
 
 def _described(state: PullState) -> str:

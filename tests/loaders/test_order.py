@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetool.errors import UsageError
-from cachetool.loaders.order import decode, encode, order, share
+from cachetool.loaders.order import Order, Shuffle, Steps, decode, encode, order, share
 
 
 def indices(samples: int, **more: object) -> list[int]:
@@ -66,3 +66,71 @@ def test_an_encoded_index_gives_back_its_version_and_is_never_a_plain_one(versio
 def test_a_rank_outside_its_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="ranks are 0 to world_size - 1"):
         share(10, rank=rank, world_size=world_size)
+
+
+@given(
+    samples=st.integers(1, 3000),
+    batch_size=st.integers(1, 70),
+    world_size=st.integers(1, 9),
+    drop_last=st.booleans(),
+    taken=st.integers(0, 20),
+    again=st.tuples(st.integers(1, 50), st.integers(1, 5)),
+)
+def test_steps_share_an_epoch_out_evenly_and_go_on_in_another_world(
+    samples: int, batch_size: int, world_size: int, drop_last: bool, taken: int, again: tuple[int, int]
+) -> None:
+    """All ranks take the same number of steps; sizes differ by at most one; a broken-off epoch is completed by any
+    number of ranks, each position read once."""
+
+    def read(start: int, size: int, world: int, steps: int | None = None) -> list[range]:
+        found = []
+        for rank in range(world):
+            cut = Steps(samples, size, rank, world, drop_last, start)
+            first, last = cut.bounds(np.arange(cut.count if steps is None else steps, dtype=np.int64))
+            found += [range(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        return found
+
+    whole = read(0, batch_size, world_size)
+    sizes = {len(batch) for batch in whole}
+    assert max(sizes, default=batch_size) <= batch_size
+    if drop_last:
+        assert sizes <= {batch_size}
+        assert samples - sum(map(len, whole)) < batch_size * world_size
+    else:
+        assert max(sizes) - min(sizes) <= 1
+        assert sorted(chain.from_iterable(whole)) == list(range(samples))
+
+    cut = Steps(samples, batch_size, 0, world_size, drop_last)
+    taken = min(taken, cut.count)
+    begun, position = read(0, batch_size, world_size, taken), cut.reached(taken)
+    rest = read(position, *again)
+    assert sorted(chain.from_iterable(begun)) == list(range(position))
+    assert sorted(chain.from_iterable(rest)) == list(range(position, position + sum(map(len, rest))))
+    if not drop_last:
+        assert position + sum(map(len, rest)) == samples
+
+
+@given(
+    samples=st.integers(0, 20_000),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 1000),
+    shuffle=st.sampled_from(["full", "window", "no"]),
+    nbytes=st.integers(0, 2**18),
+)
+def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shuffle: Shuffle, nbytes: int) -> None:
+    order = Order(samples, shuffle=shuffle, seed=seed, epoch=epoch, nbytes=nbytes)
+    positions = np.arange(samples, dtype=np.int64)
+    found = order[positions]
+
+    assert np.array_equal(np.sort(found), positions)
+    assert np.array_equal(order[positions[::-3]], found[::-3])  # any positions, in any cut
+
+
+def test_a_window_reads_neighbours_together_and_mixes_them() -> None:
+    """64 neighbours of 4 KiB stay within one window, in which no two of them follow one another but by chance."""
+    found = Order(100_000, shuffle="window", seed=1, nbytes=4096)[np.arange(100_000)]
+    windows = [set((found[at : at + 64 * 256] // 64).tolist()) for at in range(0, 100_000, 64 * 256)]
+
+    assert all(len(a & b) <= 1 for at, a in enumerate(windows) for b in windows[at + 1 :])
+    assert (np.abs(np.diff(found)) == 1).mean() < 0.01
+    assert not np.array_equal(found, Order(100_000, shuffle="window", seed=1, epoch=1, nbytes=4096)[np.arange(100_000)])

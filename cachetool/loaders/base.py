@@ -1,0 +1,257 @@
+"""What the loaders of all frameworks are: an epoch at each ``iter()``, state, and the feed behind them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from cachetool.cache import CacheDir
+from cachetool.errors import UsageError
+from cachetool.loaders.feed import Feed, Processes
+from cachetool.loaders.order import Shuffle
+from cachetool.loaders.plan import Begun, Settings
+from cachetool.loaders.slot import Batch
+from cachetool.loaders.split import SIDES
+from cachetool.loaders.subscription import launched_run
+from cachetool.loaders.transform import Function, dumps
+
+__all__ = ["BaseLoader"]
+
+T = TypeVar("T")
+
+_SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
+_STATE = 1
+
+
+class BaseLoader(Generic[T]):
+    """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
+
+    def __init__(
+        self,
+        cache: CacheDir | str | Path,
+        *,
+        batch_size: int,
+        fields: Sequence[str] | None = None,
+        shuffle: str | bool = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        steps: int | None = None,
+        workers: int = 2,
+        prefetch: int | None = None,
+        transform: Function | None = None,
+        transform_each: str = "sample",
+        dataset: str | None = None,
+        run: str | None = None,
+        split: str | None = None,
+        validation: float = 0.05,
+        min_samples: int | None = None,
+        wait: float = 600.0,
+        hold: float = 60.0,
+        epochs: int | None = None,
+        missing: str = "error",
+    ) -> None:
+        rank, world_size = self._world(rank, world_size)
+        _check(
+            {
+                "batch_size": (batch_size >= 1, batch_size, "at least 1"),
+                "shuffle": (shuffle in _SHUFFLES, shuffle, "'full', 'window' or False"),
+                "rank": (0 <= rank < world_size, rank, f"0 to {world_size - 1}, below world_size"),
+                "workers": (workers >= 0, workers, "0 (a thread) or more feeder processes"),
+                "prefetch": (prefetch is None or prefetch >= 1, prefetch, "at least 1 batch"),
+                "steps": (steps is None or steps >= 1, steps, "at least 1"),
+                "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
+                "split": (split in (None, *SIDES), split, "'train' or 'validation'"),
+                "validation": (0 < validation < 1, validation, "a share between 0 and 1"),
+                "missing": (missing in ("error", "skip"), missing, "'error' or 'skip'"),
+            }
+        )
+        run = run or launched_run() or self._shared_run(world_size)
+        if world_size > 1 and run is None:
+            raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
+        least = world_size * (1 if split == "validation" else batch_size)
+        self._settings = Settings(
+            root=_root(cache),
+            dataset=dataset,
+            run=run,
+            fields=None if fields is None else tuple(fields),
+            batch_size=batch_size,
+            shuffle=_SHUFFLES[shuffle],
+            seed=seed,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            split=split,
+            validation=validation,
+            min_samples=least if min_samples is None else min_samples,
+            wait=wait,
+            hold=hold,
+            epochs=epochs,
+            missing=missing,
+            prefetch=prefetch,
+            each=transform_each,
+        )
+        self._limit, self._workers, self._transform = steps, workers, transform
+        self._function = b"" if transform is None or workers == 0 else dumps(transform)
+        self.epoch = 0
+        """Number of the epoch that the next ``iter()`` begins: how many were delivered whole."""
+        self._feed: Feed | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._iterator: weakref.ref[_Epoch[T]] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    # -- what a framework adds -----------------------------------------------------------------------------------------
+
+    def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
+        if (rank is None) != (world_size is None):
+            raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+        if rank is not None and world_size is not None:
+            return rank, world_size
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def _shared_run(self, world_size: int) -> str | None:
+        """A name of this run that all its processes have, when the launcher gave none."""
+        return None
+
+    def _agreed(self, steps: int) -> int:
+        """How many steps all ranks take, when this one could take ``steps``."""
+        return steps
+
+    def _finish(self, batch: Batch) -> T:
+        """The batch as the framework has it."""
+        raise NotImplementedError
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
+        before = None if self._iterator is None else self._iterator()
+        if before is not None:
+            before.replaced = True
+        begun = self._fed().begin(self.epoch, self._resume)
+        steps = self._agreed(begun.steps.count)
+        epoch = _Epoch(self, begun, steps if self._limit is None else min(steps, self._limit))
+        self._iterator = weakref.ref(epoch)
+        return epoch
+
+    def __len__(self) -> int:
+        """Number of batches of the present snapshot; the next epoch may have more. Waits as ``iter()`` does."""
+        epoch = None if self._iterator is None else self._iterator()
+        begun = epoch.begun if epoch is not None else self._fed().prepare(self.epoch)
+        steps = begun.steps.count
+        return steps if self._limit is None else min(steps, self._limit)
+
+    def _fed(self) -> Feed:
+        if self._feed is None or self._feed.closed or self._feed.pid != os.getpid():  # a fork has feeders of its own
+            feed: Feed
+            if self._workers:
+                feed = Processes(self._settings, feeders=self._workers, transform=self._function)
+            else:
+                from cachetool.loaders.threads import Thread
+
+                feed = Thread(self._settings, transform=self._transform)
+            self._feed = feed
+            self._finalizer = weakref.finalize(self, feed.close)
+        return self._feed
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of."""
+        epoch = None if self._iterator is None else self._iterator()
+        state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed}
+        if epoch is None or epoch.step == 0 or epoch.ended:
+            return {**state, "resume": self._resume}
+        return {**state, "resume": self._fed().state(epoch.begun.steps.reached(epoch.step))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
+
+        Raises :class:`UsageError` for the state of a loader with another seed.
+        """
+        if state.get("state") != _STATE:
+            raise UsageError("not a state of this version's loaders")
+        if state["seed"] != self._settings.seed:
+            raise UsageError(f"the state was made with seed={state['seed']}, this loader has {self._settings.seed}")
+        self.epoch, self._resume = int(state["epoch"]), state["resume"]
+        before = None if self._iterator is None else self._iterator()
+        if before is not None:
+            before.replaced = True
+        self._iterator = None
+
+    def _delivered(self) -> None:
+        """The last batch of an epoch was delivered."""
+        self.epoch += 1
+        self._resume = None
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the feeders and give the lease back; iterating again starts anew. Batches stay as they are."""
+        before = None if self._iterator is None else self._iterator()
+        if before is not None:
+            before.replaced = True
+        if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
+            self._finalizer()
+        self._feed = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Epoch(Iterator[T]):
+    """One epoch of a loader."""
+
+    def __init__(self, loader: BaseLoader[T], begun: Begun, steps: int) -> None:
+        self._loader, self.begun, self._steps = loader, begun, steps
+        self._feed, self._generation = loader._fed(), begun.generation
+        self.step = 0
+        """Batches delivered."""
+        self.replaced = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last batch was delivered."""
+        return self.step >= self._steps
+
+    def __next__(self) -> T:
+        if self.step >= self._steps:
+            raise StopIteration
+        if self.replaced:
+            raise UsageError("this iterator ended when its loader was iterated again or closed")
+        try:
+            batch = self._feed.take(self._generation, self.step)
+        except Exception:
+            self.replaced = True  # an epoch with a hole in it is not gone on with
+            raise
+        self.step += 1
+        if self.step == self._steps:
+            self._feed.delivered(self._generation)
+            self._loader._delivered()
+        return self._loader._finish(batch)
+
+    def __len__(self) -> int:
+        return self._steps - self.step
+
+
+def _check(values: dict[str, tuple[bool, Any, str]]) -> None:
+    for name, (good, value, wanted) in values.items():
+        if not good:
+            raise UsageError(f"{name}={value!r} cannot be used: {wanted}")
+
+
+def _root(cache: CacheDir | str | Path) -> str:
+    if isinstance(cache, CacheDir):
+        _ = cache.catalog  # the feeders must find it on disk
+        return str(cache.root.absolute())
+    return str(Path(cache).absolute())

@@ -1,0 +1,49 @@
+"""Errors on their way from a feeder to the training process: what happened, and where, as text."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from cachetool.errors import CacheToolError, UsageError, from_json, to_json
+
+__all__ = ["FeederTraceback", "TransformError", "described", "rebuilt"]
+
+
+class FeederTraceback(Exception):
+    """The cause of an error that happened in a feeder: its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}" if self.args else ""
+
+
+class TransformError(Exception):
+    """What the user's ``transform`` raised, as its ``__cause__``."""
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """The error as plain values."""
+    where = "".join(traceback.format_exception(error))
+    if isinstance(error, TransformError):
+        cause = error.__cause__ or error
+        what = " ".join(str(cause).split())
+        message = (
+            f"transform= raised {type(cause).__name__}: {what}" if what else f"transform= raised {type(cause).__name__}"
+        )
+        return {"error": UsageError.__name__, "message": message, "traceback": where}
+    if isinstance(error, CacheToolError):
+        return {**to_json(error), "traceback": where}
+    what = " ".join(str(error).split())
+    return {
+        "error": "CacheToolError",
+        "message": f"a feeder failed: {type(error).__name__}: {what}",
+        "traceback": where,
+    }
+
+
+def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
+    """The error that :func:`described` gave, its traceback as the cause."""
+    error = from_json(dict(value))
+    error.__cause__ = FeederTraceback(str(value.get("traceback", "")))
+    return error

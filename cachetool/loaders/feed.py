@@ -1,0 +1,237 @@
+"""The training process's end of a loader: starts feeders, asks the first of them for epochs, takes batches.
+
+::
+
+    Feed -- begin, delivered --> leader -- plans --> other feeders
+         <-- ring of each ------------------------------'
+
+Feeders are plain child processes: the interpreter and a module of ours. They start the same way from scripts without
+a main guard, notebooks and ``python -``, inherit nothing of the training process, and end when their stdin does.
+No thread runs here; :meth:`Feed.take` gets a batch that is ready without letting go of the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.plan import Begun, Settings
+from cachetool.loaders.ring import Ring, supported
+from cachetool.loaders.slot import Batch, SlotReader
+
+__all__ = ["Feed", "Processes"]
+
+_LOOK = 0.1
+"""Seconds between two looks at whether the feeders live, while a batch is waited for."""
+_GRACE = 2.0
+"""Seconds that feeders have to give their leases back when they are stopped."""
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class Feed(Protocol):
+    """Makes the batches of one epoch after another. Belongs to one thread at a time."""
+
+    pid: int
+    """Of the process that it belongs to."""
+    closed: bool
+    """Whether it was closed, by itself too when a feeder died."""
+
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
+        ...
+
+    def prepare(self, epoch: int) -> Begun:
+        """What :meth:`begin` would start now; the present epoch while it lasts."""
+        ...
+
+    def take(self, generation: int, step: int) -> Batch:
+        """The batch of a step; steps are taken in order. Raises what happened while it was made."""
+        ...
+
+    def delivered(self, generation: int) -> None:
+        """The last batch of the epoch was delivered."""
+        ...
+
+    def state(self, reached: int) -> dict[str, Any]:
+        """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks."""
+        ...
+
+    def close(self) -> None:
+        """Stop. May be called twice; batches already taken stay as they are."""
+        ...
+
+
+class Processes:
+    """A :class:`Feed` of ``feeders`` child processes."""
+
+    def __init__(self, settings: Settings, *, feeders: int, transform: bytes) -> None:
+        if not supported():
+            raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
+        self.pid, self.closed = os.getpid(), False
+        self._rings: list[Ring] = []
+        self._readers: list[SlotReader] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._asked = 0
+        self._rest = b""
+        self._answers, answers = os.pipe()
+        plans = [os.pipe() for _ in range(feeders - 1)]
+        leader = [answers, *(write for _, write in plans)]
+        try:
+            for number in range(feeders):
+                own = leader if number == 0 else [plans[number - 1][0]]
+                self._start(number, feeders, settings, transform, own)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for fd in (answers, *(fd for pair in plans for fd in pair)):
+                os.close(fd)
+
+    def _start(self, number: int, feeders: int, settings: Settings, transform: bytes, fds: Sequence[int]) -> None:
+        ring = Ring()
+        self._rings.append(ring)
+        self._readers.append(SlotReader(ring))
+        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.loaders.feeder import main; main()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.PIPE,
+            pass_fds=(ring.fd, *fds),
+            start_new_session=True,  # a terminal's Ctrl-C reaches the training process alone
+            env={**dict.fromkeys(_ONE_THREAD, "1"), **os.environ},  # cores are used by having more feeders
+        )
+        self._processes.append(process)
+        own = {"answers": fds[0], "followers": fds[1:]} if number == 0 else {"plans": fds[0]}
+        hello = {
+            "settings": settings.to_json(),
+            "number": number,
+            "feeders": feeders,
+            "parent": self.pid,
+            "ring": ring.fd,
+            "transform": len(transform),
+            **own,
+        }
+        assert process.stdin is not None
+        with self._death_of(process):
+            process.stdin.write(json.dumps(hello).encode() + b"\n" + transform)
+            process.stdin.flush()
+
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """See :class:`Feed`."""
+        return Begun.from_json(self._ask("begin", epoch=epoch, resume=resume))
+
+    def prepare(self, epoch: int) -> Begun:
+        """See :class:`Feed`."""
+        return Begun.from_json(self._ask("prepare", epoch=epoch))
+
+    def state(self, reached: int) -> dict[str, Any]:
+        """See :class:`Feed`."""
+        found: dict[str, Any] = self._ask("state", reached=reached)["state"]
+        return found
+
+    def delivered(self, generation: int) -> None:
+        """See :class:`Feed`."""
+        self._tell("delivered", generation=generation)
+
+    def take(self, generation: int, step: int) -> Batch:
+        """See :class:`Feed`."""
+        number = step % len(self._rings)
+        ring, reader = self._rings[number], self._readers[number]
+        while True:
+            if not ring.poll():
+                self._wait(ring)
+            batch = reader.take(generation)
+            if batch is not None:
+                assert batch.step == step
+                return batch
+
+    def _wait(self, ring: Ring) -> None:
+        while not ring.wait(_LOOK):
+            self._check()
+
+    def _check(self) -> None:
+        """Raise when a feeder is dead."""
+        for process in self._processes:
+            code = process.poll()
+            if code is not None:
+                self.close()
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                hint = "; the machine may be out of memory" if code in (-9, -7) else ""
+                raise CacheToolError(f"a feeder (pid {process.pid}) {how}{hint}; iterate again to start new ones")
+
+    def _tell(self, what: str, **values: Any) -> None:
+        self._asked += 1
+        leader = self._processes[0]
+        assert leader.stdin is not None
+        with self._death_of(leader):
+            leader.stdin.write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
+            leader.stdin.flush()
+
+    @contextlib.contextmanager
+    def _death_of(self, process: subprocess.Popen[bytes]) -> Any:
+        try:
+            yield
+        except (BrokenPipeError, ValueError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            self._check()
+            raise
+
+    def _ask(self, what: str, **values: Any) -> dict[str, Any]:
+        self._tell(what, **values)
+        while True:
+            answer = self._answer()
+            if answer.pop("id") == self._asked:
+                break  # others were asked for by somebody who was interrupted
+        if "error" in answer:
+            raise rebuilt(answer["error"])
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        while b"\n" not in self._rest:
+            if not select.select([self._answers], [], [], _LOOK)[0]:
+                self._check()
+                continue
+            data = os.read(self._answers, 1 << 20)
+            if not data:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._processes[0].wait(1.0)
+                self._check()
+                raise CacheToolError("a feeder closed its pipe")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """See :class:`Feed`."""
+        if self.pid != os.getpid():
+            return  # a forked copy: the feeders are the parent's
+        self.closed = True
+        fd, self._answers = self._answers, -1
+        if fd >= 0:
+            os.close(fd)
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + _GRACE
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+        for ring in self._rings:
+            ring.close()
+        self._rings.clear()
+        self._readers.clear()

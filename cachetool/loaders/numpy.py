@@ -1,0 +1,58 @@
+"""Batches as NumPy arrays: the engine without any framework.
+
+::
+
+    with Loader("data/cache", batch_size=64) as loader:
+        for epoch in range(90):
+            for batch in loader:            # epoch k + 1 sees what arrived in the cache during epoch k
+                batch["image"]              # (64, ...), memory that stays as it is for as long as it is seen
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cachetool.block import Ragged
+from cachetool.loaders.base import BaseLoader
+from cachetool.loaders.columns import Strings
+from cachetool.loaders.slot import Batch
+
+__all__ = ["Loader", "Strings"]
+
+
+class Loader(BaseLoader[dict[str, Any]]):
+    """Batches of a cache as dicts of NumPy arrays, made by ``workers`` feeder processes into shared memory.
+
+    A batch has an array (k, *shape) for each numeric field, a :class:`~cachetool.block.Ragged` column for each ragged
+    one, :class:`Strings` for str and bytes; k is at most ``batch_size``. Nothing is copied in this process; memory is
+    used again once nothing sees it any more.
+
+    - ``cache``: a cache or its folder, or a folder that ``cachetool convert --out`` wrote. ``dataset`` names one of
+      several, ``fields`` chooses and orders the fields.
+    - ``shuffle``: ``"full"``, ``"window"`` (neighbours are read together: for small samples on a cold disk) or False
+      (in the order they arrived). The order is decided by ``seed``, the epoch and the snapshot.
+    - ``drop_last``: batches of ``batch_size`` only; else sizes differ by at most one. ``steps``: batches of an epoch at
+      most.
+    - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``): all take the same number of steps, no sample
+      goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
+    - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready (default:
+      48 MiB of them, 2 to 64).
+    - ``transform``: a function over each sample, a dict, that gives another one, called in the feeders; over a dict of
+      columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
+    - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` of the samples in the latter.
+    - ``min_samples`` (default ``world_size`` x ``batch_size``) are waited for up to ``wait`` seconds.
+    - The next epoch's snapshot is taken when this one's batches are made, and given up ``hold`` seconds after its end;
+      not after ``epochs`` epochs.
+    - ``missing``: what a resumed epoch does about shards evicted since: ``"error"`` or ``"skip"``.
+
+    Raises :class:`UsageError`; iterating also :class:`CorruptError`, and what feeders raise.
+    """
+
+    def _finish(self, batch: Batch) -> dict[str, Any]:
+        out: dict[str, Any] = dict(batch.columns)
+        for field in batch.schema:
+            if field.kind in ("str", "bytes"):
+                column = out[field.name]
+                assert isinstance(column, Ragged)
+                out[field.name] = Strings(column, text=field.kind == "str")
+        return out

@@ -1,0 +1,207 @@
+"""Making the batches of a plan, one after another: what a feeder does, in a process of its own or in a thread.
+
+::
+
+    Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or a queue
+                                  |-- last batch made --> exhausted(generation)
+
+A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
+batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Block, Column, Ragged
+from cachetool.formats.runs import Int64s
+from cachetool.loaders.failure import described
+from cachetool.loaders.gather import Empty, Parts, Places, gather, new_array
+from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.order import Order
+from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.split import Split
+from cachetool.loaders.transform import Transform
+from cachetool.loaders.view import View
+from cachetool.schema import Field, Schema
+
+__all__ = ["Mailbox", "Sink", "work"]
+
+_AHEAD = 8192  # samples whose order is computed at once
+
+
+class Sink(Protocol):
+    """Where batches go."""
+
+    def open(self) -> None:
+        """Wait for room for one batch."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the room back."""
+        ...
+
+    def begin(self, schema: Schema) -> None:
+        """Say which fields the batch has."""
+        ...
+
+    def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Memory for the values of a field; to be filled before the next is asked for."""
+        ...
+
+    def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
+        """Hand the batch over."""
+        ...
+
+    def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
+        """Hand an error over in place of the batch."""
+        ...
+
+
+class Mailbox:
+    """Plans that wait for their turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._plans: deque[Plan] = deque()
+        self._least = 0
+        self._closed = False
+
+    def put(self, plan: Plan) -> None:
+        """Add a plan; unless it only follows those before, they are over."""
+        with self._changed:
+            if not plan.follows:
+                self._plans.clear()
+                self._least = plan.generation
+            self._plans.append(plan)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """There will be no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def is_over(self, plan: Plan) -> bool:
+        """Whether another plan came in its place."""
+        return plan.generation < self._least or self._closed
+
+    def get(self) -> Plan | None:
+        """The next plan, waited for; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._plans)
+            return None if self._closed else self._plans.popleft()
+
+
+def work(
+    settings: Settings,
+    mailbox: Mailbox,
+    sink: Sink,
+    places: MappedParts | Parts,
+    *,
+    transform: Transform | None,
+    number: int,
+    feeders: int,
+    exhausted: Callable[[int], None],
+) -> None:
+    """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed."""
+    maker = _Maker(settings, mailbox, sink, places, transform)
+    while (plan := mailbox.get()) is not None:
+        if plan.view is None:
+            places.close()
+            continue
+        places.keep(plan.view)
+        if maker.make(plan, plan.view, number, feeders):
+            exhausted(plan.generation)
+    places.close()
+
+
+class _Maker:
+    def __init__(
+        self, settings: Settings, mailbox: Mailbox, sink: Sink, places: MappedParts | Parts, transform: Transform | None
+    ) -> None:
+        self._settings, self._mailbox, self._sink = settings, mailbox, sink
+        self._places, self._transform = places, transform
+        self._split = None if settings.split is None else Split(settings.split, settings.validation)
+        self._whole: Schema | None = None
+        self._fields: Schema | None = None
+
+    def _schema(self, view: View) -> Schema:
+        """The fields asked for: one object for as long as the dataset has the same ones."""
+        if self._fields is None or view.schema != self._whole:
+            self._whole = view.schema
+            self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
+        return self._fields
+
+    def make(self, plan: Plan, view: View, number: int, feeders: int) -> bool:
+        """All batches of one plan; False when it was replaced, or when an error was handed over."""
+        step, opened = number, False
+        try:
+            count = plan.steps(self._settings).count
+            schema = self._schema(view)
+            empty = new_array if self._transform else self._sink.values
+            for numbers, indices in self._drawn(plan, view, np.arange(number, count, feeders, dtype=np.int64)):
+                found = _batches(self._places, view, indices, schema, empty)
+                for step, at in zip(numbers, indices, strict=True):
+                    columns: Mapping[str, Column]
+                    self._sink.open()
+                    opened = True
+                    if self._mailbox.is_over(plan):
+                        self._sink.cancel()
+                        return False
+                    if self._transform is None:
+                        self._sink.begin(schema)
+                        columns = next(found)
+                    else:
+                        columns = self._transformed(Block(schema, next(found)), plan.epoch, at)
+                    self._sink.commit(plan.generation, step, columns)
+                    opened = False
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
+            if not opened:
+                self._sink.open()
+            self._sink.fail(plan.generation, step, described(error))
+            return False
+        return True
+
+    def _transformed(self, block: Block, epoch: int, indices: Int64s) -> Mapping[str, Column]:
+        assert self._transform is not None
+        made = self._transform(block, epoch=epoch, indices=indices)
+        self._sink.begin(made.schema)
+        for field in made.schema:
+            column = made.columns[field.name]
+            values = column.values if isinstance(column, Ragged) else column
+            self._sink.values(field, values.shape)[...] = values
+        return made.columns
+
+    def _drawn(self, plan: Plan, view: View, steps: Int64s) -> Iterator[tuple[list[int], list[Int64s]]]:
+        """Some steps at a time, and the indices of the samples of each."""
+        cut = plan.steps(self._settings)
+        order: Order | Int64s = plan.left(self._settings)[1] if plan.lost else plan.order(self._settings)
+        chosen = None if self._split is None else self._split.chosen(view)
+        at, ahead = 0, 1  # the first batches are waited for: little is computed ahead of them
+        while at < len(steps):
+            now = steps[at : at + ahead]
+            starts, stops = cut.bounds(now)
+            sizes = stops - starts
+            ends = np.cumsum(sizes)
+            positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1], dtype=np.int64)
+            indices = order[positions]
+            if chosen is not None:
+                indices = chosen[indices]
+            yield now.tolist(), np.split(indices, ends[:-1])
+            at += len(now)
+            ahead = min(4 * ahead, max(1, _AHEAD // self._settings.batch_size))
+
+
+def _batches(
+    places: Places, view: View, indices: Sequence[Int64s], schema: Schema, empty: Empty
+) -> Iterator[dict[str, Column]]:
+    if isinstance(places, MappedParts):
+        return places.batches(view, indices, schema, empty=empty)
+    return (gather(view, at, places, schema, empty=empty) for at in indices)

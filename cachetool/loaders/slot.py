@@ -1,0 +1,184 @@
+"""A batch as bytes in a slot of a ring: written by a feeder, looked at by the training process, copied by neither.
+
+::
+
+    int64: generation | step | bytes of text | arrays | offset, length | offset, length | ...
+    text: {"fields": schema} or {"error": ...}
+    array | array | ...             each at a multiple of 64
+
+Arrays of a field: the values; for bytes, str and ragged fields behind them where each sample begins, and for ragged
+ones the shapes. So a batch says what it is by itself, and the text is the same for all batches of an epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Column, Ragged
+from cachetool.errors import CacheToolError
+from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.schema import Field, Schema
+
+__all__ = ["Batch", "SlotReader", "SlotWriter"]
+
+_ALIGN = 64
+_NUMBERS = 4
+RING_BYTES = 48 * 2**20
+LEAST, MOST = 2, 64
+
+
+class Batch(NamedTuple):
+    """What a feeder made for one step, as it came."""
+
+    generation: int
+    """Of the plan it belongs to."""
+    step: int
+    schema: Schema
+    columns: Mapping[str, Column]
+    """Memory that is this batch's alone as long as any of these arrays is seen."""
+
+
+def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and inner shape of the arrays of a field."""
+    if field.kind == "fixed":
+        return [(field.numpy.str, field.sizes)]
+    values: list[tuple[str, tuple[int, ...]]] = [(field.numpy.str, ()), ("<i8", ())]
+    return [*values, ("<i8", (field.rank,))] if field.kind == "ragged" else values
+
+
+class SlotWriter:
+    """Fills one slot after another; the sink of a feeder (see :class:`~cachetool.loaders.produce.Sink`).
+
+    ``ready``: how many batches may wait for the consumer; None: as many as take 48 MiB, 2 to 64.
+    """
+
+    def __init__(self, ring: RingWriter, *, ready: int | None) -> None:
+        self._ring = ring
+        self._wanted, self._permitted = ready, min(LEAST, ready or LEAST)
+        ring.permit(self._permitted)
+        self._schema: Schema | None = None
+        self._text, self._arrays = b"", 0
+        self._largest = 0
+
+    def open(self) -> None:
+        """Wait for room."""
+        self._slot = self._ring.acquire()
+
+    def cancel(self) -> None:
+        """Give the room back."""
+        self._ring.put_back(self._slot)
+
+    def begin(self, schema: Schema) -> None:
+        """Say which fields the batch has."""
+        if schema is not self._schema:
+            self._schema = schema
+            self._text = json.dumps({"fields": schema.to_json()}).encode()
+            self._arrays = sum(len(_parts(field)) for field in schema)
+        self._head(self._text, self._arrays)
+
+    def _head(self, text: bytes, arrays: int) -> None:
+        numbers = 8 * (_NUMBERS + 2 * arrays)
+        self._used = numbers + len(text)
+        memory = self._ring.memory(self._slot, self._used)
+        memory[numbers : self._used] = np.frombuffer(text, dtype=np.uint8)
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Memory for the values of a field, in the slot; to be filled before the next is asked for."""
+        self._places[field.name], out = self._array(shape, field.numpy)
+        return out
+
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], npt.NDArray[Any]]:
+        start = -(-self._used // _ALIGN) * _ALIGN
+        stop = start + math.prod(shape) * dtype.itemsize
+        memory = self._ring.memory(self._slot)
+        if stop > len(memory):
+            # Room for the rest of a batch like the one before, so that the slot is not moved once a field.
+            memory = self._ring.memory(self._slot, max(stop, self._largest), keep=self._used)
+        self._used = stop
+        return (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
+
+    def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
+        """Hand the batch over: the columns whose values were put into this slot."""
+        assert self._schema is not None
+        numbers = [generation, step, len(self._text), self._arrays]
+        for field in self._schema:
+            numbers += self._places[field.name]
+            column = columns[field.name]
+            for rest in (column.offsets, column.shapes) if isinstance(column, Ragged) else ():
+                if rest is not None:
+                    place, out = self._array(rest.shape, rest.dtype)
+                    out[...] = rest
+                    numbers += place
+        self._hand_over(numbers)
+
+    def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
+        """Hand an error over in place of a batch."""
+        text = json.dumps({"error": error}).encode()
+        self._head(text, 0)
+        self._hand_over([generation, step, len(text), 0])
+
+    def _hand_over(self, numbers: list[int]) -> None:
+        self._ring.memory(self._slot)[: 8 * len(numbers)].view(np.int64)[:] = numbers
+        self._largest = max(self._largest, self._used)
+        self._ring.commit(self._slot)
+        self._more()
+
+    def _more(self) -> None:
+        """Once it is known how large a batch is: as many slots as there shall be."""
+        wanted = self._wanted or max(LEAST, min(MOST, RING_BYTES // max(1, self._used)))
+        if wanted > self._permitted:
+            self._ring.permit(wanted - self._permitted)
+            self._permitted = wanted
+
+
+class SlotReader:
+    """Makes batches of the slots that come out of a ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._texts: dict[bytes, tuple[Schema, list[tuple[Field, list[tuple[str, tuple[int, ...]]]]]]] = {}
+
+    def take(self, generation: int) -> Batch | None:
+        """The batch that ``ring.poll`` or ``ring.wait`` announced; None when it is of another generation.
+
+        Raises the error that the feeder sent in its place.
+        """
+        lease = self._ring.take()
+        numbers = lease.memory[: 8 * _NUMBERS].view(np.int64)
+        found, step, length, arrays = numbers.tolist()
+        if found != generation:
+            return None
+        at = 8 * (_NUMBERS + 2 * arrays)
+        places = lease.memory[8 * _NUMBERS : at].view(np.int64).tolist()
+        text = lease.memory[at : at + length].tobytes()
+        known = self._texts.get(text)
+        if known is None:
+            value = json.loads(text)
+            if "error" in value:
+                raise rebuilt(value["error"])
+            schema = Schema.from_json(value["fields"])
+            self._check(schema)
+            known = self._texts[text] = schema, [(field, _parts(field)) for field in schema]
+        schema, fields = known
+        columns: dict[str, Column] = {}
+        at = 0
+        for field, parts in fields:
+            made = []
+            for dtype, inner in parts:
+                made.append(lease.array(places[at], (places[at + 1], *inner), dtype))
+                at += 2
+            columns[field.name] = made[0] if len(made) == 1 else Ragged(*made)
+        return Batch(found, step, schema, columns)
+
+    def _check(self, schema: Schema) -> None:
+        for other, _ in self._texts.values():
+            if other != schema:
+                raise CacheToolError(f"batches differ: {other.describe()} and {schema.describe()}")

@@ -1,0 +1,62 @@
+"""Which samples are for training and which for validation: by a hash of each sample's ``__key__``.
+
+A sample that was pulled again, converted, or moved to another shard stays on its side, however the cache grows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+
+from cachetool.errors import UsageError
+from cachetool.loaders.gather import Parts, gather, open_by_extents
+from cachetool.loaders.order import Int64s
+from cachetool.loaders.view import Part, View
+from cachetool.schema import KEY, Schema
+
+__all__ = ["Split"]
+
+SIDES = ("train", "validation")
+
+
+class Split:
+    """One side of a dataset; ``share`` of the keys, between 0 and 1, are for validation."""
+
+    def __init__(self, side: str, share: float) -> None:
+        self._side, self._bound = SIDES.index(side), int(share * 2**64)
+        self._known: dict[tuple[str, int], Int64s] = {}
+
+    def chosen(self, view: View) -> Int64s:
+        """The indices in ``view`` of the samples on this side, ascending. Raises :class:`UsageError` without keys."""
+        if KEY not in view.schema:
+            raise UsageError(f"split= needs the field {KEY}; this dataset was pulled without it")
+        known = {_identity(part): self._known.get(_identity(part)) for part in view.parts}
+        parts = Parts(open_by_extents)
+        try:
+            for number, part in enumerate(view.parts):
+                if known[_identity(part)] is None:
+                    known[_identity(part)] = self._side_of(view, number, parts)
+        finally:
+            parts.close()
+        self._known = {name: found for name, found in known.items() if found is not None}  # others have left
+        starts = view.starts.tolist()
+        found = [self._known[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def _side_of(self, view: View, number: int, parts: Parts) -> Int64s:
+        start, stop = int(view.starts[number]), int(view.starts[number + 1])
+        schema = Schema((view.schema[KEY],))
+        column = gather(view, np.arange(start, stop, dtype=np.int64), parts, schema)[KEY]
+        keys = column.values.tobytes()  # type: ignore[union-attr]
+        offsets = column.offsets.tolist()  # type: ignore[union-attr]
+        sides = [self._held_out(keys[a:b]) == bool(self._side) for a, b in itertools.pairwise(offsets)]
+        return np.flatnonzero(np.array(sides, dtype=np.bool_)).astype(np.int64)
+
+    def _held_out(self, key: bytes) -> bool:
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") < self._bound
+
+
+def _identity(part: Part) -> tuple[str, int]:
+    return part.content or part.id, part.samples

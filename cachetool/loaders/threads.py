@@ -1,0 +1,218 @@
+"""A feed without child processes: the same engine in one thread of this process, for notebooks and small jobs.
+
+It shares the GIL with whatever else runs here. Files are read, not mapped, and closed when no epoch is under way: this
+process may stay for days beside a cache whose shards come and go.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import Column
+from cachetool.errors import CorruptError
+from cachetool.extents import Extents
+from cachetool.formats.reading import load_extents
+from cachetool.formats.runs import Int64s, ends
+from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
+from cachetool.loaders.plan import Begun, Settings
+from cachetool.loaders.produce import Mailbox, work
+from cachetool.loaders.slot import Batch
+from cachetool.loaders.transform import Function, Transform
+from cachetool.loaders.turns import NotYet, Resume, Turns
+from cachetool.loaders.view import Part
+from cachetool.schema import Field, Schema
+
+__all__ = ["Thread"]
+
+_READY = 2
+_POLL = 0.2
+
+
+class Thread:
+    """A :class:`~cachetool.loaders.feed.Feed` in this process."""
+
+    def __init__(self, settings: Settings, *, transform: Function | None) -> None:
+        self.pid, self.closed = os.getpid(), False
+        self._settings = settings
+        self._mailbox = Mailbox()
+        self._queue = _Queue(settings.prefetch or _READY)
+        self._turns = Turns(settings, self._mailbox.put)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=_run,
+            args=(settings, self._mailbox, self._queue, self._turns, self._lock, transform),
+            name="cachetool-feeder",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        return self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None))
+
+    def prepare(self, epoch: int) -> Begun:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        return self._waited(lambda: self._turns.prepare(epoch))
+
+    def _waited(self, attempt: Any) -> Begun:
+        until = time.monotonic() + self._settings.wait
+        while True:
+            try:
+                with self._lock:
+                    return Begun.of(attempt(), self._settings)
+            except NotYet as short:
+                if time.monotonic() >= until:
+                    raise self._turns.given_up(short) from None
+            time.sleep(_POLL)
+
+    def take(self, generation: int, step: int) -> Batch:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        while True:
+            found = self._queue.get()
+            if isinstance(found, Batch):
+                if found.generation == generation:
+                    assert found.step == step
+                    return found
+            elif found[0] == generation:
+                raise rebuilt(found[1])
+
+    def delivered(self, generation: int) -> None:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        with self._lock:
+            self._turns.delivered(generation)
+
+    def state(self, reached: int) -> dict[str, Any]:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        with self._lock:
+            return asdict(self._turns.state(reached))
+
+    def close(self) -> None:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        if self.pid != os.getpid():
+            return
+        self.closed = True
+        self._mailbox.close()
+        self._queue.close()
+        self._thread.join()
+        with self._lock:
+            self._turns.close()
+
+
+def _run(
+    settings: Settings, mailbox: Mailbox, queue: _Queue, turns: Turns, lock: threading.Lock, function: Function | None
+) -> None:
+    """The thread; it knows nothing of the loader, which can be collected while this runs."""
+
+    def exhausted(generation: int) -> None:
+        with lock:
+            turns.exhausted(generation)
+
+    transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
+    work(
+        settings,
+        mailbox,
+        queue,
+        Parts(open_by_reading),
+        transform=transform,
+        number=0,
+        feeders=1,
+        exhausted=exhausted,
+    )
+
+
+class _Queue:
+    """Batches in plain memory; a :class:`~cachetool.loaders.produce.Sink`."""
+
+    def __init__(self, ready: int) -> None:
+        self._room, self._filled = threading.Semaphore(ready), threading.Semaphore(0)
+        self._items: deque[Batch | tuple[int, Mapping[str, Any]]] = deque()
+        self._schema: Schema | None = None
+
+    def get(self) -> Batch | tuple[int, Mapping[str, Any]]:
+        """The next batch or error, waited for."""
+        self._filled.acquire()
+        item = self._items.popleft()
+        self._room.release()
+        return item
+
+    def open(self) -> None:
+        self._room.acquire()
+
+    def cancel(self) -> None:
+        self._room.release()
+
+    def begin(self, schema: Schema) -> None:
+        self._schema = schema
+
+    def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return new_array(field, shape)
+
+    def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
+        assert self._schema is not None
+        self._items.append(Batch(generation, step, self._schema, columns))
+        self._filled.release()
+
+    def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
+        self._items.append((generation, error))
+        self._filled.release()
+
+    def close(self) -> None:
+        """Let a thread that waits for room go on: what it makes is thrown away."""
+        self._room.release()
+
+
+def open_by_reading(part: Part, schema: Schema) -> OpenPart:
+    """Open a part to be read with ``preadv``; through its format's library when it has no extents."""
+    if not part.extents.exists():
+        return open_by_extents(part, schema)
+    return _ReadPart(part.folder, load_extents(part.extents, schema))
+
+
+class _ReadPart:
+    """A part whose values are read, without the GIL; only its extents are mapped, as long as it is open."""
+
+    def __init__(self, folder: Path, extents: Extents) -> None:
+        self._folder, self._extents = folder, extents
+        self._fds: dict[int, int] = {}
+
+    def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
+        return {field.name: self._locate(within, field) for field in schema}
+
+    def _locate(self, within: Int64s, field: Field) -> Runs:
+        extents = self._extents.fields[field.name]
+        if extents.column is not None:
+            return Runs(extents.column, within)
+        offsets, sizes = extents.locate(within)
+        starts = ends(sizes)
+        buffer = np.empty(int(starts[-1]), dtype=np.uint8)
+        view, fd = buffer.data, self._fd(extents.file)
+        at = starts.tolist()
+        for number, offset in enumerate(offsets.tolist()):
+            wanted = view[at[number] : at[number + 1]]
+            if os.preadv(fd, [wanted], offset) != len(wanted):
+                path = self._folder / self._extents.files[extents.file]
+                raise CorruptError(f"{path} is cut short: field {field.name!r} reaches to {offset + len(wanted)}")
+        if field.kind == "fixed":
+            return Runs(buffer, starts[:-1])
+        return Runs(buffer, starts[:-1], sizes, None if extents.shapes is None else extents.shapes[within])
+
+    def _fd(self, number: int) -> int:
+        if number not in self._fds:
+            path = self._folder / self._extents.files[number]
+            self._fds[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[number]
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])

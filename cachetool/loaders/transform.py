@@ -1,0 +1,158 @@
+"""The user's function over samples or batches, and columns made of what it gives.
+
+It comes to the feeders by cloudpickle: lambdas, closures and functions of a notebook too. What it gives first fixes the
+fields of all that follows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cachetool.block import Block, Column, Ragged
+from cachetool.errors import UsageError
+from cachetool.loaders.failure import TransformError
+from cachetool.loaders.order import Int64s
+from cachetool.schema import Field, Schema, storage_dtype
+
+__all__ = ["Function", "Transform", "dumps", "loads"]
+
+Function = Callable[..., Mapping[str, Any]]
+
+
+def dumps(function: Function) -> bytes:
+    """The function as bytes. Raises :class:`UsageError` when it holds something that cannot be sent."""
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except Exception as error:
+        raise UsageError(
+            f"transform= cannot be sent to the feeders: {type(error).__name__}: {' '.join(str(error).split())};"
+            " make such objects inside the function, or use workers=0"
+        ) from error
+
+
+def loads(data: bytes) -> Function:
+    """The function that :func:`dumps` was given, by the process that started this one."""
+    import cloudpickle
+
+    function: Function = cloudpickle.loads(data)
+    return function
+
+
+class Transform:
+    """The function with what it is called with: a dict of each sample, or one of arrays and lists for a whole batch.
+
+    A function with a parameter ``rng`` gets a ``numpy.random.Generator`` that seed, epoch and the sample's number (of a
+    batch: that of its first sample) decide.
+    """
+
+    def __init__(self, function: Function, *, each: str, seed: int) -> None:
+        self._function, self._batch, self._seed = function, each == "batch", seed
+        self._random = _takes_rng(function)
+        self._schema: Schema | None = None
+
+    def __call__(self, block: Block, *, epoch: int, indices: Int64s) -> Block:
+        """What comes out for the samples ``indices`` of an epoch.
+
+        Raises :class:`TransformError` from what the function raises; :class:`UsageError` for a result that is not what
+        the first one was.
+        """
+        if self._batch:
+            return self._block(self._call(_values(block), epoch, int(indices[0])))
+        results = [self._call(block.sample(i), epoch, number) for i, number in enumerate(indices.tolist())]
+        if self._schema is None:
+            self._schema = _schema(results[0])
+        return _checked(self._schema, results)
+
+    def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
+        extra = {"rng": np.random.default_rng((self._seed, epoch, number))} if self._random else {}
+        try:
+            result = self._function(argument, **extra)
+        except Exception as error:
+            raise TransformError from error
+        if not isinstance(result, Mapping) or not result:
+            raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}")
+        return result
+
+    def _block(self, result: Mapping[str, Any]) -> Block:
+        columns = {name: _column(name, value) for name, value in result.items()}
+        schema = Schema(tuple(field for field, _ in columns.values()))
+        self._schema = self._schema or schema
+        if schema != self._schema:
+            raise UsageError(f"transform= gave {schema.describe()}; at first it gave {self._schema.describe()}")
+        return Block(self._schema, {name: column for name, (_, column) in columns.items()})
+
+
+def _takes_rng(function: Function) -> bool:
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+
+
+def _values(block: Block) -> dict[str, Any]:
+    """Columns as a user's function takes them: arrays; lists of str, bytes and arrays of differing shapes."""
+    out: dict[str, Any] = {}
+    for field in block.schema:
+        column = block.columns[field.name]
+        if not isinstance(column, Ragged):
+            out[field.name] = column
+        elif field.kind == "ragged":
+            out[field.name] = [column[i] for i in range(len(column))]
+        else:
+            raw = [column[i].tobytes() for i in range(len(column))]
+            text = field.kind == "str"
+            out[field.name] = [each.decode("utf-8", "surrogateescape") for each in raw] if text else raw
+    return out
+
+
+def _field(name: str, value: Any) -> Field:
+    if isinstance(value, str):
+        return Field(name, "str")
+    if isinstance(value, bytes):
+        return Field(name, "bytes")
+    array = _array(name, value)
+    return Field(name, storage_dtype(array.dtype).str, array.shape)
+
+
+def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(value)
+    if array.dtype.kind in "OUSV":
+        raise UsageError(
+            f"transform= gave {type(value).__name__} for field {name!r}; give arrays, numbers, str or bytes"
+        )
+    return array
+
+
+def _schema(sample: Mapping[str, Any]) -> Schema:
+    return Schema(tuple(_field(name, value) for name, value in sample.items()))
+
+
+def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
+    for result in results:
+        if tuple(result) != schema.names:
+            raise UsageError(
+                f"transform= gave the fields {', '.join(result)}; at first it gave {', '.join(schema.names)}"
+            )
+    try:
+        return Block.from_samples(schema, results)
+    except UsageError as error:
+        raise UsageError(f"transform= must give what its first result was: {error}") from error
+
+
+def _column(name: str, value: Any) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], str | bytes):
+        field = _field(name, value[0])
+        column = Block.from_samples(Schema((field,)), [{name: each} for each in value]).columns[name]
+        return field, column
+    array = _array(name, value)
+    if not array.ndim:
+        raise UsageError(f"transform= of a batch must give columns; field {name!r} is a single {array.dtype}")
+    dtype = storage_dtype(array.dtype)
+    return Field(name, dtype.str, array.shape[1:]), np.ascontiguousarray(array, dtype=dtype)

@@ -1,0 +1,266 @@
+"""Which snapshot each epoch trains on: the catalog's side of a loader, run by one of its feeders.
+
+::
+
+    begin(e) ----- batches of e are made ----- exhausted(e) ----------- delivered(e) ----- begin(e + 1)
+       leased                                  the next one is leased      e counts,         if shards came since:
+                                               and made, provisionally     its lease ends    leased anew
+
+A provisional snapshot is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing
+on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import open_cache
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.plan import Plan, Settings, rows
+from cachetool.loaders.split import Split
+from cachetool.loaders.subscription import DATASET_FILE, Subscription, subscribe
+from cachetool.loaders.view import Part, View
+from cachetool.loaders.waiting import failed_pull
+
+__all__ = ["NotYet", "Resume", "Turns"]
+
+
+class NotYet(CacheToolError):
+    """There are too few samples so far; the message says how many of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where an epoch is taken up again: the samples it had, and how many of its order were read."""
+
+    position: int
+    samples: int
+    parts: Sequence[Sequence[Any]]
+    """Rows as :func:`~cachetool.loaders.plan.rows` gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    plan: Plan
+    lease: Subscription
+    parts: Sequence[Sequence[Any]]
+    """All parts of the epoch, those it lost too, as rows."""
+
+
+class Turns:
+    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of every new plan.
+
+    Methods may be called by one thread at a time.
+    """
+
+    def __init__(self, settings: Settings, publish: Callable[[Plan], None]) -> None:
+        self._settings, self._publish = settings, publish
+        self._split = None if settings.split is None else Split(settings.split, settings.validation)
+        self._free: list[Subscription] = []
+        self._short: tuple[View, NotYet] | None = None
+        self._generation = 0
+        self._current: _Turn | None = None
+        self._ahead: _Turn | None = None
+        self._until = 0.0
+
+    def begin(self, epoch: int, resume: Resume | None = None) -> Plan:
+        """Start an epoch on the newest snapshot, or on what is left of an earlier one.
+
+        Raises :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
+        """
+        ahead = self._ahead
+        if ahead is None or ahead.plan.epoch != epoch or resume is not None or self._moved(ahead):
+            # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
+            self._drop_ahead()
+            self._drop_current()
+            ahead = self._take(epoch, resume)
+            self._publish(ahead.plan)
+        self._drop_current()
+        self._current, self._ahead = ahead, None
+        return ahead.plan
+
+    def prepare(self, epoch: int) -> Plan:
+        """The plan that :meth:`begin` would start now; the present one while it lasts. Raises :class:`NotYet`."""
+        if self._current is not None:
+            return self._current.plan
+        if self._ahead is None or self._ahead.plan.epoch != epoch:
+            self._drop_ahead()
+            self._look_ahead(epoch)
+        assert self._ahead is not None
+        return self._ahead.plan
+
+    def exhausted(self, generation: int) -> None:
+        """All batches of a plan are made: go on with the next epoch, provisionally."""
+        current = self._current
+        if current is None or current.plan.generation != generation or self._ahead is not None:
+            return
+        following = current.plan.epoch + 1
+        if self._settings.epochs is None or following < self._settings.epochs:
+            try:
+                self._look_ahead(following, follows=True)
+            except CacheToolError:
+                return  # whoever begins that epoch will hear of it
+
+    def delivered(self, generation: int) -> None:
+        """The last batch of a plan was delivered: the epoch counts, its lease ends."""
+        self.exhausted(generation)
+        if self._ahead is not None and self._moved(self._ahead):
+            epoch = self._ahead.plan.epoch
+            self._drop_ahead()
+            with contextlib.suppress(NotYet):
+                self._look_ahead(epoch)
+        self._until = time.monotonic() + self._settings.hold
+        current = self._current
+        if current is not None and current.plan.generation == generation:
+            if self._settings.rank == 0:
+                current.lease.served()
+            self._drop_current()
+        if self._ahead is None:
+            self._publish(Plan(self._next(), 0, None))
+
+    def state(self, reached: int) -> Resume:
+        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks."""
+        assert self._current is not None
+        plan = self._current.plan
+        if not plan.lost:
+            return Resume(reached, plan.samples, self._current.parts)
+        positions, _ = plan.left(self._settings)
+        return Resume(int(positions[reached]), plan.of[0], self._current.parts)
+
+    def given_up(self, short: NotYet) -> CacheToolError:
+        """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
+        text = f"waited {self._settings.wait:g} s for samples: {short}"
+        with contextlib.suppress(CacheToolError), open_cache(self._settings.root, create=False) as cache:
+            for event in cache.stats().errors[:1]:
+                return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
+        return UsageError(f"{text}; fill it with cachetool pull, or set min_samples= and wait=")
+
+    def tick(self) -> float | None:
+        """Give the provisional snapshot up when its time is over; gives how many seconds are left, None: no matter."""
+        if self._ahead is None or self._current is not None:
+            return None
+        left = self._until - time.monotonic()
+        if left > 0:
+            return left
+        self._drop_ahead()
+        self._publish(Plan(self._next(), 0, None))
+        return None
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._drop_ahead()
+        self._drop_current()
+        while self._free:
+            self._free.pop().close()
+
+    # -- one snapshot --------------------------------------------------------------------------------------------------
+
+    def _look_ahead(self, epoch: int, *, follows: bool = False) -> None:
+        turn = self._take(epoch, None)
+        # Other feeders may still be making the present epoch.
+        self._ahead = replace(turn, plan=replace(turn.plan, follows=follows))
+        self._until = time.monotonic() + self._settings.hold
+        self._publish(self._ahead.plan)
+
+    def _next(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    def _moved(self, turn: _Turn) -> bool:
+        return turn.plan.view is None or turn.lease.moved(turn.plan.view)
+
+    def _take(self, epoch: int, resume: Resume | None) -> _Turn:
+        lease = self._free.pop() if self._free else self._open()
+        try:
+            if self._short is not None and not lease.moved(self._short[0]):
+                raise self._short[1]
+            view = lease.newest(epoch=epoch)
+            if resume is not None:
+                return _Turn(self._resumed(epoch, view, resume), lease, resume.parts)
+            samples = self._count(view)
+            self._require(view, samples)
+            self._short = None
+            return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
+        except BaseException:
+            lease.release()
+            self._free.append(lease)
+            raise
+
+    def _count(self, view: View) -> int:
+        return view.samples if self._split is None else len(self._split.chosen(view))
+
+    def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
+        view, lost = _found_again(view, resume)
+        if lost and self._settings.missing != "skip":
+            raise UsageError(
+                f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; missing='skip'"
+                " goes on without their samples"
+            )
+        if not lost:
+            return Plan(self._next(), epoch, view, self._count(view), resume.position)
+        if self._split is not None:
+            raise UsageError("an epoch with split= cannot be resumed after shards of it were evicted")
+        plan = Plan(self._next(), epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
+        return replace(plan, samples=len(plan.left(self._settings)[0]))
+
+    def _require(self, view: View, samples: int) -> None:
+        need = self._settings.world_size
+        if view.dataset:  # plain files never become more
+            need = max(need, self._settings.min_samples)
+        if self._settings.drop_last:
+            need = max(need, self._settings.world_size * self._settings.batch_size)
+        if samples < need:
+            side = f" for {self._settings.split}" if self._settings.split else ""
+            short = NotYet(f"{samples} of {need} samples{side} in {self._settings.root}")
+            self._short = view, short
+            raise short
+
+    def _open(self) -> Subscription:
+        root, dataset = self._settings.root, self._settings.dataset
+        if not (Path(root) / DATASET_FILE).is_file():
+            with open_cache(root, create=False) as cache:
+                names = cache.datasets()
+                known = bool(names) and dataset in (None, *names)
+                if not known or not any(shard.samples for shard in cache.shards(dataset)):
+                    if (error := failed_pull(cache, dataset)) is not None:
+                        raise error
+                    there = f" (there is {', '.join(names)})" if names and not known else ""
+                    raise NotYet(f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}{there}")
+        return subscribe(root, dataset=dataset, run=self._settings.run)
+
+    def _drop_current(self) -> None:
+        turn, self._current = self._current, None
+        if turn is not None:
+            turn.lease.release()
+            self._free.append(turn.lease)
+
+    def _drop_ahead(self) -> None:
+        turn, self._ahead = self._ahead, None
+        if turn is not None:
+            turn.lease.release()
+            self._free.append(turn.lease)
+
+
+def _found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...]]:
+    """What is there now of the samples of an earlier snapshot, in its order, and the ranges of indices that are not.
+
+    A part that was converted since has the same content.
+    """
+    by_id = {part.id: part for part in view.parts}
+    by_content = {(part.content, part.samples): part for part in view.parts if part.content}
+    parts: list[Part] = []
+    lost: list[tuple[int, int]] = []
+    start = 0
+    for id, _, samples, content, *_ in resume.parts:
+        found = by_id.get(id) or by_content.get((content, samples))
+        if found is None:
+            lost.append((start, start + samples))
+        else:
+            parts.append(found)
+        start += samples
+    return replace(view, parts=tuple(parts)), tuple(lost)

@@ -1,0 +1,494 @@
+"""Feeders: every sample once, newest snapshots, errors, ends. In processes of their own where something is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachetool.cache import CacheDir, open_cache
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.failure import FeederTraceback
+from cachetool.loaders.numpy import Loader
+from tests.loaders.conftest import REPOSITORY
+from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put
+
+FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), ("hdf5", "gzip"), ("zarr", "zstd"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with every kind of field in all formats, compressed ones too."""
+    root = tmp_path_factory.mktemp("mixed") / "cache"
+    with open_cache(root, max_size="50MB") as cache:
+        for at, (name, compression) in enumerate(FORMATS):
+            put(cache, range(9 * at, 9 * at + 9), format=name, schema=EVERY, compression=compression)
+    return root
+
+
+def seen(batch: dict[str, Any], schema: Any = SMALL) -> list[str]:
+    """Digests of the samples of a batch."""
+    count = len(next(iter(batch.values())))
+    return [digest(schema, {name: column[i] for name, column in batch.items()}) for i in range(count)]
+
+
+def numbers(loader: Loader) -> list[int]:
+    """The numbers of the samples of one epoch, in order."""
+    return [int(number) for batch in loader for number in batch["number"]]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 8])
+def test_an_epoch_delivers_every_sample_once_and_as_it_was_written(workers: int, mixed: Path) -> None:
+    with Loader(mixed, batch_size=4, workers=workers, seed=3) as loader:
+        assert len(loader) == 14  # 54 samples
+        batches = [seen(batch, EVERY) for batch in loader]
+        again = [seen(batch, EVERY) for batch in loader]
+
+    assert {len(batch) for batch in batches} == {3, 4}
+    assert len(batches) == 14
+    for epoch in (batches, again):
+        assert sorted(sample for batch in epoch for sample in batch) == digests(EVERY, range(54))
+    assert batches != again
+
+
+def test_the_order_does_not_depend_on_the_number_of_feeders(cache: CacheDir) -> None:
+    orders = []
+    for workers in (0, 1, 3):
+        with Loader(cache, batch_size=7, fields=["number"], workers=workers, seed=5) as loader:
+            orders.append([numbers(loader), numbers(loader)])
+
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_iteration_sees_the_newest_snapshot_and_its_lease_ends(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=8, fields=["number"], workers=workers, epochs=3) as loader:
+        assert sorted(numbers(loader)) == list(range(60))
+        put(cache, range(60, 80))  # after the next epoch was prepared
+        assert sorted(numbers(loader)) == list(range(80))
+        half = iter(loader)
+        next(half)
+        put(cache, range(80, 90))
+        assert sorted(numbers(loader)) == list(range(90))
+        with pytest.raises(UsageError, match="this iterator ended when its loader was iterated again"):
+            next(half)
+        assert loader.epoch == 3
+    assert leases(cache) == []
+    assert [shard.epochs for shard in cache.shards()] == [3, 3, 3, 2, 1]
+
+
+def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -> None:
+    """An unlinked file that is still mapped would still fill the disk."""
+    with Loader(cache, batch_size=8, fields=["number"], workers=2, hold=0.0) as loader:
+        numbers(loader)
+        first = cache.shards()[0]
+        cache.evict(cache.usage().total - first.bytes, wait=5)
+        assert sorted(numbers(loader)) == list(range(20, 60))
+        for pid in children():
+            assert first.id not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def children() -> list[int]:
+    """Feeders of this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"loaders.feeder" in (entry / "cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    """Wait until a condition holds; for what happens in another process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_are_kept_stay_as_they_are(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, fields=["x", "number", "words"], workers=workers) as loader:
+        kept: list[tuple[Any, Any]] = []
+        for _ in range(3):
+            for step, batch in enumerate(loader):
+                look = [batch["x"], batch["x"][1:, 2], batch["number"].view(np.uint8), batch["words"]][step % 4]
+                kept.append((look, look.copy() if isinstance(look, np.ndarray) else list(look)))
+    assert len(kept) == 90
+    for look, copy in kept:
+        assert np.array_equal(look, copy)
+
+
+def test_slots_come_back_when_nothing_sees_them(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, fields=["x"], workers=1, prefetch=2) as loader:
+        ring = loader._feed._rings[0] if (iter(loader), loader._feed) and loader._feed else None
+        assert ring is not None
+        for batch in loader:
+            part = batch["x"][1:]
+            del batch
+            assert ring.held in (1, 2)  # the slice keeps the batch; the loop's variable is one more
+        del part
+        assert ring.held == 0
+        kept = list(loader)
+        assert ring.held == 30
+        kept.clear()
+        assert ring.held == 0
+        assert len(list(loader)) == 30
+
+
+def test_a_forked_child_that_drops_a_batch_gives_no_slot_back(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, fields=["x", "number"], workers=1, prefetch=2) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        copy = batch["x"].copy()
+        pid = os.fork()
+        if pid == 0:
+            same = np.array_equal(batch["x"], copy)
+            del batch
+            loader.close()
+            os._exit(0 if same else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        for _ in range(20):
+            next(batches)
+        assert np.array_equal(batch["x"], copy)
+
+
+def test_a_function_is_applied_to_each_sample_in_the_feeders(cache: CacheDir) -> None:
+    offset = 1000
+
+    def double(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {
+            "twice": 2 * sample["number"] + offset,
+            "pid": os.getpid(),
+            "text": f"{sample['words']}!",
+            "noise": rng.random(3),
+        }
+
+    def read(workers: int) -> list[dict[str, Any]]:
+        with Loader(cache, batch_size=16, workers=workers, transform=double) as loader:
+            return list(loader)
+
+    twos, threads = read(2), read(0)
+    assert sorted(int(n) for batch in twos for n in batch["twice"]) == [2 * n + 1000 for n in range(60)]
+    pids = {int(pid) for batch in twos for pid in batch["pid"]}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert all(text.endswith("!") for batch in twos for text in batch["text"])
+    for a, b in zip(twos, threads, strict=True):
+        assert np.array_equal(a["noise"], b["noise"])
+
+
+def test_a_function_over_whole_batches_decides_what_a_batch_is(cache: CacheDir) -> None:
+    def stack(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"mean": batch["x"].mean(axis=(1, 2)), "words": [word.upper() for word in batch["words"]]}
+
+    with Loader(cache, batch_size=16, workers=2, transform=stack, transform_each="batch") as loader:
+        batches = list(loader)
+
+    assert {batch["mean"].shape for batch in batches} == {(15,)}
+    assert all(word == word.upper() for batch in batches for word in batch["words"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_function_raises_is_raised_by_the_iterator_with_its_place(workers: int, cache: CacheDir) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["number"] == 30:
+            raise ZeroDivisionError("no such number")
+        return {"number": sample["number"]}
+
+    with Loader(cache, batch_size=4, workers=workers, transform=fails) as loader:
+        with pytest.raises(UsageError, match="transform= raised ZeroDivisionError: no such number") as caught:
+            list(loader)
+        assert isinstance(caught.value.__cause__, FeederTraceback)
+        assert "in fails" in str(caught.value.__cause__)
+        with pytest.raises(UsageError, match="ZeroDivisionError"):  # the loader can still be used
+            list(loader)
+        assert loader.epoch == 0
+
+
+def test_a_result_of_another_shape_names_both(cache: CacheDir) -> None:
+    def grows(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"x": np.zeros(3 if sample["number"] < 59 else 4)}
+
+    with (
+        Loader(cache, batch_size=4, workers=1, transform=grows) as loader,
+        pytest.raises(UsageError, match=r"float64 \(3,\), got float64 \(4,\)"),
+    ):
+        list(loader)
+
+
+def test_a_function_that_cannot_be_sent_is_refused_at_once(cache: CacheDir) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="transform= cannot be sent to the feeders"):
+        Loader(cache, batch_size=4, transform=lambda sample: {"x": lock.locked()})
+
+
+def test_damage_is_an_error_where_it_is_met(cache: CacheDir) -> None:
+    data = cache.shards()[1].data
+    os.truncate(data, data.stat().st_size // 2)
+    with Loader(cache, batch_size=4, workers=2) as loader, pytest.raises(CacheToolError, match=data.name):
+        list(loader)
+
+
+def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, workers=2, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        victim = children()[0]
+        os.kill(victim, signal.SIGKILL)
+        begin = time.monotonic()
+        with pytest.raises(CacheToolError, match=rf"a feeder \(pid {victim}\) was killed by signal 9"):
+            list(batches)
+        assert time.monotonic() - begin < 20  # a second where the machine is free
+        assert children() == []
+        assert len(list(loader)) == 30
+    assert leases(cache) == []
+
+
+def test_nothing_is_left_of_a_loader_that_was_forgotten(cache: CacheDir) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    loader = Loader(cache, batch_size=2, workers=2)
+    batches = iter(loader)
+    batch = next(batches)
+    copy = batch["x"].copy()
+    assert len(children()) == 2
+    del loader, batches
+    until(lambda: children() == [])
+    assert np.array_equal(batch["x"], copy)
+    assert leases(cache) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_an_empty_cache_is_waited_for(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with Loader(cache, batch_size=30, fields=["number"], workers=1, wait=30) as loader:
+                    code = 0 if sorted(numbers(loader)) == list(range(40)) else 2
+            finally:
+                os._exit(code)
+        put(cache, range(20))
+        put(cache, range(20, 40))
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_ends_with_an_error_that_says_what_there_was(workers: int, cache: CacheDir) -> None:
+    with (
+        Loader(cache, batch_size=64, workers=workers, wait=0.3) as loader,
+        pytest.raises(UsageError, match=r"waited 0.3 s for samples: 60 of 64 samples in"),
+    ):
+        iter(loader)
+
+
+def test_ranks_take_the_same_number_of_steps_and_share_no_sample(cache: CacheDir) -> None:
+    put(cache, range(60, 71))
+    loaders = [
+        Loader(cache, batch_size=4, fields=["number"], workers=1, rank=rank, world_size=3, run="job")
+        for rank in range(3)
+    ]
+    epochs = [iter(loader) for loader in loaders]
+    put(cache, range(71, 80))  # the ranks share a snapshot although it comes in between
+    read = [[batch["number"].tolist() for batch in epoch] for epoch in epochs]
+    for loader in loaders:
+        loader.close()
+
+    assert [len(batches) for batches in read] == [6, 6, 6]
+    assert sorted(n for batches in read for batch in batches for n in batch) == list(range(71))
+    assert {len(batch) for batches in read for batch in batches} == {3, 4}
+
+
+def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows(tmp_path: Path) -> None:
+    from cachetool.schema import Field, Schema
+
+    schema = Schema((Field("__key__", "str"), Field("number", "<i8")))
+
+    def sides(cache: CacheDir) -> list[set[int]]:
+        read = []
+        for side in ("train", "validation"):
+            with Loader(cache, batch_size=4, fields=["number"], workers=1, split=side, validation=0.3) as loader:
+                read.append(set(numbers(loader)))
+        return read
+
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put_keyed(cache, schema, range(100))
+        train, validation = sides(cache)
+        put_keyed(cache, schema, range(100, 150))
+        more, held_out = sides(cache)
+    assert train | validation == set(range(100))
+    assert not train & validation
+    assert 15 <= len(validation) <= 45
+    assert train < more
+    assert validation < held_out
+
+
+def put_keyed(cache: CacheDir, schema: Any, numbers: range) -> None:
+    import tests.loaders.numbered as numbered
+
+    original = numbered.sample
+    numbered.sample = lambda _, n: {"__key__": f"scan{n}", "number": n}  # type: ignore[assignment]
+    try:
+        put(cache, numbers, schema=schema)
+    finally:
+        numbered.sample = original  # type: ignore[assignment]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Runs a program in a process of its own."""
+
+    def run(text: str, *arguments: object, stdin: bool = False) -> subprocess.Popen[str]:
+        code = textwrap.dedent(text)
+        path = tmp_path / "program.py"
+        path.write_text(code)
+        process = subprocess.Popen(
+            [sys.executable, "-" if stdin else str(path), *map(str, arguments)],
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        if stdin and process.stdin is not None:
+            process.stdin.write(code)
+            process.stdin.close()
+            process.stdin = None
+        return process
+
+    return run
+
+
+UNGUARDED = """
+    import sys
+    from cachetool.loaders.numpy import Loader
+    print("started", flush=True)
+    offset = 5
+    loader = Loader(sys.argv[1], batch_size=8, workers=2, transform=lambda s: {"n": s["number"] + offset})
+    print(sorted(int(n) for batch in loader for n in batch["n"]) == list(range(5, 65)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("stdin", [False, True], ids=["script", "stdin"])
+def test_it_starts_from_an_unguarded_script_and_from_standard_input(stdin: bool, script: Any, cache: CacheDir) -> None:
+    """The program runs once: no feeder imports it."""
+    out, err = script(UNGUARDED, cache.root, stdin=stdin).communicate(timeout=60)
+
+    assert out == "started\nTrue\n"
+    assert err == ""
+    assert leases(cache) == []
+
+
+RUNS = """
+    import os, sys, time
+    from cachetool.loaders.numpy import Loader
+    loader = Loader(sys.argv[1], batch_size=2, workers=2)
+    batches = iter(loader)
+    batch = next(batches)
+    if len(sys.argv) > 2 and os.fork() == 0:
+        time.sleep(1000)          # outlives the trainer, with all its descriptors
+    print(*(process.pid for process in loader._feed._processes), flush=True)
+    while True:
+        for batch in loader:
+            pass
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("forks", [(), (1,)], ids=["alone", "forked"])
+def test_feeders_end_with_a_killed_trainer(forks: tuple[int, ...], script: Any, cache: CacheDir) -> None:
+    process = script(RUNS, cache.root, *forks)
+    feeders = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(feeders) == 2
+    assert all(map(alive, feeders))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: not any(map(alive, feeders)))
+    assert leases(cache) == []
+    process.stdout.close()
+    process.stderr.close()
+    for pid in forked(process.pid):
+        os.kill(pid, signal.SIGKILL)
+
+
+def forked(trainer: int) -> list[int]:
+    """Processes of the trainer's program that outlived it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if b"program.py" in (entry / "cmdline").read_bytes() and int(entry.name) not in (trainer, os.getpid()):
+                found.append(int(entry.name))
+    return found
+
+
+def test_two_interrupts_end_a_program_at_once_and_leave_nothing(script: Any, cache: CacheDir) -> None:
+    process = script(RUNS, cache.root)
+    feeders = [int(pid) for pid in process.stdout.readline().split()]
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+    until(lambda: not any(map(alive, feeders)))
+    assert leases(cache) == []
+
+
+def test_an_epoch_goes_on_in_another_process_and_another_world(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, fields=["number"], workers=2, seed=1) as loader:
+        batches = iter(loader)
+        first = [int(n) for _ in range(6) for n in next(batches)["number"]]
+        state = loader.state_dict()
+        rest = [int(n) for batch in batches for n in batch["number"]]
+    put(cache, range(60, 80))
+
+    with Loader(cache, batch_size=4, fields=["number"], workers=1, seed=1) as loader:
+        loader.load_state_dict(state)
+        assert numbers(loader) == rest
+        assert loader.epoch == 1
+        assert sorted(numbers(loader)) == list(range(80))
+
+    halves = []
+    for rank in range(2):
+        with Loader(
+            cache, batch_size=5, fields=["number"], workers=1, seed=1, rank=rank, world_size=2, run="again"
+        ) as loader:
+            loader.load_state_dict(state)
+            halves += numbers(loader)
+    assert sorted(first + halves) == list(range(60))
+
+
+def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, fields=["number"], workers=1) as loader:
+        batches = iter(loader)
+        first = [int(n) for _ in range(5) for n in next(batches)["number"]]
+        state = loader.state_dict()
+    cache.evict(cache.usage().total - cache.shards()[0].bytes)
+
+    with Loader(cache, batch_size=4, fields=["number"], workers=1) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(UsageError, match="1 of 3 shards of the epoch to resume were evicted since"):
+            iter(loader)
+    with Loader(cache, batch_size=4, fields=["number"], workers=1, missing="skip") as loader:
+        loader.load_state_dict(state)
+        rest = numbers(loader)
+    assert len(rest) == len(set(rest))
+    assert set(rest) == set(range(20, 60)) - set(first)
