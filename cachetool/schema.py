@@ -36,7 +36,8 @@ KEY = "__key__"
 """The field that names a sample by where it came from."""
 
 _NAME = re.compile(r"[A-Za-z0-9_+\- .]+(/[A-Za-z0-9_+\- .]+)*")
-_RESERVED_SUFFIXES = (".offsets", ".shapes", "/shape")
+# What formats call their own: arrays beside those of a field, Zarr's metadata, the notes in an LMDB file.
+_RESERVED = re.compile(r"\.(offsets|shapes)(/|$)|/shape$|(^|/)zarr\.json(/|$)|^__(len|schema)__$")
 MAX_RANK = 32
 
 
@@ -77,7 +78,7 @@ class Field:
             raise UsageError(
                 f"field name {self.name!r} cannot be used: letters, digits, _ + - . and blanks, parts joined by '/'"
             )
-        if self.name.endswith(_RESERVED_SUFFIXES) or parts[-1] == "zarr.json" or self.name in ("__len__", "__schema__"):
+        if _RESERVED.search(self.name):
             raise UsageError(f"field name {self.name!r} is reserved; rename the field with --rename {self.name}=NEW")
         if self.dtype in ("bytes", "str"):
             if self.shape != ():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import json
 import os
 import signal
 import subprocess
@@ -19,105 +17,12 @@ import pytest
 
 import cachetool
 from cachetool.api import open_cache
-from cachetool.block import Block
 from cachetool.errors import CapacityError, CorruptError, UsageError
 from cachetool.formats import get_format
-from cachetool.formats.shard import PlainFile, open_shard, side_folder
-from cachetool.schema import Field, Schema
-
-FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
-EVERYTHING = Schema(
-    (
-        *(
-            Field(f"s{code[1:]}", code)
-            for code in ("|b1", "|i1", "|u1", "<i2", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
-        ),
-        Field("when", "<M8[ns]"),
-        Field("half", "<f2", (3,)),
-        Field("deep", "<i4", (2, 1, 3, 1, 2)),
-        Field("none", "<f4", (0, 4)),
-        Field("ragged", "<c8", (None, None)),
-        Field("group/raw", "bytes"),
-        Field("__key__", "str"),
-    )
-)
-
-
-def everything(count: int) -> Block:
-    """Samples of every type, with the values that are easily lost: NaN payloads, extremes, empty, not UTF-8."""
-    rng = np.random.default_rng(0)
-    columns: list[dict[str, Any]] = []
-    for number in range(count):
-        sample: dict[str, Any] = {}
-        for field in EVERYTHING:
-            if field.kind == "fixed":
-                raw = rng.integers(0, 256, field.nbytes, dtype=np.uint8)
-                if field.numpy.kind == "b":
-                    raw &= 1
-                sample[field.name] = raw.view(field.numpy).reshape(field.sizes)
-        sample["ragged"] = (rng.random((number % 3, number % 4)) + 1j).astype(np.complex64)
-        sample["group/raw"] = bytes(range(number % 7))
-        sample["__key__"] = ["", "ü/\n", "\udcff", "a" * 300][number % 4] + str(number)
-        columns.append(sample)
-    return Block.from_samples(EVERYTHING, columns)
-
-
-def same(left: Block, right: Block) -> None:
-    assert left.schema == right.schema
-    for i in range(len(left)):
-        for (name, a), b in zip(left.sample(i).items(), right.sample(i).values(), strict=True):
-            if isinstance(a, str | bytes):
-                assert a == b, name
-            else:
-                assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), name
-
-
-def whole(folder: Path) -> Block:
-    """All samples of a folder of plain files, through the format's own library."""
-    about = json.loads((folder / "dataset.json").read_text())
-    kind, schema = get_format(about["format"]), Schema.from_json(about["schema"])
-    blocks = []
-    for part in about["parts"]:
-        with kind.open(folder / part["file"], schema=schema) as reader:
-            blocks.append(reader.read(0, reader.samples))
-    return Block.concat(blocks)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every type of field in every format, as plain files."""
-    root = tmp_path_factory.mktemp("made")
-    block = everything(60)
-    for name in FORMATS:
-        (root / name / ".extents").mkdir(parents=True)
-        kind = get_format(name)
-        path = root / name / f"part-00000{kind.suffix}"
-        file = PlainFile(path, kind, EVERYTHING, samples=60, nbytes=block.nbytes)
-        file.write(block)
-        written = file.finish()
-        part = {"file": path.name, "samples": 60, "payload": written.payload}
-        about = {"format": name, "schema": EVERYTHING.to_json(), "samples": 60, "parts": [part]}
-        (root / name / "dataset.json").write_text(json.dumps(about))
-    return root
-
-
-@pytest.mark.parametrize(("a", "b"), list(itertools.product(FORMATS, FORMATS)))
-def test_every_pair_keeps_every_type_bit_for_bit(made: Path, tmp_path: Path, a: str, b: str) -> None:
-    result = cachetool.convert(made / a, to=b, out=tmp_path / "out", shard_size="3kB", verify=True, workers=1)
-
-    assert result.samples == 60
-    assert result.shards > 1
-    same(whole(tmp_path / "out"), everything(60))
-
-
-def test_a_chain_with_other_cuts_on_the_way_keeps_the_digest(made: Path, tmp_path: Path) -> None:
-    digests, source = set(), made / "lmdb"
-    for number, (to, size) in enumerate([("hdf5", "3kB"), ("zarr", "1MB"), ("tfrecord", "9kB"), ("lmdb", "5kB")]):
-        out = tmp_path / f"{number}"
-        digests.add(cachetool.convert(source, to=to, out=out, shard_size=size).digest)
-        source = out
-    assert len(digests) == 1
-    same(whole(source), everything(60))
+from cachetool.formats.digest import checksums
+from cachetool.formats.shard import open_shard, side_folder
+from tests.formats.samples import EVERY_KIND, block
+from tests.interop.folders import make, whole
 
 
 @pytest.fixture
@@ -168,13 +73,14 @@ def test_a_foreign_input_goes_into_files_and_into_a_cache(
         assert sum(shard.samples for shard in cache.shards()) == 20, "it exists nowhere else as far as we know"
 
 
-def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(made: Path, tmp_path: Path) -> None:
+def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    content = block(EVERY_KIND, 60)
     for name, suffix in (("lmdb", ".lmdb"), ("hdf5", ".h5"), ("zarr", ".zarr")):
-        part = made / name / f"part-00000{suffix}"
-        cachetool.convert(part, to="tfrecord", out=tmp_path / name)
-        same(whole(tmp_path / name), everything(60))
+        made = make(tmp_path / f"made-{name}", name, content)
+        cachetool.convert(made / f"part-00000{suffix}", to="tfrecord", out=tmp_path / name)
+        np.testing.assert_array_equal(checksums(whole(tmp_path / name)), checksums(content))
     broken = tmp_path / "broken.h5"
-    broken.write_bytes((made / "hdf5" / "part-00000.h5").read_bytes()[:-2000])
+    broken.write_bytes((tmp_path / "made-hdf5" / "part-00000.h5").read_bytes()[:-2000])
     with pytest.raises(CorruptError, match=r"broken\.h5"):
         cachetool.convert(broken, to="lmdb", out=tmp_path / "x")
     assert not (tmp_path / "x").exists()

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError, UsageError
+from cachetool.errors import CorruptError
 from cachetool.extents import FieldExtents
 from cachetool.formats.reading import field_extents
 from cachetool.formats.runs import Bytes, as_bytes
@@ -93,7 +93,7 @@ class ArrayPlan:
 def array_plans(schema: Schema) -> tuple[ArrayPlan, ...]:
     """The arrays of a shard of ``schema``, field by field, the values before their offsets and shapes.
 
-    Raises :class:`UsageError` when one array would lie where another one's folder is.
+    None of them lies where another one's folder is: :class:`~cachetool.schema.Field` keeps their names free.
     """
     plans: list[ArrayPlan] = []
     int64 = np.dtype("<i8")
@@ -104,12 +104,6 @@ def array_plans(schema: Schema) -> tuple[ArrayPlan, ...]:
             plans.append(ArrayPlan(f"{field.name}.offsets", field, "offsets", int64, ()))
         if field.kind == "ragged":
             plans.append(ArrayPlan(f"{field.name}.shapes", field, "shapes", int64, (field.rank,)))
-    names = {plan.name for plan in plans}
-    for plan in plans:
-        parts = plan.name.split("/")
-        for depth in range(1, len(parts)):
-            if (folder := "/".join(parts[:depth])) in names:
-                raise UsageError(f"field {plan.field.name!r} needs a group {folder!r}, which is an array; rename it")
     return tuple(plans)
 
 

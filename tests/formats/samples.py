@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cachetool.block import Block
+from cachetool.block import Block, Column, Ragged
+from cachetool.errors import UsageError
 from cachetool.formats import Format, Written
 from cachetool.schema import Field, Schema
 
@@ -34,6 +35,20 @@ EVERY_KIND = Schema(
 )
 """Every dtype as a scalar, arrays of 1 to 5 dimensions, no values at all, ragged ones, bytes and str."""
 
+EVERY_FIELD = Schema(
+    (
+        *(Field(f"scalar/{n}", d) for n, d in enumerate(DTYPES)),
+        *(Field(f"array/{n}", d, (2, 1, 3, 1, 2)[: n % 5 + 1]) for n, d in enumerate(DTYPES)),
+        *(Field(f"deep/{n}", d, (2,) * 5) for n, d in enumerate(("<f2", "<f4", "u1"))),
+        *(Field(f"ragged/{n}", d, (None,) * (n % 4 + 1)) for n, d in enumerate(DTYPES)),
+        *(Field(f"none/{n}", "<f2", shape) for n, shape in enumerate(((0,), (2, 0, 3)))),
+        Field("raw", "bytes"),
+        Field("text", "str"),
+        Field("__key__", "str"),
+    )
+)
+"""Every dtype as a scalar, as an array, ragged; of 1 to 5 dimensions; no values; bytes, str, and a key."""
+
 
 def values(dtype: np.dtype[Any], shape: Sequence[int], rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Random bits: NaNs with any payload, subnormals, NaT and the extremes come by themselves."""
@@ -50,9 +65,10 @@ def sample(schema: Schema, rng: np.random.Generator, *, largest: int = 5) -> dic
         if field.kind == "bytes":
             out[field.name] = rng.bytes(int(rng.integers(largest + 1)))
         elif field.kind == "str":
-            out[field.name] = "".join(rng.choice(list("aé\0漢🙂"), size=int(rng.integers(largest + 1))))
+            out[field.name] = "".join(rng.choice(list("aé\0漢🙂\udcff"), size=int(rng.integers(largest + 1))))
         else:
-            ragged = rng.integers(0, largest + 1, size=field.rank).tolist()
+            ragged = rng.integers(0, (largest if field.rank < 4 else 2) + 1, size=field.rank).tolist()
+            ragged[3:-1] = [min(size, 1) for size in ragged[3:-1]]  # 32 dimensions, but few values
             value = values(field.numpy, field.sizes if field.kind == "fixed" else ragged, rng)
             out[field.name] = value if field.shape else value[()]
     return out
@@ -64,13 +80,61 @@ def block(schema: Schema, count: int, *, seed: int = 0, largest: int = 5) -> Blo
     return Block.from_samples(schema, [sample(schema, rng, largest=largest) for _ in range(count)])
 
 
+def big_endian(content: Block) -> Block:
+    """The same values in the other byte order, with other bytes between them."""
+
+    def turned(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.repeat(values.astype(values.dtype.newbyteorder(">")), 2, axis=0)[::2]
+
+    columns: dict[str, Column] = {}
+    for name, column in content.columns.items():
+        if isinstance(column, Ragged):
+            columns[name] = Ragged(turned(column.values), column.offsets, column.shapes)
+        else:
+            columns[name] = turned(column)
+    return Block(content.schema, columns)
+
+
 _NAMES = ("x", "y/a", "y/b", "with blank", "0", "a.b", "q-+_", "__key__")
+_AWKWARD = (
+    *(
+        "x.offset",
+        "x.shape",
+        "shape",
+        "c",
+        "c.0",
+        "c/0",
+        ".x",
+        "x.",
+        " x",
+        "-",
+        "...a",
+        "data.h5",
+        "cachetool",
+        "a/b/c/d",
+    ),
+    *(".zarray", ".zattrs", "zarr", "attributes", "a/__len__", "length", "000000000000", "X", "y/A", "é"),
+)
+_ALPHABET = "aB0_+-. /é\0"
+
+
+def _possible(*names: str) -> bool:
+    try:
+        Schema(tuple(Field(name, "str") for name in names))
+    except UsageError:
+        return False
+    return True
+
+
+_names = st.one_of(
+    st.sampled_from(_NAMES), st.sampled_from(_AWKWARD), st.text(_ALPHABET, min_size=1, max_size=200)
+).filter(_possible)
 
 
 @st.composite
 def schemas(draw: st.DrawFn) -> Schema:
-    """Random schemas of one to five fields of any kind."""
-    names = draw(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=5, unique=True))
+    """Random schemas of one to five fields of any kind, by any name that a field may have."""
+    names = draw(st.lists(_names, min_size=1, max_size=5, unique=True).filter(lambda names: _possible(*names)))
     fields = []
     for name in names:
         kind = draw(st.sampled_from(("scalar", "fixed", "fixed", "ragged", "bytes", "str")))
@@ -78,18 +142,20 @@ def schemas(draw: st.DrawFn) -> Schema:
             fields.append(Field(name, kind))
             continue
         dtype = draw(st.sampled_from(DTYPES))
-        sizes = st.lists(st.integers(0, 4), min_size=1, max_size=5 if kind == "fixed" else 3)
-        shape: tuple[int | None, ...] = () if kind == "scalar" else tuple(draw(sizes))
-        fields.append(Field(name, dtype, (None,) * len(shape) if kind == "ragged" else shape))
+        if kind == "ragged":
+            fields.append(Field(name, dtype, (None,) * draw(st.sampled_from((1, 1, 2, 2, 3, 3, 7, 32)))))
+            continue
+        sizes = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+        fields.append(Field(name, dtype, () if kind == "scalar" else tuple(draw(sizes))))
     return Schema(tuple(fields))
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> Block:
-    """Random blocks of 0 to 30 samples; now and then with values of several pages."""
+    """Random blocks of none, one, or up to 30 samples; now and then with values of several pages."""
     return block(
         draw(schemas()),
-        draw(st.integers(0, 30)),
+        draw(st.one_of(st.integers(0, 1), st.integers(2, 30))),
         seed=draw(st.integers(0, 2**32)),
         largest=draw(st.sampled_from((0, 3, 12))),
     )

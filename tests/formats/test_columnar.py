@@ -300,12 +300,9 @@ def _open_files(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_options_and_fields_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
+def test_options_that_cannot_be_used_are_refused(tmp_path: Path, name: str) -> None:
     kind = get_format(name)
-    clash = Schema((Field("a", "bytes"), Field("a.offsets/b", "<f4")))
 
     with pytest.raises(UsageError, match="no compression 'snappy'; use one of"):
         kind.create(tmp_path / "data", EVERY_KIND, samples=1, nbytes=1, compression="snappy")
-    with pytest.raises(UsageError, match=r"needs a group 'a\.offsets', which is an array"):
-        kind.create(tmp_path / "data", clash, samples=1, nbytes=100)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""Any format into any other, every type of field, bit for bit: as ``--verify`` sees it, and as others see it.
+
+The random half runs the code of ``convert`` in this process: 16 pairs, each 300 examples with
+``pytest --hypothesis-profile thorough``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cachetool
+from cachetool import export
+from cachetool.block import Block
+from cachetool.engines.task import Message, Task
+from cachetool.formats.digest import ContentDigest, checksums
+from tests.formats.samples import DTYPES, EVERY_FIELD, big_endian, block, blocks
+from tests.interop.documented import arguments, expected, read
+from tests.interop.folders import FORMATS, files, make, parts, whole
+
+CONTENT = block(EVERY_FIELD, 6, seed=3)
+CUT = CONTENT.nbytes // 3
+
+
+def content_digest(content: Block) -> str:
+    digest = ContentDigest(content.schema)
+    digest.update(checksums(content))
+    return digest.hexdigest()
+
+
+def test_the_schema_has_every_type_of_field() -> None:
+    fixed = [field for field in EVERY_FIELD if field.kind == "fixed"]
+    for kind in ([f for f in fixed if f.is_scalar], [f for f in fixed if f.rank], list(EVERY_FIELD)):
+        assert {field.numpy for field in kind} >= {np.dtype(dtype) for dtype in DTYPES}
+    assert {np.dtype(dtype).char for dtype in DTYPES} >= set(np.typecodes["AllInteger"] + "?efdFDM") - set("pPqQnN")
+    assert {f.numpy for f in EVERY_FIELD if f.kind == "ragged"} == {np.dtype(dtype) for dtype in DTYPES}
+    assert {field.rank for field in fixed} == {0, 1, 2, 3, 4, 5}
+    assert {f.rank for f in EVERY_FIELD if f.kind == "ragged"} == {1, 2, 3, 4}
+    assert {field.nbytes for field in fixed} >= {0}
+    assert {"bytes", "str"} <= {field.kind for field in EVERY_FIELD}
+    assert big_endian(CONTENT).columns["scalar/3"].dtype.byteorder == ">"  # type: ignore[union-attr]
+
+
+class Here:
+    """Runs the tasks of ``convert`` in this process."""
+
+    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None]) -> list[Message]:
+        class Channel:
+            def send(self, message: Message) -> None:
+                on_message(0, message)
+
+        assert {task.target for task in tasks} <= {"cachetool.export:write_parts"}
+        return [export.write_parts(Channel(), **task.arguments) for task in tasks]
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    """No child processes and no waiting for the disk: an example takes milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "LocalEngine", Here)
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every type of field in every format, out of big-endian values."""
+    root = tmp_path_factory.mktemp("made")
+    for name in FORMATS:
+        make(root / name, name, big_endian(CONTENT))
+    return root
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_format_becomes_every_other_bit_for_bit(made: Path, tmp_path: Path, to: str) -> None:
+    """Through ``--verify``, the same files whatever they came from, and read by the library of the target alone."""
+    for name in FORMATS:
+        result = cachetool.convert(made / name, to=to, out=tmp_path / name, shard_size=CUT, verify=True, workers=1)
+        assert result.verified
+        assert (result.samples, result.digest) == (6, content_digest(CONTENT))
+        assert result.shards > 1
+        assert files(tmp_path / name) == files(tmp_path / FORMATS[0])
+
+    found = parts(tmp_path / FORMATS[0])
+    by_others = read(to, [(count, arguments(to, path, EVERY_FIELD)) for path, count in found])
+    assert list(itertools.chain(*by_others)) == expected(CONTENT)
+
+
+def test_a_chain_with_other_cuts_on_the_way_keeps_the_digest(made: Path, tmp_path: Path) -> None:
+    digests, source, cuts = {content_digest(CONTENT)}, made / "lmdb", []
+    for to, size in (("hdf5", CUT), ("zarr", 10 * CUT), ("tfrecord", 2 * CUT), ("lmdb", CUT // 2)):
+        out = tmp_path / to
+        result = cachetool.convert(source, to=to, out=out, shard_size=size)
+        digests.add(result.digest)
+        cuts.append(result.shards)
+        source = out
+    assert len(digests) == 1
+    assert len(set(cuts)) > 2
+    np.testing.assert_array_equal(checksums(whole(source)), checksums(CONTENT))
+
+
+THOROUGH = settings.default.max_examples >= 300  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("a", "b"), list(itertools.product(FORMATS, FORMATS)), ids=lambda name: name)
+@settings(max_examples=settings.default.max_examples if THOROUGH else 8)  # type: ignore[union-attr]
+@given(content=blocks(), data=st.data())
+def test_random_samples_keep_every_bit(a: str, b: str, content: Block, data: st.DataObject) -> None:
+    """Any schema, any names, any bits, none or one sample, any cut: verified, and read again through the library."""
+    size = data.draw(st.integers(1, content.nbytes + 1))
+    with tempfile.TemporaryDirectory() as folder:
+        made = make(Path(folder) / "made", a, content)
+        result = cachetool.convert(made, to=b, out=Path(folder) / "out", shard_size=size, verify=True)
+        assert (result.samples, result.digest) == (len(content), content_digest(content))
+        found = whole(Path(folder) / "out")
+    assert found.schema == content.schema
+    np.testing.assert_array_equal(checksums(found), checksums(content))
