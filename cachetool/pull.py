@@ -178,7 +178,8 @@ def _draw(
 
     def on_message(_: int, message: Message) -> None:
         tally.add(message)
-        report(Progress("pull", tally.arrived, target, tally.fetched, f"{tally.shards} shards"))
+        note = message.get("waiting", f"{tally.shards} shards")
+        report(Progress("pull", tally.arrived, target, tally.fetched, note))
 
     full: list[str] = []
     try:

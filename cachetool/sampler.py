@@ -127,6 +127,20 @@ def draw(
                 draws.give_back(connection, cache.holder.id, job)
 
 
+class _Waiting:
+    """Says for what and for whom a worker waits: at once, and then ever more rarely; training may take hours."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pause, self._next = 2.0, 0.0
+
+    def tell(self, why: str) -> None:
+        if (now := time.monotonic()) >= self._next:
+            self._pause = min(2 * self._pause, 600.0)
+            self._next = now + self._pause
+            self._channel.send({"waiting": why})
+
+
 class _Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
@@ -191,6 +205,7 @@ class _Drawing:
             bound=shard_bound(plan.kind, plan.schema, samples, nbytes),
             job=plan.job,
             room=plan.room,
+            waiting=_Waiting(self._channel).tell,
         )
         self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
         self._room = (samples, nbytes)

@@ -95,7 +95,7 @@ def test_a_sound_cache_is_read_whole_and_exits_with_0(root: Path) -> None:
     assert ran.stdout.rstrip().endswith("all as it was written")
 
 
-def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path) -> None:
+def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path, objects: Path) -> None:
     shard, before = damage(root), keys(root)
     ran = run("verify", "--cache", root)
     assert ran.returncode == 5
@@ -106,8 +106,19 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path)
     assert document["sound"] is False
     assert [(p["shard"], p["file"], p["action"]) for p in document["problems"]] == [(shard, "data.h5", None)]
 
-    ran = run("verify", "--cache", root, "--repair", "--repull")
+    ran = run("verify", "--cache", root, "--repair", "--no-repull")
     assert ran.returncode == 0, ran
+    assert "10 draws of" in ran.stdout
+    assert "pulled" not in ran.stdout
+    assert len(keys(root)) == 40
+    with open_cache(root) as cache:
+        cache.pull(str(objects), samples=10, workers=1)
+    assert keys(root) == before
+
+    shard = damage(root)
+    ran = run("verify", "--cache", root, "--repair")
+    assert ran.returncode == 0, ran
+    assert shard in ran.stdout
     assert "10 draws of" in ran.stdout
     assert "10 pulled" in ran.stdout
     assert keys(root) == before
@@ -118,7 +129,7 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
     damage(root)
     gone = shutil.move(objects, tmp_path / "gone")
     try:
-        ran = run("verify", "--cache", root, "--repair", "--repull")
+        ran = run("verify", "--cache", root, "--repair")
         assert ran.returncode == 0
         assert "could not be pulled again" in ran.stdout
         with open_cache(root) as cache:

@@ -47,9 +47,11 @@ def admit(
     insert: Callable[[Connection], None],
     *,
     room: Room,
+    waiting: Callable[[str], None] | None = None,
 ) -> None:
     """Reserve ``need`` bytes: ``insert`` runs inside the transaction that found them free.
 
+    ``waiting`` is told again and again, while this waits, for what and for whom.
     Raises :class:`CapTooSmall`, :class:`CapBlocked`, or :class:`CapacityError` when the disk itself is full.
     """
     deadline = time.monotonic() + room.wait
@@ -99,7 +101,10 @@ def admit(
             continue
         endless = room.wait == math.inf
         gains = endless or bool(retiring) or bool(held and room.evict) or bool(writers)
+        who = _who(room, held, writers)
         if time.monotonic() < deadline and gains:
+            if waiting is not None:
+                waiting(f"waiting for room for up to {format_size(need)}: {who}")
             time.sleep(min(5 * _POLL if endless else _POLL, max(0.0, deadline - time.monotonic())))
             continue
         if lack > 0 >= excess:
@@ -108,7 +113,6 @@ def admit(
                 f" needed above the floor of {format_size(floor)}; free some space or lower --min-free"
             )
         waited = f" after {format_duration(room.wait)}" if gains else ""
-        who = "; ".join(held[:3]) if held else _why_nothing_goes(room)
         raise CapBlocked(
             f"cache is full: {format_size(usage.total)} of {format_size(cap)} are taken, up to {format_size(need)} more"
             f" are needed{waited}: {who};\nraise --max-size, or make room with: cachetool evict --max-size"
@@ -116,9 +120,16 @@ def admit(
         )
 
 
-def _why_nothing_goes(room: Room) -> str:
+def _who(room: Room, held: list[str], writers: int) -> str:
+    """Who has the room, or why nothing goes."""
+    if held:
+        return "; ".join(held[:3])
     if not room.evict:
         return "nothing is evicted for this"
+    if writers:
+        return f"{writers} {'shard is' if writers == 1 else 'shards are'} being written"
+    if room.wait == math.inf:
+        return "no training has read yet what is in it"
     return "a pull never evicts its own samples" if room.keep_own else "nothing in it may be evicted"
 
 

@@ -204,9 +204,10 @@ class CacheDir:
         self.check_schema(name, schema)
 
     def stage(
-        self, *, dataset: str, schema: Schema, format: str, bound: int, job: str | None = None, room: Room | None = None
-    ) -> Staging:
-        """Reserve ``bound`` bytes and open a folder for a shard. Raises what :func:`admission.admit` raises."""
+        self, *, dataset: str, schema: Schema, format: str, bound: int, job: str | None = None,
+        room: Room | None = None, waiting: Callable[[str], None] | None = None,
+    ) -> Staging:  # fmt: skip
+        """Reserve ``bound`` bytes and open a folder for a shard, as :func:`admission.admit` does."""
         shard = secrets.token_hex(8)
         bound += folder_bound(schema, bound)
 
@@ -217,7 +218,7 @@ class CacheDir:
                 (shard, dataset, format, bound, self.holder.id, job),
             )
 
-        admit(self.catalog, self.layout, self.holder, bound, insert, room=room or Room())
+        admit(self.catalog, self.layout, self.holder, bound, insert, room=room or Room(), waiting=waiting)
         return Staging(
             self.catalog, self.layout, self.holder, id=shard, schema=schema, format=format, bound=bound
         )  # fmt: skip

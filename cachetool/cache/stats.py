@@ -37,7 +37,8 @@ class Stats:
     shard_bytes: int
     """Ready and retiring shards."""
     datasets: list[dict[str, Any]]
-    """name, schema, formats (shards each), shards, samples, bytes, payload."""
+    """name, schema, formats (shards, samples, bytes of each), shards, samples, bytes, payload, epochs (how many the
+    shards served: fewest, most)."""
     sources: list[dict[str, Any]]
     """url, dataset, units, drawn, skipped, fetched, coverage (share of the pass), pass (from 1), seed."""
     pulls: list[dict[str, Any]]
@@ -134,7 +135,9 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     return {
         "name": row["name"],
         "schema": {field.name: field.describe() for field in schema},
-        "formats": {group["format"]: group["shards"] for group in groups},
+        "formats": {
+            group["format"]: {name: group[name] for name in ("shards", "samples", "bytes")} for group in groups
+        },
         "shards": sum(group["shards"] for group in groups),
         "samples": sum(group["samples"] for group in groups),
         "bytes": sum(group["bytes"] for group in groups),

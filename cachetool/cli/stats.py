@@ -44,21 +44,16 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
     out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(
-        f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %),"
+        f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)},"
         f" {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}, {found['evicted']} evicted so far,"
         f" {format_size(found['free_disk'])} of disk free"
     )
     out.table(
-        ["dataset", "format", ">shards", ">samples", ">bytes"],
+        ["dataset", "format", ">shards", ">samples", ">bytes", ">epochs"],
         [
-            (
-                row["name"],
-                ", ".join(f"{count} {name}" for name, count in row["formats"].items()),
-                row["shards"],
-                row["samples"],
-                format_size(row["bytes"]),
-            )
+            (row["name"], name, each["shards"], each["samples"], format_size(each["bytes"]), _epochs(row["epochs"]))
             for row in found["datasets"]
+            for name, each in (row["formats"] or {"": {"shards": 0, "samples": 0, "bytes": 0}}).items()
         ],
     )
     if found["sources"]:
@@ -122,3 +117,17 @@ def _print(out: Output, found: dict[str, Any]) -> None:
                 for row in found["leases"]
             ],
         )
+    reading = {row["pid"] for row in found["leases"]}
+    others = [f"pid {row['pid']} ({row['what']})" for row in found["holders"] if row["pid"] not in reading]
+    if others:
+        out.line(f"other processes: {', '.join(others)}")
+
+
+def _reserved(found: dict[str, Any]) -> str:
+    return f", {format_size(found['reserved'])} of it reserved for shards being written" if found["reserved"] else ""
+
+
+def _epochs(served: list[int]) -> str:
+    """How many epochs the shards of a dataset served: ``3``, or ``0-3``."""
+    least, most = served
+    return str(most) if least == most else f"{least}-{most}"

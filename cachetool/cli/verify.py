@@ -17,11 +17,11 @@ __all__ = ["verify"]
 def verify(
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend it: remove or set aside what is bad, rebuild the catalog from the shards."),
+        typer.Option("--repair", help="Mend it: remove or set aside what is bad, rebuild a lost catalog, pull again."),
     ] = False,
     repull: Annotated[
-        bool, typer.Option("--repull", help="With --repair: fetch again at once what had to be removed.")
-    ] = False,
+        bool, typer.Option("--repull/--no-repull", help="Whether --repair fetches again what had to be removed.")
+    ] = True,
     sample: Annotated[
         str,
         typer.Option("--sample", metavar="SHARE", help="Read the bytes of this share of the shards only, such as 5%."),
@@ -32,22 +32,22 @@ def verify(
 ) -> None:
     """Check every byte of every shard, and the catalog.
 
-    Exit code 5 when something is wrong and not repaired. With --repair a bad shard that can be pulled again is removed,
-    and the next pull fetches exactly its samples; one that exists nowhere else is kept aside, where no training reads
-    it. A second repair changes nothing.
+    Exit code 5 when something is wrong and not repaired. With --repair a bad shard that can be pulled again is removed
+    and exactly its samples are pulled again (with --no-repull by the next pull); one that exists nowhere else is kept
+    in quarantine, where no training reads it. A second repair changes nothing.
 
     \b
     Examples:
       cachetool verify
       cachetool verify --sample 5%
-      cachetool verify --repair --repull
+      cachetool verify --repair
     """
     from cachetool.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
     share = parse_fraction(sample, what="--sample")
     with out.progress() as report:
-        found = check(cache, repair=repair or repull, repull=repull, sample=share, report=report)
+        found = check(cache, repair=repair, repull=repair and repull, sample=share, report=report)
     if as_json:
         out.document(found.as_dict())
     else:

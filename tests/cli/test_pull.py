@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +185,19 @@ def committed(cache: Path) -> int:
         return 0
     with cachetool.open_cache(cache, create=False) as opened:
         return len(opened.shards())
+
+
+def test_a_pull_that_waits_for_a_reader_says_whom_and_then_ends_with_4(run: Run, remote: Path, tmp_path: Path) -> None:
+    line = ("pull", remote, "--max-size", "1.6MB", "--shard-size", "10400")
+    assert "stopped: cache full" in run(*line).stdout
+    with cachetool.open_cache(tmp_path / "cache") as opened, opened.snapshot() as snapshot:
+        ran = run(*line, "--samples", "20", "--wait", "6s")
+
+        assert ran.code == 4, ran.stderr
+        told = rf"pid {os.getpid()} on {re.escape(socket.gethostname())} .* reads default at version {snapshot.version}"
+        assert re.search(rf"pulling: .*, waiting for room for up to .*: {told}", ran.stderr)
+        assert re.search(rf"error: stopped at the cap with 0 of 20 samples: .* after 6.* s: {told}", ran.stderr)
+    assert run(*line, "--samples", "20").code == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
