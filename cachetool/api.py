@@ -48,6 +48,7 @@ class Cache(CacheDir):
         decode: str | None = None,
         resize: int | str | tuple[int, int] | None = None,
         label_from_folder: bool = False,
+        read_as: str | None = None,
         key: bool = True,
         concurrency: int | None = None,
         progress: Report = silent,
@@ -78,6 +79,7 @@ class Cache(CacheDir):
             decode=decode,
             resize=resize,
             label_from_folder=label_from_folder,
+            read_as=read_as,
             key=key,
             concurrency=concurrency,
         )

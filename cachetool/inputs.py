@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -263,7 +263,7 @@ class _Objects:
         """A local one, listed now."""
         listing = tempfile.TemporaryDirectory(prefix="cachetool-")
         where = Path(listing.name) / "listing"
-        list_source(str(folder), where, options)
+        list_source(str(folder), where, replace(options, read_as="objects"))
         source = open_source(str(folder), where, options)
         found = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
         found._listing = listing

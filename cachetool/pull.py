@@ -108,7 +108,9 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     id = source_id(url, options)
     with ExitStack() as stack:
         known = cache.source(id)
-        if known is not None and options.source == SourceOptions(stem=options.source.stem):
+        if known is not None and options.source == SourceOptions(
+            stem=options.source.stem, read_as=options.source.read_as
+        ):
             # Pulled before, and nothing said now: the same fields by the same names.
             options = replace(options, source=SourceOptions.from_json(known.options))
         if known is not None and cache.listing(id).exists():
@@ -128,7 +130,8 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         cache.declare(options.dataset, schema)
         if listing != cache.listing(id):
             cache.add_source(_source_row(id, options, found, seed, known), listing)
-        return _draw(cache, url, options, id, schema, kind, shard_bytes, per_shard, began, report)
+        per_shard = max(1, per_shard // found["per_unit"])
+        return _draw(cache, url, options, id, schema, kind, shard_bytes, per_shard, found["per_unit"], began, report)
 
 
 def _draw(
@@ -140,11 +143,13 @@ def _draw(
     kind: Format,
     shard_bytes: int,
     per_shard: int,
+    per_unit: int,
     began: float,
     report: Report,
 ) -> PullResult:
-    """Open the job, run the workers, close it."""
-    wanted = options.samples
+    """Open the job, run the workers, close it. ``per_unit``: samples that one draw brings, ``per_shard``: draws that
+    make a shard."""
+    wanted = None if options.samples is None else -(-options.samples // per_unit)
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         job, source = draws.open_job(
@@ -166,7 +171,8 @@ def _draw(
             "format": kind.name,
             "schema": schema.to_json(),
             "shard_bytes": shard_bytes,
-            "samples_per_shard": per_shard,
+            "units_per_shard": per_shard,
+            "per_unit": per_unit,
             "seed": source.seed,
             "room": asdict(replace(options.room, job=job)),
             "follow": options.follow,
@@ -174,7 +180,7 @@ def _draw(
         },
     )
     tally = _Tally()
-    target = None if options.follow else count
+    target = None if options.follow else count * per_unit
 
     def on_message(_: int, message: Message) -> None:
         tally.add(message)
@@ -195,8 +201,8 @@ def _draw(
         with cache.catalog.write() as connection:
             draws.close_job(connection, job)
     complete = _drawn(cache, cache.source(id) or source) >= source.units
-    if full and options.evicts and not complete and (wanted is None or tally.samples < wanted):
-        asked = source.units if wanted is None else wanted
+    if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
+        asked = source.samples if options.samples is None else options.samples
         raise CapBlocked(f"stopped at the cap with {tally.samples} of {asked} samples: {full[0]}")
     return PullResult(
         source=source.url,
@@ -212,7 +218,7 @@ def _draw(
         evicted_shards=_evictions_since(cache, mark),
         seconds=round(time.monotonic() - began, 3),
         pass_complete=complete,
-        reason=_reason(tally, wanted, complete=complete, full=bool(full)),
+        reason=_reason(tally, options.samples, complete=complete, full=bool(full)),
     )
 
 

@@ -12,6 +12,7 @@ The input's identity is its URL, sizes and ETags: an interrupted conversion goes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -135,8 +136,9 @@ def bring(channel: Channel, *, url: str, folder: str, options: Message) -> Messa
         held = [*held, *page] if held is not None and len(held) + len(page) <= MOST_FILES else None
 
     listing, empty = place / "listing", None
+    objects = dataclasses.replace(parsed, read_as="objects")
     try:
-        list_source(url, listing, parsed, progress=lambda count: told(Progress("list", count)), notice=notice)
+        list_source(url, listing, objects, progress=lambda count: told(Progress("list", count)), notice=notice)
     except NotFound as error:
         if not held:
             raise missing or error from None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
@@ -25,7 +26,6 @@ from cachetool.errors import BadObject, CapBlocked
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.permutation import Permutation
 from cachetool.schema import Schema
 from cachetool.sources import Skipped, Source, SourceOptions, list_source, open_source
 
@@ -43,7 +43,8 @@ def prepare(
 ) -> Message:
     """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
 
-    Gives url (redacted), identity, units, samples, schema, and ``mean``, the mean bytes of values of a sample.
+    Gives url (redacted), identity, units, samples, schema, ``mean``, the mean bytes of values of a sample, and
+    ``per_unit``, the samples of a unit.
     """
     folder, parsed = Path(listing), SourceOptions.from_json(options)
     if not (folder / "listing.json").exists():
@@ -52,7 +53,7 @@ def prepare(
     try:
         count = min(PROBED, source.units)
         channel.send({"probing": count})
-        probe = source.probe(Permutation(source.units, seed=seed, turn=turn)[np.arange(count)], skip_bad=skip_bad)
+        probe = source.probe(source.order(seed=seed, turn=turn)[np.arange(count)], skip_bad=skip_bad)
         return {
             "url": source.url,
             "identity": source.identity,
@@ -60,6 +61,7 @@ def prepare(
             "samples": source.samples,
             "schema": probe.schema.to_json(),
             "mean": probe.mean_bytes,
+            "per_unit": probe.per_unit,
         }
     finally:
         source.close()
@@ -77,6 +79,8 @@ class _Plan:
     shard_bytes: int
     room: Room
     skip_bad: bool
+    per_unit: int
+    """About how many samples one draw brings."""
 
 
 def draw(
@@ -91,7 +95,8 @@ def draw(
     format: str,
     schema: list[Message],
     shard_bytes: int,
-    samples_per_shard: int,
+    units_per_shard: int,
+    per_unit: int,
     seed: int,
     room: Message,
     follow: bool,
@@ -102,15 +107,29 @@ def draw(
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
     plan = _Plan(
-        job, source, dataset, get_format(format), Schema.from_json(schema), shard_bytes, Room(**room), skip_bad
-    )  # fmt: skip
+        job,
+        source,
+        dataset,
+        get_format(format),
+        Schema.from_json(schema),
+        shard_bytes,
+        Room(**room),
+        skip_bad,
+        per_unit,
+    )
     with CacheDir(Path(root)) as cache:
         samples = open_source(url, cache.listing(source), SourceOptions.from_json(options))
         try:
             while True:
                 with cache.catalog.write() as connection:
                     cache.holder.register(connection)
-                    held = draws.claim(connection, job, holder=cache.holder.id, most=samples_per_shard)
+                    held = draws.claim(
+                        connection,
+                        job,
+                        holder=cache.holder.id,
+                        most=units_per_shard,
+                        whole=lambda turn, start, stop: samples.order(seed=seed, turn=turn).whole(start, stop),
+                    )
                     if held is None and follow:
                         draws.next_turn(connection, source)
                 if held is not None:
@@ -146,7 +165,7 @@ class _Drawing:
 
     def __init__(self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, seed: int, channel: Channel) -> None:
         self._cache, self._source, self._plan, self._held = cache, source, plan, held
-        self._units = Permutation(source.units, seed=seed, turn=held.turn)[np.arange(held.start, held.stop)]
+        self._units = source.order(seed=seed, turn=held.turn)[np.arange(held.start, held.stop)]
         self._channel = channel
         self._from = held.start
         self._skipped: list[Skipped] = []
@@ -171,10 +190,10 @@ class _Drawing:
                 self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
                 block, at = piece.block, piece.draws
                 while len(block):
-                    fit = self._fitting(block)
+                    fit = self._fitting(block, at)
                     if fit == 0:
                         self._commit(self._held.start + int(at[0]))
-                        self._open(block)
+                        self._open(block, int(np.searchsorted(at, at[0], side="right")))
                         continue
                     assert self._files is not None
                     self._files.write(block.slice(0, fit))
@@ -185,18 +204,21 @@ class _Drawing:
             pieces.close()  # type: ignore[attr-defined]  # a generator: cancels what is in flight
             self._abort()
 
-    def _fitting(self, block: Block) -> int:
+    def _fitting(self, block: Block, at: npt.NDArray[np.int64]) -> int:
+        """How many samples go into the open shard; those of one unit are in one shard, else it could be half drawn."""
         samples, nbytes = self._room
         upto = np.cumsum(block.sample_nbytes[:samples])
-        return int(np.searchsorted(upto, nbytes, side="right"))
+        fit = int(np.searchsorted(upto, nbytes, side="right"))
+        return fit if fit in (0, len(block)) or at[fit] != at[fit - 1] else int(np.searchsorted(at, at[fit]))
 
-    def _open(self, block: Block) -> None:
-        """Reserve a shard for what is left of the claim; one sample may be larger than a shard."""
+    def _open(self, block: Block, least: int) -> None:
+        """Reserve a shard for what is left of the claim, the first ``least`` samples of ``block`` in any case; they may
+        be more than a shard."""
         plan = self._plan
-        samples = self._held.stop - self._from
-        nbytes = max(plan.shard_bytes, int(block.sample_nbytes[0]))
+        samples = max(least, (self._held.stop - self._from) * plan.per_unit)
+        nbytes = max(plan.shard_bytes, int(block.sample_nbytes[:least].sum()))
         if plan.schema.is_fixed:
-            samples = min(samples, max(1, nbytes // max(1, plan.schema.fixed_nbytes)))
+            samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
             nbytes = samples * plan.schema.fixed_nbytes
         self._staging = self._cache.stage(
             dataset=plan.dataset,
@@ -232,7 +254,7 @@ class _Drawing:
                     plan.job,
                     self._held,
                     upto,
-                    samples=facts.samples,
+                    samples=upto - start - len(skipped),
                     skipped=len(skipped),
                     fetched=self._fetched,
                 ),

@@ -115,6 +115,8 @@ class Http:
     url: str
     requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Path and headers of every request, in order of arrival."""
+    sent: int = 0
+    """Bytes of bodies that were answered."""
 
 
 Script = Callable[["Scripted"], None]
@@ -140,6 +142,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
             if value:
                 self.send_header(name.replace("_", "-"), value)
         self.end_headers()
+        self.server.state.sent += len(body)  # type: ignore[attr-defined]
         self.wfile.write(body)
 
     def drop(self) -> None:
@@ -196,7 +199,8 @@ def _serve_file(handler: Scripted, root: Path, index: str) -> None:
 
 
 def _send(handler: Scripted, path: Path) -> None:
-    body, stat = path.read_bytes(), path.stat()
+    stat = path.stat()
+    size = stat.st_size
     headers = {
         "ETag": f'"{int(stat.st_mtime):x}-{stat.st_size:x}"',
         "Last_Modified": email.utils.formatdate(stat.st_mtime, usegmt=True),
@@ -204,14 +208,16 @@ def _send(handler: Scripted, path: Path) -> None:
     }
     asked = handler.headers.get("Range")
     if asked is None:
-        handler.answer(200, body, **headers)
+        handler.answer(200, path.read_bytes(), **headers)
         return
     first, _, last = asked.removeprefix("bytes=").partition("-")
-    start, stop = int(first), min(int(last) + 1 if last else len(body), len(body))
-    if start >= len(body):
-        handler.answer(416, Content_Range=f"bytes */{len(body)}")
-    else:
-        handler.answer(206, body[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(body)}", **headers)
+    start, stop = int(first), min(int(last) + 1 if last else size, size)
+    if start >= size:
+        handler.answer(416, Content_Range=f"bytes */{size}")
+        return
+    with path.open("rb") as file:
+        body = os.pread(file.fileno(), stop - start, start)
+    handler.answer(206, body, Content_Range=f"bytes {start}-{stop - 1}/{size}", **headers)
 
 
 def _json_index(folder: Path) -> bytes:

@@ -33,11 +33,13 @@ HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
     "lmdb": {"formats.lmdb", "sources.lmdb"},
-    "zarr": {"formats.zarr", "sources.zarr"},
+    "zarr": {"formats.zarr", "sources.zarr", "sources.remote.zarr_store"},
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow"},
     "torch": {"loaders.torch"},
+    "pyarrow": {"sources.parquet"},
+    "asyncssh": {"stores.sftp"},
     "obstore": {"stores"},
     "sqlite3": {"cache.catalog"},
     "xxhash": {"formats.digest"},

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -172,36 +172,46 @@ def job_row(connection: Connection, job: str) -> Job:
     return Job(*row)
 
 
-def claim(connection: Connection, job: str, *, holder: str, most: int) -> Claim | None:
+def claim(
+    connection: Connection, job: str, *, holder: str, most: int, whole: Callable[[int, int, int], int] | None = None
+) -> Claim | None:
     """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
 
-    A job's budget counts what is committed and what its workers are on, so that together they never draw too many.
+    ``whole(turn, start, stop)`` says where a claim should rather end, so that what is fetched together is not split. A
+    job's budget counts what is committed and what its workers are on, so that together they never draw too many.
     """
     state = job_row(connection, job)
     source = source_row(connection, state.source)
     assert source is not None
+    budget = source.units
     if state.wanted is not None:
         pending = connection.execute(
             "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE job = ? AND holder IS NOT NULL", (job,)
         ).fetchone()[0]
-        most = min(most, state.wanted - state.committed - int(pending))
-    if most <= 0:
+        budget = state.wanted - state.committed - int(pending)
+    if budget <= 0:
         return None
+
+    def end(start: int, limit: int) -> int:
+        stop = min(limit, start + most)
+        return min(limit, start + budget, stop if whole is None else whole(source.turn, start, stop))
+
     row = connection.execute(
         "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL ORDER BY start LIMIT 1",
         (source.id, source.turn),
     ).fetchone()
     if row is not None:
-        start, stop = row["start"], min(row["stop"], row["start"] + most)
+        start, stop = row["start"], end(row["start"], row["stop"])
         connection.execute(
             "UPDATE claims SET stop = ?, holder = ?, job = ? WHERE id = ?", (stop, holder, job, row["id"])
         )
         if stop < row["stop"]:
             _insert(connection, source, stop, row["stop"], None, None)
         return Claim(row["id"], source.turn, start, stop)
-    start, stop = source.frontier, min(source.units, source.frontier + most)
-    if start >= stop:
+    start = source.frontier
+    if start >= source.units:
         return None
+    stop = end(start, source.units)
     connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
     return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop)
 

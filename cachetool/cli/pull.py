@@ -78,6 +78,14 @@ def pull(
     label_from_folder: Annotated[
         bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
     ] = False,
+    read_as: Annotated[
+        str | None,
+        typer.Option(
+            "--read-as",
+            metavar="objects|files",
+            help="Objects are a sample each, or files of many samples. Default: by what is there.",
+        ),
+    ] = None,
     key: KeyOption = True,
     on_error: Annotated[
         str,
@@ -132,6 +140,7 @@ def pull(
             decode=decode,
             resize=resize,
             label_from_folder=label_from_folder,
+            read_as=read_as,
             key=key,
             on_error=on_error,
             renew=renew,

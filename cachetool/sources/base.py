@@ -1,7 +1,9 @@
 """What a source is: samples read out of a store, numbered by units.
 
-A unit is what one fetch brings out: for a folder of objects, the objects of one key, which are one sample. What is
-fetched together is drawn together: the caller permutes unit numbers and hands them to :meth:`Source.read`.
+A unit is what one fetch brings out: the objects of one key, a row of an array, a chunk, a row group, a whole archive.
+What is fetched together is drawn together: :meth:`Source.order` permutes units, then the samples inside each, and the
+caller hands numbers of draws in that order to :meth:`Source.read`. A draw is one sample; of a whole archive, whose
+number of samples nobody knows before it is fetched, it is the archive with all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.schema import Schema
+from cachetool.sources.order import Order
 
 __all__ = ["Piece", "Probe", "Skipped", "Source"]
 
@@ -54,6 +57,8 @@ class Probe:
     schema: Schema
     mean_bytes: int
     """Mean bytes of the values of a sample, rounded up."""
+    per_unit: int = 1
+    """About how many samples a draw brings: 1, but of whole archives."""
 
 
 class Source(Protocol):
@@ -62,11 +67,15 @@ class Source(Protocol):
     url: str
     """Where it is, without user info and query."""
     units: int
-    """Number of units in the listing."""
+    """Number of draws in a pass."""
     samples: int
-    """Number of samples in the listing."""
+    """Number of samples, as far as the listing tells."""
     identity: str
     """Hexadecimal digest of the listing and of the options that decide what a unit number means."""
+
+    def order(self, *, seed: int, turn: int) -> Order:
+        """The order of pass number ``turn``; kept, so that it may be asked for often."""
+        ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:
         """What the samples of these units have in common.
@@ -85,7 +94,7 @@ class Source(Protocol):
         block_bytes: int = BLOCK_BYTES,
     ) -> Iterator[Piece]:
         """Fetch ``units`` with many requests in flight, and give their samples in that order, in blocks of about
-        ``block_bytes``. Closing the iterator cancels what is in flight.
+        ``block_bytes``; all samples of one draw in one block. Closing the iterator cancels what is in flight.
 
         A unit that cannot be read or does not fit ``schema`` raises :class:`BadObject` naming the object, or is
         skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,12 @@ class StoredColumn:
     """Whether every row is an array of its own size, of rank 1."""
     piece: int = 0
     """Bytes of the largest part that is in memory at once, if that is not a row."""
+    offset: int = -1
+    """Where in the file row 0 lies when the rows lie one after another as :attr:`stored`; else -1."""
+    stored: str = ""
+    """The dtype of the rows in the file, its byte order included."""
+    chunk: int = 1
+    """Rows that are stored, and so fetched, together."""
 
     def field(self, name: str) -> Field:
         """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
@@ -53,15 +59,16 @@ class ColumnFile(ClosingFile):
         skipped: Sequence[tuple[str, str]] = (),
         stored: int,
         close: Callable[[], None] = lambda: None,
+        cuts: list[int] | None = None,
     ) -> None:
         """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
-        go of what reading them opened.
+        go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size.
 
         Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` for
         arrays that are larger than their file can hold.
         """
         self.path = path
-        self._close = close
+        self._close, self.cuts = close, cuts
         out = list(skipped)
         by_name = {column.name: column for column in found}
         names = field_names(path, list(by_name), out, options)
@@ -87,6 +94,11 @@ class ColumnFile(ClosingFile):
             {name: (column.nbytes, self.samples) for name, column in self._columns.items()},
             stored=stored,
         )
+
+    @property
+    def columns(self) -> Mapping[str, StoredColumn]:
+        """The arrays taken, by the names of their fields."""
+        return self._columns
 
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``."""

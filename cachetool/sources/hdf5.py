@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -48,11 +48,15 @@ _REFERENCE = 16
 Array = npt.NDArray[Any]
 
 
-def open_hdf5(path: Path, options: FileOptions) -> ColumnFile:
-    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset."""
-    file = _File(path)
+def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, *, stored: int = 0) -> ColumnFile:
+    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset.
+
+    ``remote``: where to read it instead of at ``path``, ``stored`` bytes long; nothing is then read ahead.
+    """
+    file = _File(path, remote)
     skipped: list[tuple[str, str]] = []
-    stored = path.stat().st_size if path.exists() else 0
+    if remote is None:
+        stored = path.stat().st_size if path.exists() else 0
     try:
         with reading(f"{path} is not a whole HDF5 file"):
             root = file.open()
@@ -74,14 +78,16 @@ def open_hdf5(path: Path, options: FileOptions) -> ColumnFile:
 class _File:
     """The file, opened when it is needed, also after it was closed. Without a lock: nothing is written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, remote: BinaryIO | None) -> None:
+        self.path, self._remote = path, remote
+        self.ahead = 0 if remote else None
         self._file: Any = None
         self.slabs: list[Slab] = []
 
     def open(self) -> Any:
         if self._file is None:
-            self._file = h5py.File(self.path, "r", locking=False)
+            # The small cache of chunks is what keeps one from being fetched for each of its rows.
+            self._file = h5py.File(self._remote or self.path, "r", **({} if self._remote else {"locking": False}))
         return self._file
 
     def close(self) -> None:
@@ -192,10 +198,21 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
 
     read = fetch
     if dataset.chunks is not None:
-        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0])
+        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0], ahead=file.ahead)
         file.slabs.append(slab)
         read = slab.read
-    return StoredColumn(name, little.str, (*dataset.shape, *inner), row * dataset.shape[0], read, piece=chunk)
+    offset = None if dataset.chunks or dataset.id.get_create_plist().get_nfilters() else dataset.id.get_offset()
+    return StoredColumn(
+        name,
+        little.str,
+        (*dataset.shape, *inner),
+        row * dataset.shape[0],
+        read,
+        piece=chunk,
+        offset=-1 if offset is None else int(offset),
+        stored=element.str,
+        chunk=dataset.chunks[0] if dataset.chunks else 1,
+    )
 
 
 def _unreadable(dataset: Any) -> str | None:

@@ -25,6 +25,7 @@ from cachetool.sources.fetch import Fetcher
 from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
+from cachetool.sources.order import Order, order_of
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
 
@@ -77,6 +78,10 @@ class ObjectsSource:
         threads = options.concurrency or store.concurrency
         self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
+
+    def order(self, *, seed: int, turn: int) -> Order:
+        """Every unit is one sample."""
+        return order_of(self.units, seed=seed, turn=turn)
 
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""

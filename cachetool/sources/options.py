@@ -50,6 +50,9 @@ class SourceOptions:
     """Height and width that decoded images get, whatever their own; anything that :func:`image_size` reads is taken."""
     label_from_folder: bool = False
     """Add the field ``label``: the name of the folder a sample lies in."""
+    read_as: str | None = None
+    """``objects``: each object, or each group with one key, is a sample; ``files``: each file holds many. None: by what
+    lies there, see :mod:`cachetool.sources.remote.kinds`."""
     key: bool = True
     """Add the field ``__key__``."""
     concurrency: int | None = None
@@ -62,6 +65,8 @@ class SourceOptions:
         object.__setattr__(self, "resize", image_size(self.resize))
         if self.resize is not None and not self._decodes_images():
             raise UsageError("--resize is for images that are decoded; give --decode image as well")
+        if self.read_as not in (None, "objects", "files"):
+            raise UsageError(f"--read-as is objects or files, got {self.read_as!r}")
         if self.concurrency is not None and not 1 <= self.concurrency <= 1024:
             raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
         if self.fields is not None:
@@ -79,7 +84,7 @@ class SourceOptions:
 
     def numbering(self) -> dict[str, Any]:
         """The part that decides what a unit number means."""
-        return {"stem": self.stem}
+        return {"stem": self.stem} | ({} if self.read_as is None else {"read_as": self.read_as})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

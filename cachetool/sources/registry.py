@@ -1,7 +1,8 @@
-"""Which source reads which place. Today every place is a folder of objects; files that hold many samples come later."""
+"""Which source reads which place: a folder of objects, or files of many samples (:mod:`cachetool.sources.remote`)."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from cachetool.sources.options import SourceOptions
 from cachetool.stores import Limits, Object, open_store, redact
 
 __all__ = ["list_source", "open_source"]
+
+TABLE_FILE = "table.json"
+"""Beside the listing of files of many samples."""
 
 
 def list_source(
@@ -30,18 +34,34 @@ def list_source(
     there is no sample, :class:`UsageError` for a URL that cannot be one, and the errors of
     :func:`cachetool.stores.open_store`.
     """
-    stem = Stem((options or SourceOptions()).stem)
-    store = open_store(url, limits=limits)
+    from cachetool.sources.remote.kinds import Census, locate
 
-    def pages() -> Iterator[list[Object]]:
-        for page in store.list():
-            notice(page)
-            yield page
-
+    options = options or SourceOptions()
+    stem = Stem(options.stem)
+    found = locate(url) if options.read_as != "objects" else None
+    store = open_store(found[0] if found else url, limits=limits)
     try:
+        if found is not None:
+            from cachetool.sources.remote import list_files
+
+            item = store.find(found[1])
+            return list_files(store, folder, iter([[item]]), found[2], options, progress=progress)
+        census = Census(store.url)
+
+        def seen() -> Iterator[list[Object]]:
+            for page in census.count(store.list()):
+                notice(page)
+                yield page
+
         listing = write_listing(
-            folder, pages(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
+            folder, seen(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
         )
+        if (kind := census.kind(options.read_as)) is not None:
+            from cachetool.sources.remote import list_files
+
+            # Only now is it known that these are files: listed again, without grouping by names.
+            shutil.rmtree(folder)
+            listing = list_files(store, folder, store.list(), kind, options, progress=progress)
     finally:
         store.close()
     if listing.units == 0:
@@ -61,6 +81,14 @@ def open_source(
     from cachetool.sources.objects import ObjectsSource
 
     options = options or SourceOptions()
+    if (folder / TABLE_FILE).exists():
+        from cachetool.sources.remote import open_files_source
+        from cachetool.sources.remote.kinds import locate
+
+        found = locate(url)
+        return open_files_source(
+            open_store(found[0] if found else url, limits=limits), folder, options, url=redact(url)
+        )
     listing = Listing.open(folder)
     if listing.stem != options.stem:
         raise UsageError(

@@ -22,8 +22,12 @@ Array = npt.NDArray[Any]
 class Slab:
     """The last run of rows read, aligned to chunks; rows are handed out as views of it."""
 
-    def __init__(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> None:
-        """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all."""
+    def __init__(
+        self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int, ahead: int | None = None
+    ) -> None:
+        """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all. At least
+        ``ahead`` bytes are read at a time."""
+        self._ahead = BLOCK_BYTES if ahead is None else ahead
         self._fetch, self._rows, self._row_nbytes, self._chunk = fetch, rows, max(1, row_nbytes), chunk
         self.share(1)
         self._start = self._stop = 0
@@ -46,7 +50,7 @@ class Slab:
     def share(self, slabs: int) -> None:
         """Keep no more than this one's part, of so many."""
         fit = max(1, SLABS_BYTES // slabs // self._row_nbytes)
-        want = max(1, BLOCK_BYTES // self._row_nbytes)
+        want = max(1, self._ahead // self._row_nbytes)
         self._step = fit if self._chunk > fit else -(-min(want, fit) // self._chunk) * self._chunk
 
     def drop(self) -> None:

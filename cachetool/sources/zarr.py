@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, disk_bytes, quoted
 from cachetool.sources.rows import Slab, joined, unpadded
 
-__all__ = ["is_zarr", "open_zarr"]
+__all__ = ["Folder", "is_zarr", "open_zarr"]
 
 MAX_ARRAYS = 2000
 _MAX_DEPTH = 32
@@ -49,16 +49,73 @@ def is_zarr(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
 
 
-def open_zarr(path: Path, options: FileOptions) -> ColumnFile:
-    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array."""
-    with reading(str(path)):
-        stored = disk_bytes(path)
-        if not is_zarr(path):
-            raise BadObject(f"{path} is no Zarr folder: it has neither zarr.json nor .zarray nor .zgroup")
+class Folder(Protocol):
+    """A folder of a Zarr, wherever it lies."""
+
+    ahead: int | None
+    """Bytes that are read ahead; None for what suits a disk."""
+
+    def metadata(self, name: str) -> bytes | None:
+        """The bytes of a file of metadata, at most 16 MiB; None when it is not there."""
+        ...
+
+    def folders(self) -> Iterator[tuple[str, bool]]:
+        """Folders in it, in order of their names, and whether each is a link."""
+        ...
+
+    def below(self, name: str) -> Folder:
+        """One of them."""
+        ...
+
+    def store(self) -> Any:
+        """A store of zarr's over it."""
+        ...
+
+
+class _LocalFolder:
+    ahead: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def metadata(self, name: str) -> bytes | None:
+        file = self._path / name
+        with reading(str(file)):
+            if not file.is_file():
+                return None
+            if file.stat().st_size > _MAX_METADATA:
+                raise BadObject(f"{file}: metadata of {file.stat().st_size} bytes")
+            return file.read_bytes()
+
+    def folders(self) -> Iterator[tuple[str, bool]]:
+        with os.scandir(self._path) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.is_dir():
+                    yield entry.name, not entry.is_dir(follow_symlinks=False)
+
+    def below(self, name: str) -> _LocalFolder:
+        return _LocalFolder(self._path / name)
+
+    def store(self) -> Any:
+        from zarr.storage import LocalStore
+
+        return LocalStore(self._path, read_only=True)
+
+
+def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *, stored: int = 0) -> ColumnFile:
+    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array.
+
+    ``remote``: where to read it instead of at ``path``, ``stored`` bytes in all.
+    """
+    if remote is None:
+        with reading(str(path)):
+            stored = disk_bytes(path)
+            if not is_zarr(path):
+                raise BadObject(f"{path} is no Zarr folder: it has neither zarr.json nor .zarray nor .zgroup")
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
     slabs: list[Slab] = []
-    for name, folder, metadata in _arrays(path, skipped):
+    for name, folder, metadata in _arrays(path, remote or _LocalFolder(path), skipped):
         if not options.wants(name):
             skipped.append((name, NOT_ASKED))
             continue
@@ -82,13 +139,13 @@ def open_zarr(path: Path, options: FileOptions) -> ColumnFile:
     return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=close)
 
 
-def _arrays(path: Path, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """All arrays below ``path``: name, folder and metadata. Links to folders are not followed."""
-    folders = [("", path)]
+def _arrays(path: Path, root: Folder, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Folder, dict[str, Any]]]:
+    """All arrays below ``root``: name, folder and metadata. Links to folders are not followed."""
+    folders = [("", root)]
     count = 0
     while folders:
         name, folder = folders.pop(0)
-        metadata = _metadata(folder)
+        metadata = _metadata(f"{path}/{name}" if name else str(path), folder)
         if metadata is None:
             continue
         if "shape" in metadata:
@@ -102,26 +159,25 @@ def _arrays(path: Path, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, P
             continue
         if name.count("/") >= _MAX_DEPTH:
             raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(name)}")
-        with reading(f"{path}: group {quoted(name)}"), os.scandir(folder) as entries:
-            below = sorted(entries, key=lambda entry: entry.name)
-        for entry in below:
-            child = f"{name}/{entry.name}" if name else entry.name
-            if entry.is_dir(follow_symlinks=False):
-                folders.append((child, folder / entry.name))
-            elif entry.is_dir():
+        with reading(f"{path}: group {quoted(name)}"):
+            below = list(folder.folders())
+        for entry, link in below:
+            child = f"{name}/{entry}" if name else entry
+            if link:
                 skipped.append((child, "a link to a folder"))
+            else:
+                folders.append((child, folder.below(entry)))
 
 
-def _metadata(folder: Path) -> dict[str, Any] | None:
+def _metadata(where: str, folder: Folder) -> dict[str, Any] | None:
     """What ``zarr.json`` or ``.zarray`` says; without ``shape`` for a group; None for a folder that is neither."""
     for name in ("zarr.json", ".zarray", ".zgroup"):
-        file = folder / name
-        with reading(str(file)):
-            if not file.is_file():
+        file = f"{where}/{name}"
+        with reading(file):
+            raw = folder.metadata(name)
+            if raw is None:
                 continue
-            if file.stat().st_size > _MAX_METADATA:
-                raise BadObject(f"{file}: metadata of {file.stat().st_size} bytes")
-            found = json.loads(file.read_bytes())
+            found = json.loads(raw)
             if not isinstance(found, dict) or found.get("zarr_format") not in (2, 3):
                 raise BadObject(f"{file}: not the metadata of Zarr v2 or v3")
             is_array = name == ".zarray" or (name == "zarr.json" and found.get("node_type") == "array")
@@ -155,13 +211,12 @@ def _unknown_codec(metadata: dict[str, Any]) -> str | None:
 
 
 def _column(
-    path: Path, name: str, folder: Path, metadata: dict[str, Any], slabs: list[Slab], *, stored: int
+    path: Path, name: str, folder: Folder, metadata: dict[str, Any], slabs: list[Slab], *, stored: int
 ) -> StoredColumn | str:
     """The array as a candidate for a field, or why it cannot be one."""
     import zarr
-    from zarr.storage import LocalStore
 
-    array = zarr.open_array(LocalStore(folder, read_only=True), mode="r", zarr_format=metadata["zarr_format"])
+    array = zarr.open_array(folder.store(), mode="r", zarr_format=metadata["zarr_format"])
     if not array.shape:
         return "a single value, without rows"
     dtype = array.dtype
@@ -183,9 +238,12 @@ def _column(
         rows=array.shape[0],
         row_nbytes=row,
         chunk=array.chunks[0],
+        ahead=folder.ahead,
     )
     slabs.append(slab)
-    return StoredColumn(name, little.str, array.shape, row * array.shape[0], slab.read, piece=chunk)
+    return StoredColumn(
+        name, little.str, array.shape, row * array.shape[0], slab.read, piece=chunk, chunk=array.chunks[0]
+    )
 
 
 def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:

@@ -12,7 +12,10 @@ from typing import BinaryIO, Protocol
 
 from cachetool.errors import BadObject, UsageError
 
-__all__ = ["Limits", "Object", "Pages", "Store", "Streaming", "check_identity", "check_length"]
+__all__ = ["ZARR_METADATA", "Limits", "Object", "Pages", "Store", "Streaming", "check_identity", "check_length"]
+
+ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
+"""Names that begin with a dot and yet are no hidden ones."""
 
 
 @dataclass(frozen=True, slots=True)

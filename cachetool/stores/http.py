@@ -17,7 +17,7 @@ from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.http_client import HttpClient, Response, Sink
 from cachetool.stores.http_listing import MODIFIED, SHA256, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of
@@ -85,7 +85,7 @@ class HttpStore:
             for entry in read_index(answer.body, answer.headers.get("Content-Type", ""), page=page):
                 if entry.name in ("", ".", "..") or "/" in entry.name:
                     left_out["odd names in an index"] += 1
-                elif entry.name.startswith("."):
+                elif entry.name.startswith(".") and entry.name not in ZARR_METADATA:
                     left_out["hidden"] += 1
                 elif not entry.is_folder:
                     batch.append(Object(f"{folder}{entry.name}", entry.size, entry.etag))

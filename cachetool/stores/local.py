@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import Object, Pages, check_identity, check_length
+from cachetool.stores.base import ZARR_METADATA, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 
 __all__ = ["LocalStore", "open_local_store"]
@@ -70,7 +70,7 @@ class LocalStore:
                 with os.scandir(os.path.join(self._root, folder)) as entries:
                     for entry in entries:
                         key = f"{folder}{entry.name}"
-                        if entry.name.startswith("."):
+                        if entry.name.startswith(".") and entry.name not in ZARR_METADATA:
                             left_out["hidden"] += 1
                         elif entry.is_dir(follow_symlinks=False):
                             folders.append(f"{key}/")

@@ -1,0 +1,83 @@
+"""The objects of a listing as files by number, and as objects by key."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from cachetool.errors import CacheToolError
+from cachetool.sources.listing import Listing
+from cachetool.sources.remote.ranges import RangeServer
+from cachetool.stores import Object, Store
+
+__all__ = ["Files", "renamed"]
+
+_ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
+
+
+class Files:
+    """Objects of one listing on their store. Used by many threads."""
+
+    def __init__(self, store: Store, listing: Listing) -> None:
+        self.store, self.listing = store, listing
+        self._sized: dict[int, Object] = {}
+        self._lock = threading.Lock()
+
+    def item(self, number: int) -> Object:
+        """An object by its number, with its size: where the listing does not tell it, the store is asked once."""
+        found = self.listing.object(number)
+        if found.size >= 0:
+            return found
+        with self._lock:
+            known = self._sized.get(number)
+        if known is None:
+            known = self.store.find(found.key)
+            with self._lock:
+                self._sized[number] = known
+        return known
+
+    def find(self, key: str) -> Object | None:
+        """An object by its key; None when the listing has none."""
+        raw = key.encode("utf-8", "surrogateescape")
+        low, high = 0, self.listing.objects
+        while low < high:
+            middle = (low + high) // 2
+            if self.listing.object(middle).key.encode("utf-8", "surrogateescape") < raw:
+                low = middle + 1
+            else:
+                high = middle
+        if low == self.listing.objects or self.listing.object(low).key != key:
+            return None
+        return self.item(low)
+
+    def name(self, number: int) -> str:
+        """For messages."""
+        return self.listing.object(min(number, self.listing.objects - 1)).key
+
+    def zarr_folders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """All folders that hold metadata of Zarr, ``""`` or ending in ``/``, and those that lie in no other one."""
+        found: dict[str, None] = {}
+        for number in range(self.listing.objects):
+            folder, slash, name = self.listing.object(number).key.rpartition("/")
+            if name in _ZARR_METADATA:
+                found[folder + slash] = None
+        roots: list[str] = []
+        for folder in sorted(found):
+            if not any(folder.startswith(root) for root in roots[-1:]):
+                roots.append(folder)
+        return tuple(found), tuple(roots)
+
+
+@contextlib.contextmanager
+def renamed(at: Path, place: str, server: RangeServer | None = None) -> Iterator[None]:
+    """Errors that speak of the local path ``at`` speak of ``place``; what the store raised comes first."""
+    try:
+        yield
+    except CacheToolError as error:
+        if server is not None and server.failure is not None:
+            raise server.failure from error
+        if str(at) in str(error):
+            raise type(error)(str(error).replace(str(at), place)) from error
+        raise

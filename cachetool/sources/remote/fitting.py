@@ -1,0 +1,59 @@
+"""Blocks of files that differ a little, under the one schema of the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.block import Block, Column, Ragged
+from cachetool.errors import BadObject
+from cachetool.schema import Schema
+from cachetool.sources.joined import common, conform
+
+__all__ = ["common_of", "fitted"]
+
+
+def common_of(a: Schema, b: Schema) -> Schema:
+    """The schema that holds samples of both. Raises :class:`BadObject`."""
+    return common(a, b, first=Path("one file"), then=Path("another"))
+
+
+def fitted(block: Block, schema: Schema, where: str) -> Block:
+    """The block under the dataset's schema. Raises :class:`BadObject` naming the file when it does not fit."""
+    if set(block.schema.names) != set(schema.names):
+        raise BadObject(
+            f"{where!r} has the fields {', '.join(block.schema.names)}, the dataset {', '.join(schema.names)};\n"
+            "choose some that all have with --fields"
+        )
+    for mine in block.schema:
+        wanted = schema[mine.name]
+        same = mine.dtype == wanted.dtype and mine.rank == wanted.rank
+        if not same or (mine != wanted and wanted.kind != "ragged"):
+            column = block.columns[mine.name]
+            if same and isinstance(column, Ragged) and column.shapes is not None and _all(column, wanted.shape):
+                continue
+            raise BadObject(
+                f"{where!r}: field {mine.name!r} is {mine.describe()}, but the dataset has {wanted.describe()};\n"
+                "leave it out with --fields"
+            )
+    return conform(_unragged(block, schema), schema)
+
+
+def _all(column: Ragged, shape: Sequence[int | None]) -> bool:
+    return column.shapes is not None and bool((column.shapes == np.array(shape, dtype=np.int64)).all())
+
+
+def _unragged(block: Block, schema: Schema) -> Block:
+    """Arrays that the dataset knows to be of one size, as such."""
+    columns: dict[str, Column] = dict(block.columns)
+    fields = []
+    for mine in block.schema:
+        wanted, column = schema[mine.name], columns[mine.name]
+        if wanted.kind == "fixed" and isinstance(column, Ragged):
+            columns[mine.name] = column.compact().values.reshape(len(column), *wanted.sizes)
+            fields.append(wanted)
+        else:
+            fields.append(mine)
+    return Block(Schema(tuple(fields)), columns)

@@ -1,0 +1,249 @@
+"""Files of many samples as a source: draws cut into runs of one unit, parts fetched with many requests in flight.
+
+::
+
+    draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
+      -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.block import BLOCK_BYTES, Block, Column
+from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.schema import KEY, Field, Schema
+from cachetool.sources.base import Piece, Probe, Skipped
+from cachetool.sources.fetch import Fetcher
+from cachetool.sources.listing import Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.order import Order, order_of
+from cachetool.sources.remote.batches import MAX_RUNS, MOST, Batch, Body, Get, batch_of, deliver
+from cachetool.sources.remote.files import Files
+from cachetool.sources.remote.fitting import common_of, fitted
+from cachetool.sources.remote.reading import Reader, Want, reader_of
+from cachetool.sources.remote.table import Run, Table
+from cachetool.sources.rows import joined
+from cachetool.stores import Store
+
+__all__ = ["open_files_source"]
+
+AHEAD = 128 * 2**20
+"""Bytes that may be in flight or waiting for their turn."""
+LABEL = "label"
+_PROBED = 8
+_PROBED_BYTES = 64 * 2**20
+
+_Numbers = npt.NDArray[np.int64]
+
+
+def open_files_source(store: Store, folder: Path, options: SourceOptions, *, url: str) -> FilesSource:
+    """The source whose files were listed into ``folder``; takes over ``store``. ``url`` is what to call it."""
+    table = Table.open(folder)
+    table.refuse_others(options, url)
+    return FilesSource(store, Listing.open(folder), table, options, url)
+
+
+class FilesSource:
+    """See :class:`cachetool.sources.base.Source`."""
+
+    def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
+        """Made by :func:`open_files_source`."""
+        self._store, self._table, self._options = store, table, options
+        self._files = Files(store, listing)
+        self.url = url
+        sizes = table.unit_sizes()
+        self._sizes = sizes
+        self.units = self.samples = sizes if isinstance(sizes, int) else int(sizes.sum())
+        facts = [listing.identity, table.kind, table.chosen]
+        self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        self._reader: Reader = reader_of(self._files, table, options)
+        self._fetcher: Fetcher[Get, Body] = Fetcher(self._fetch, options.concurrency or store.concurrency)
+        self._order = functools.lru_cache(maxsize=2)(lambda seed, turn: order_of(self._sizes, seed=seed, turn=turn))
+
+    def order(self, *, seed: int, turn: int) -> Order:
+        """Units in a seeded order, then the rows of each."""
+        return self._order(seed, turn)
+
+    def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
+        """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
+        if not self._table.whole:
+            schema = self._schema(functools.reduce(common_of, (each.schema for each in self._table.layouts)))
+            if schema.is_fixed or not len(units):
+                return Probe(schema, max(1, schema.fixed_nbytes))
+            pieces = list(self.read(units[:_PROBED], schema=schema, skip_bad=skip_bad))
+            nbytes, count = sum(piece.block.nbytes for piece in pieces), sum(len(piece.block) for piece in pieces)
+            return Probe(schema, -(-nbytes // max(1, count)))
+        blocks: list[Block] = []
+        looked = held = 0
+        for batch, result in self._whole_files(units):
+            for run in batch.runs:
+                if run.first in batch.errors and not skip_bad:
+                    raise batch.errors[run.first]
+            blocks += [block for block in result if len(block)]
+            looked, held = looked + 1, held + batch.fetched
+            if blocks and held >= _PROBED_BYTES:
+                break
+        if not blocks:
+            raise NotFound(f"no samples under {self.url}")
+        schema = functools.reduce(common_of, (block.schema for block in blocks))
+        count = sum(map(len, blocks))
+        return Probe(schema, -(-sum(block.nbytes for block in blocks) // count), max(1, count // looked))
+
+    def _whole_files(self, units: _Numbers) -> Iterator[tuple[Batch, list[Block]]]:
+        for unit in units[:_PROBED]:
+            for batch in self._fetched(np.array([unit])):
+                yield batch, self._blocks(batch)
+
+    def read(
+        self, units: _Numbers, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES
+    ) -> Iterator[Piece]:
+        """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
+        for batch in self._fetched(np.asarray(units, dtype=np.int64), block_bytes):
+            blocks, draws, skipped = [], [], []
+            found = self._blocks(batch)
+            for number, (run, block) in enumerate(zip(batch.runs, found, strict=True)):
+                error = batch.errors.get(number)
+                if error is None:
+                    try:
+                        blocks.append(fitted(block, schema, self._files.name(self._object(run.file))))
+                    except BadObject as misfit:
+                        error = misfit
+                if error is not None and not skip_bad:
+                    raise error
+                if error is not None:
+                    reason = " ".join(str(error).split("\n"))
+                    keys = self._keys(run)
+                    skipped += [Skipped(run.first + at, key, reason) for at, key in enumerate(keys)]
+                else:
+                    first = np.arange(run.first, run.first + len(run.inside))
+                    draws.append(np.repeat(first, len(block)) if self._table.whole else first)
+            block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
+            at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
+            done = batch.runs[-1].first + len(batch.runs[-1].inside)
+            yield Piece(block, at, done, tuple(skipped), batch.fetched)
+
+    def close(self) -> None:
+        """Let go of threads, processes and connections."""
+        self._fetcher.close()
+        self._reader.close()
+        self._store.close()
+
+    def _fetched(self, units: _Numbers, block_bytes: int = BLOCK_BYTES) -> Iterator[Batch]:
+        """Batches in order, their parts fetched."""
+        begun: deque[Batch] = deque()
+
+        def gets() -> Iterator[Get]:
+            for batch in self._batches(units, block_bytes):
+                begun.append(batch)
+                batch.missing = len(batch.gets)
+                yield from batch.gets
+
+        results = self._fetcher.run(gets(), ahead=AHEAD, size=lambda get: get.stop - get.start)
+        try:
+            for body in results:
+                batch = begun[0]
+                deliver(batch, batch.gets[len(batch.gets) - batch.missing], body)
+                batch.missing -= 1
+                if not batch.missing:
+                    yield begun.popleft()
+        finally:
+            results.close()  # type: ignore[attr-defined]  # a generator
+
+    def _batches(self, units: _Numbers, block_bytes: int) -> Iterator[Batch]:
+        runs: list[Run] = []
+        wants: list[list[Want]] = []
+        held = 0
+        for run in self._table.runs(units):
+            want = self._reader.wants(run)
+            nbytes = self._reader.nbytes(run)
+            if runs and (held + nbytes > min(block_bytes, MOST) or len(runs) >= MAX_RUNS or self._table.whole):
+                yield batch_of(runs, wants)
+                runs, wants, held = [], [], 0
+            runs.append(run)
+            wants.append(want)
+            held += nbytes
+        if runs:
+            yield batch_of(runs, wants)
+
+    def _fetch(self, get: Get, stop: threading.Event) -> Body:
+        if get.stop <= get.start or stop.is_set():
+            return memoryview(b"")
+        try:
+            return self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
+        except (BadObject, NotFound) as error:
+            return error
+
+    def _blocks(self, batch: Batch) -> list[Block]:
+        """The samples of each run, an empty block where it failed."""
+        out = []
+        fetched = self._reader.fetched
+        for number, run in enumerate(batch.runs):
+            block: Block | None = None
+            if number not in batch.errors:
+                try:
+                    block = self._reader.block(run, batch.bodies[number])
+                    if not self._table.whole and not _in_order(run):
+                        block = block.take(run.inside)
+                    block = self._completed(run, block)
+                except (BadObject, NotFound) as error:
+                    batch.errors[number] = error
+            out.append(Block.from_samples(_NOTHING, []) if block is None or number in batch.errors else block)
+            batch.bodies[number] = []
+        batch.fetched += self._reader.fetched - fetched
+        return out
+
+    def _completed(self, run: Run, block: Block) -> Block:
+        """With the label and the key."""
+        columns: dict[str, Column] = dict(block.columns)
+        fields = list(block.schema)
+        if self._options.label_from_folder and not self._reader.labels:
+            folder = self._files.name(self._object(run.file)).rpartition("/")[0].rpartition("/")[2]
+            if not folder:
+                raise BadObject(f"{self._name(run)!r} lies in no folder, which --label-from-folder could take")
+            columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
+            fields.append(Field(LABEL, "str"))
+        if self._options.key and KEY not in block.schema:
+            keys = self._keys(run, len(block))
+            columns[KEY] = joined([key.encode("utf-8", "surrogateescape") for key in keys])
+            fields.append(Field(KEY, "str"))
+        return Block(Schema(tuple(fields)), columns)
+
+    def _schema(self, rows: Schema) -> Schema:
+        more = [Field(LABEL, "str")] if self._options.label_from_folder else []
+        if self._options.key and KEY not in rows:
+            more.append(Field(KEY, "str"))
+        for name in self._options.fields or ():
+            if name not in rows and name != LABEL:
+                raise UsageError(f"no field {name!r}; there is {', '.join(rows.names)}")
+        return Schema((*rows, *more))
+
+    def _object(self, file: int) -> int:
+        return 0 if self._table.roots else file
+
+    def _name(self, run: Run) -> str:
+        if self._table.roots:
+            return self._table.roots[run.file].rstrip("/") or self.url.rstrip("/").rpartition("/")[2]
+        return self._files.name(run.file)
+
+    def _keys(self, run: Run, count: int = 1) -> list[str]:
+        name = self._name(run)
+        if self._table.whole:
+            return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
+        return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
+
+
+_NOTHING = Schema((Field("nothing", "bytes"),))
+
+
+def _in_order(run: Run) -> bool:
+    return len(run.inside) == run.stop - run.start and bool((np.diff(run.inside) == 1).all())

@@ -1,0 +1,311 @@
+"""Files of many samples on a store: every kind gives its samples once, in any order asked for, and fetches little more
+than their bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+import cachetool
+from cachetool.block import Block
+from cachetool.errors import BadObject, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+from cachetool.schema import Schema
+from cachetool.sources import Source, SourceOptions, list_source, open_source
+from tests.servers import Http, folder_server
+
+ROWS, SHAPE = 200, (8, 16)
+IMAGES = np.arange(ROWS * 128, dtype=np.float32).reshape(ROWS, *SHAPE)
+LABELS = np.arange(ROWS, dtype=np.int64)
+
+
+def write_npy(folder: Path) -> str:
+    np.save(folder / "rows.npy", IMAGES)
+    return "rows.npy"
+
+
+def write_big_endian_npy(folder: Path) -> str:
+    np.save(folder / "rows.npy", IMAGES.astype(">f4"))
+    return "rows.npy"
+
+
+def write_hdf5(folder: Path) -> str:
+    with h5py.File(folder / "rows.h5", "w", userblock_size=512) as file:
+        file["image"], file["label"] = IMAGES, LABELS
+    return "rows.h5"
+
+
+def write_chunked_hdf5(folder: Path) -> str:
+    with h5py.File(folder / "rows.h5", "w") as file:
+        file.create_dataset("image", data=IMAGES, chunks=(7, 8, 8), compression="gzip")
+        file.create_dataset("label", data=LABELS, chunks=(50,))
+        file["name"] = [f"name {number}" for number in range(ROWS)]
+    return "rows.h5"
+
+
+def write_zarr(folder: Path, zarr_format: int = 3, **more: object) -> str:
+    group = zarr.open_group(folder / "rows.zarr", mode="w", zarr_format=zarr_format)
+    group.create_array("image", shape=IMAGES.shape, chunks=(7, 8, 16), dtype="f4", **more)[:] = IMAGES
+    group.create_array("label", shape=LABELS.shape, chunks=(50,), dtype="i8")[:] = LABELS
+    return "rows.zarr"
+
+
+def write_zarr2(folder: Path) -> str:
+    return write_zarr(folder, 2)
+
+
+def write_sharded_zarr(folder: Path) -> str:
+    return write_zarr(folder, shards=(28, 8, 16))
+
+
+def write_parquet(folder: Path) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    flat = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(IMAGES.reshape(-1)), 128)
+    names = [f"name {number}" for number in range(ROWS)]
+    table = pyarrow.table({"image": flat, "label": LABELS, "name": names})
+    parquet.write_table(table, folder / "rows.parquet", row_group_size=17)
+    return "rows.parquet"
+
+
+WRITERS = [
+    write_npy,
+    write_big_endian_npy,
+    write_hdf5,
+    write_chunked_hdf5,
+    write_zarr,
+    write_zarr2,
+    write_sharded_zarr,
+    write_parquet,
+]
+
+
+@contextlib.contextmanager
+def source_of(url: str, folder: Path, **options: object) -> Iterator[Source]:
+    chosen = SourceOptions(**options)  # type: ignore[arg-type]
+    list_source(url, folder, chosen)
+    with contextlib.closing(open_source(url, folder, chosen)) as source:
+        yield source
+
+
+def everything(source: Source, draws: np.ndarray, **more: object) -> Block:
+    schema = source.probe(draws[:4]).schema
+    pieces = list(source.read(draws, schema=schema, **more))  # type: ignore[arg-type]
+    assert np.concatenate([piece.draws for piece in pieces]).tolist() == list(range(len(draws)))
+    assert pieces[-1].done == len(draws)
+    return Block.concat([piece.block for piece in pieces])
+
+
+def keys(block: Block) -> list[str]:
+    column = block.columns["__key__"]
+    return [column[at].tobytes().decode() for at in range(len(block))]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Http]:
+    (tmp_path / "place").mkdir()
+    with folder_server(tmp_path / "place", index="json") as found:
+        yield found
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_rows_come_in_the_order_drawn_and_each_once(tmp_path: Path, server: Http, write: object) -> None:
+    name = write(tmp_path / "place")  # type: ignore[operator]
+    with source_of(f"{server.url}/{name}", tmp_path / "listing") as source:
+        order = source.order(seed=3, turn=0)
+        draws = order[np.arange(source.units)]
+        block = everything(source, draws, block_bytes=20_000)
+
+    assert sorted(draws.tolist()) == list(range(ROWS))
+    assert draws.tolist() != list(range(ROWS))
+    image = block.columns["rows" if "npy" in name else "image"]
+    np.testing.assert_array_equal(image.reshape(-1, *SHAPE), IMAGES[draws])
+    assert keys(block) == [f"{name}#{number}" for number in draws]
+    assert source.url == f"{server.url}/{name}"
+    if "label" in block.columns:
+        np.testing.assert_array_equal(block.columns["label"], LABELS[draws])
+    if "name" in block.columns:
+        assert [bytes(block.columns["name"][at]).decode() for at in range(9)] == [f"name {n}" for n in draws[:9]]
+
+
+@pytest.mark.parametrize("write", [write_chunked_hdf5, write_zarr, write_sharded_zarr, write_parquet])
+def test_what_is_stored_together_is_drawn_together_and_then_shuffled(
+    tmp_path: Path, server: Http, write: object
+) -> None:
+    name = write(tmp_path / "place")  # type: ignore[operator]
+    with source_of(f"{server.url}/{name}", tmp_path / "listing", fields=("image",)) as source:
+        order = source.order(seed=1, turn=0)
+        step = 17 if name.endswith("parquet") else 7 * (64 * 1024 // (7 * 512))
+        first = order[np.arange(step)]
+        end = order.whole(0, 3)
+
+    assert len({int(draw) // step for draw in order[np.arange(end)]}) == 1
+    assert sorted(first.tolist()) != first.tolist() or len(first) < 3
+    assert end <= step
+
+
+def test_a_set_of_files_is_one_source(tmp_path: Path, server: Http) -> None:
+    for number in range(3):
+        with h5py.File(tmp_path / "place" / f"part{number}.h5", "w") as file:
+            file["image"], file["label"] = IMAGES[: 50 + number], LABELS[: 50 + number]
+    (tmp_path / "place" / "README.md").write_text("about these")
+    with source_of(server.url, tmp_path / "listing") as source:
+        draws = source.order(seed=0, turn=0)[np.arange(source.units)]
+        block = everything(source, draws)
+
+    assert source.samples == 153
+    assert len(set(keys(block))) == 153
+    assert sorted(block.columns["label"].tolist()) == sorted([*range(50), *range(51), *range(52)])
+
+
+def test_npy_files_in_a_folder_are_a_sample_each_unless_asked_for_as_files(tmp_path: Path, server: Http) -> None:
+    for number in range(3):
+        np.save(tmp_path / "place" / f"{number}.npy", IMAGES[:10])
+    with source_of(server.url, tmp_path / "objects") as source:
+        assert source.units == 3
+    with source_of(server.url, tmp_path / "files", read_as="files") as source:
+        block = everything(source, np.arange(30))
+    np.testing.assert_array_equal(block.columns["npy"], np.concatenate([IMAGES[:10]] * 3))
+
+
+def test_files_that_are_not_there_to_be_read_as_files_are_named(tmp_path: Path, server: Http) -> None:
+    (tmp_path / "place" / "a.json").write_text("{}")
+    with pytest.raises(UsageError, match="--read-as files"):
+        list_source(server.url, tmp_path / "listing", SourceOptions(read_as="files"))
+
+
+def test_rows_of_npy_cost_little_more_than_their_bytes(tmp_path: Path, server: Http) -> None:
+    """The short form: 32 MiB of rows of 128 KiB, 40 of them drawn."""
+    rows = np.random.default_rng(0).integers(0, 255, (256, 131_072), dtype=np.uint8)
+    np.save(tmp_path / "place" / "big.npy", rows)
+    with h5py.File(tmp_path / "place" / "big.h5", "w") as file:
+        file["rows"], file["label"] = rows, np.arange(256)
+    for name in ("big.npy", "big.h5"):
+        server.sent = 0
+        with source_of(f"{server.url}/{name}", tmp_path / name) as source:
+            draws = source.order(seed=0, turn=0)[np.arange(40)]
+            block = everything(source, draws)
+        column = "rows" if name == "big.h5" else "big"
+        np.testing.assert_array_equal(block.columns[column], rows[draws])
+        assert 40 * 131_072 <= server.sent <= 1.5 * 40 * 131_072, name
+
+
+def test_a_chunk_is_fetched_once_for_all_its_samples(tmp_path: Path, server: Http) -> None:
+    """Chunks touched: 16 of 1 MiB that do not compress."""
+    rows = np.random.default_rng(0).integers(0, 255, (256, 131_072), dtype=np.uint8)
+    array = zarr.create_array(tmp_path / "place" / "big.zarr", shape=rows.shape, chunks=(8, 131_072), dtype="u1")
+    array[:] = rows
+    with source_of(f"{server.url}/big.zarr", tmp_path / "listing") as source:
+        server.sent = 0
+        draws = source.order(seed=0, turn=0)[np.arange(128)]
+        block = everything(source, draws)
+
+    np.testing.assert_array_equal(block.columns["big"], rows[draws])
+    touched = sum(
+        (tmp_path / "place" / "big.zarr" / "c" / str(chunk) / "0").stat().st_size for chunk in np.unique(draws // 8)
+    )
+    assert len(np.unique(draws // 8)) == 16
+    assert touched <= server.sent <= 1.2 * touched
+
+
+@pytest.mark.parametrize("write", [write_npy, write_chunked_hdf5, write_zarr])
+def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, server: Http, write: object) -> None:
+    name = write(tmp_path / "place")  # type: ignore[operator]
+    with source_of(f"{server.url}/{name}", tmp_path / "listing") as source:
+        schema = source.probe(np.arange(2)).schema
+    for path in [tmp_path / "place" / name, *(tmp_path / "place" / name).rglob("*")]:
+        if path.is_file():
+            os.utime(path, (1, 1))  # the same bytes: a server tells the change by its ETag
+    with contextlib.closing(open_source(f"{server.url}/{name}", tmp_path / "listing")) as source:
+        with pytest.raises(BadObject, match="changed since it was listed"):
+            list(source.read(np.arange(100, 120), schema=schema))
+        pieces = list(source.read(np.arange(100, 120), schema=schema, skip_bad=True))
+        assert sum(len(piece.skipped) for piece in pieces) == 20
+        assert sum(len(piece.block) for piece in pieces) == 0
+
+
+def test_a_hostile_or_damaged_file_is_an_error_that_names_it(tmp_path: Path, server: Http) -> None:
+    for name, body in {"a.h5": b"\x89HDF\r\n\x1a\n" + b"\0" * 4096, "b.npy": b"junk", "c.parquet": b"PAR1"}.items():
+        (tmp_path / "place" / name).write_bytes(body)
+        with pytest.raises(BadObject, match=name.replace(".", r"\.")) as caught:
+            list_source(f"{server.url}/{name}", tmp_path / f"l{name}")
+        assert "/ranges" not in str(caught.value)
+
+
+def tar_of(samples: range) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for number in samples:
+            file = io.BytesIO()
+            np.save(file, IMAGES[number])
+            for name, body in {
+                f"{number:03d}.image.npy": file.getvalue(),
+                f"{number:03d}.json": json.dumps({"label": number}).encode(),
+            }.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(body)
+                archive.addfile(info, io.BytesIO(body))
+    return out.getvalue()
+
+
+def test_tar_files_are_drawn_whole(tmp_path: Path, server: Http) -> None:
+    for part in range(4):
+        (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10 + part)))
+    with source_of(server.url, tmp_path / "listing") as source:
+        probe = source.probe(np.arange(4))
+        pieces = list(source.read(np.array([2, 0, 3]), schema=probe.schema))
+
+    assert (source.units, probe.per_unit) == (4, 11)
+    block = Block.concat([piece.block for piece in pieces])
+    assert block.columns["label"].tolist() == [*range(20, 32), *range(10), *range(30, 43)]
+    assert np.concatenate([piece.draws for piece in pieces]).tolist() == [0] * 12 + [1] * 10 + [2] * 13
+    np.testing.assert_array_equal(block.columns["image"][:12], IMAGES[20:32])
+
+
+@pytest.mark.parametrize("write", [write_zarr, write_npy])
+def test_a_pull_of_rows_takes_as_many_as_asked_and_then_the_rest_once(
+    tmp_path: Path, server: Http, write: object
+) -> None:
+    name = write(tmp_path / "place")  # type: ignore[operator]
+    url = f"{server.url}/{name}"
+    with cachetool.open_cache(tmp_path / "cache", max_size="200MB") as cache:
+        first = cache.pull(url, samples=31, workers=2, shard_size=8 * 512)
+        assert (first.samples, sum(shard.samples for shard in cache.shards("default"))) == (31, 31)
+        rest = cache.pull(url, everything=True, workers=2, shard_size=20 * 512)
+        shards = cache.shards("default")
+
+    assert rest.pass_complete
+    assert rest.samples == ROWS - 31
+    found = [key for shard in shards for key in shard_keys(shard.path, shard.schema)]
+    assert sorted(found) == sorted(f"{name}#{number}" for number in range(ROWS))
+
+
+def shard_keys(path: Path, schema: Schema) -> list[str]:
+    with open_shard(path, get_format("lmdb"), schema) as reader:
+        return keys(reader.read(0, reader.samples))
+
+
+def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, server: Http) -> None:
+    for part in range(6):
+        (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10 + part % 2)))
+    with cachetool.open_cache(tmp_path / "cache", max_size="200MB") as cache:
+        first = cache.pull(server.url, samples=15, workers=2, shard_size=2000)
+        rest = cache.pull(server.url, everything=True, workers=2, shard_size=2000)
+        found = [key for shard in cache.shards("default") for key in shard_keys(shard.path, shard.schema)]
+
+    assert first.samples in (20, 21, 22)
+    assert rest.pass_complete
+    assert first.samples + rest.samples == len(found) == 63
+    assert len(set(found)) == 61  # 020 and 040 are in two of them
