@@ -78,7 +78,8 @@ def public_modules() -> list[str]:
     return [
         name
         for name in names
-        if not name.endswith("__main__") and name not in ("cachetool.loaders.torch", "cachetool.loaders.tensorflow")
+        if not name.endswith("__main__")
+        and not name.startswith(("cachetool.loaders.torch", "cachetool.loaders.tensorflow"))
     ]
 
 

@@ -37,9 +37,9 @@ HEAVY = {
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow"},
-    "torch": {"loaders.torch"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},
+    "torch": {"loaders.torch", "loaders.torch_values", "loaders.torch_loader", "loaders.torch_device"},
     "obstore": {"stores"},
     "sqlite3": {"cache.catalog"},
     "xxhash": {"formats.digest"},

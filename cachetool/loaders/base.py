@@ -19,7 +19,7 @@ from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
 
-__all__ = ["BaseLoader"]
+__all__ = ["BaseLoader", "Epoch"]
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class BaseLoader(Generic[T]):
         """Number of the epoch that the next ``iter()`` begins: how many were delivered whole."""
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._iterator: weakref.ref[_Epoch[T]] | None = None
+        self._iterator: weakref.ref[Epoch[T]] | None = None
         self._resume: dict[str, Any] | None = None
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
@@ -130,12 +130,15 @@ class BaseLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
+        return self._begin()
+
+    def _begin(self) -> Epoch[T]:
         before = None if self._iterator is None else self._iterator()
         if before is not None:
             before.replaced = True
         begun = self._fed().begin(self.epoch, self._resume)
         steps = self._agreed(begun.steps.count)
-        epoch = _Epoch(self, begun, steps if self._limit is None else min(steps, self._limit))
+        epoch = Epoch(self, begun, steps if self._limit is None else min(steps, self._limit))
         self._iterator = weakref.ref(epoch)
         return epoch
 
@@ -209,13 +212,13 @@ class BaseLoader(Generic[T]):
         self.close()
 
 
-class _Epoch(Iterator[T]):
+class Epoch(Iterator[T]):
     """One epoch of a loader."""
 
     def __init__(self, loader: BaseLoader[T], begun: Begun, steps: int) -> None:
         self._loader, self.begun, self._steps = loader, begun, steps
         self._feed, self._generation = loader._fed(), begun.generation
-        self.step = 0
+        self._fetched = self.step = 0
         """Batches delivered."""
         self.replaced = False
 
@@ -224,21 +227,36 @@ class _Epoch(Iterator[T]):
         """Whether the last batch was delivered."""
         return self.step >= self._steps
 
+    @property
+    def all_fetched(self) -> bool:
+        """Whether nothing is left to fetch."""
+        return self._fetched >= self._steps
+
     def __next__(self) -> T:
-        if self.step >= self._steps:
+        batch = self.fetch()
+        self.count()
+        return batch
+
+    def fetch(self) -> T:
+        """The next batch, for whoever calls :meth:`count` once it is delivered. Raises ``StopIteration`` at the end."""
+        if self.all_fetched:
             raise StopIteration
         if self.replaced:
             raise UsageError("this iterator ended when its loader was iterated again or closed")
         try:
-            batch = self._feed.take(self._generation, self.step)
+            batch = self._feed.take(self._generation, self._fetched)
         except Exception:
             self.replaced = True  # an epoch with a hole in it is not gone on with
             raise
+        self._fetched += 1
+        return self._loader._finish(batch)
+
+    def count(self) -> None:
+        """A batch was delivered; the last one ends the epoch."""
         self.step += 1
-        if self.step == self._steps:
+        if self.step == self._steps and not self.replaced:
             self._feed.delivered(self._generation)
             self._loader._delivered()
-        return self._loader._finish(batch)
 
     def __len__(self) -> int:
         return self._steps - self.step

@@ -14,90 +14,38 @@ process that made the dataset; workers look up the list of shards that an index 
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from cachetool.block import Column, Ragged
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.order import decode, encode, order, share
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
+from cachetool.loaders.torch_device import DevicePrefetcher
+from cachetool.loaders.torch_loader import Loader
+from cachetool.loaders.torch_values import Sample, Samples, TensorList, dtype_of, finished, world
 from cachetool.loaders.views import Check, Views, usable
 from cachetool.schema import Field
 
-__all__ = ["CacheDataset", "EpochSampler", "LMDBDataset", "Samples", "TensorList"]
-
-Sample: TypeAlias = dict[str, Any]
-
-
-class TensorList(Sequence[torch.Tensor]):
-    """Tensors of one dtype whose shapes differ, kept as one: what a ragged field is in a batch.
-
-    Tensor i is a view of ``values``; a list of its own is ``list(tensors)``.
-    """
-
-    def __init__(self, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
-        self.values = values
-        """All values, flat."""
-        self.offsets = offsets
-        """Where each tensor begins in values, (k + 1,)."""
-        self.shapes = shapes
-        """Shape of each tensor, (k, rank)."""
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        return self.values[int(self.offsets[at]) : int(self.offsets[at + 1])].view(self.shapes[at].tolist())
-
-    def pin_memory(self, device: Any = None) -> TensorList:
-        """The same tensors in page-locked memory; called by DataLoader."""
-        return TensorList(self.values.pin_memory(device), self.offsets, self.shapes)
-
-    def __repr__(self) -> str:
-        return f"TensorList({len(self)} tensors of {self.values.dtype})"
-
-
-class Samples(Sequence[Sample]):
-    """Samples gathered together: a sequence of dicts over columns, so that a collate function may take either."""
-
-    def __init__(self, columns: Mapping[str, Sequence[Any] | torch.Tensor], count: int) -> None:
-        self.columns = columns
-        """Field to (k, ...) tensor, :class:`TensorList`, or list of bytes or str."""
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(self._count)[index]
-        return {name: column[at] for name, column in self.columns.items()}
+__all__ = [
+    "CacheDataset",
+    "DevicePrefetcher",
+    "EpochSampler",
+    "LMDBDataset",
+    "Loader",
+    "Samples",
+    "TensorList",
+]
 
 
 class _MapDataset(Dataset[Sample]):
@@ -155,11 +103,11 @@ class _MapDataset(Dataset[Sample]):
         def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
             if field.kind in ("bytes", "str"):
                 return np.empty(shape, dtype=np.uint8)
-            tensor = tensors[field.name] = torch.empty(shape, dtype=_dtype(field.dtype))
+            tensor = tensors[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
             return tensor.numpy().view(field.numpy)
 
         columns = gather(view, at, self._parts, self.schema, empty=empty)
-        return Samples({f.name: _finish(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
+        return Samples({f.name: finished(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
 
     def collate(self, batch: Sequence[Sample]) -> Sample:
         """A batch as one dict: numeric fields stacked, (k, *shape); ragged ones a :class:`TensorList` or list; bytes
@@ -271,7 +219,7 @@ class EpochSampler(Sampler[int]):
     ) -> None:
         self._dataset = dataset
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self.rank, self.world_size = _world(rank, world_size)
+        self.rank, self.world_size = world(rank, world_size)
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins."""
         if self.world_size > 1 and getattr(dataset, "run", None) is None:
@@ -308,33 +256,3 @@ class EpochSampler(Sampler[int]):
                 yield base + index
         if self.rank == 0:
             self._dataset.served()
-
-
-def _world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    if (rank is None) != (world_size is None):
-        raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-@functools.cache
-def _dtype(name: str) -> torch.dtype:
-    """The torch dtype of a stored one; dates and durations as the int64 they are."""
-    dtype = np.dtype(name)
-    return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
-
-
-def _finish(field: Field, column: Column, tensor: torch.Tensor | None) -> torch.Tensor | TensorList | list[Any]:
-    """What a batch holds for a column that was gathered into ``tensor``, or for bytes and str into plain memory."""
-    if not isinstance(column, Ragged):
-        assert tensor is not None
-        return tensor
-    if column.shapes is not None:
-        assert tensor is not None
-        return TensorList(tensor, column.offsets, column.shapes)
-    data, offsets = column.values.tobytes(), column.offsets.tolist()
-    pieces = [data[start:stop] for start, stop in itertools.pairwise(offsets)]
-    return pieces if field.kind == "bytes" else [piece.decode("utf-8", "surrogateescape") for piece in pieces]

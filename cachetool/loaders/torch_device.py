@@ -1,0 +1,91 @@
+"""Batches on a device before they are asked for, copied beside the computation."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from cachetool.errors import UsageError
+from cachetool.loaders.torch_values import TensorList
+
+__all__ = ["DevicePrefetcher"]
+
+
+class DevicePrefetcher:
+    """The batches of ``loader`` on ``device``, up to ``depth`` of them on their way while one is computed with.
+
+    Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
+    copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
+    host memory is kept until its copy is done. On the CPU batches pass through.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
+        if depth < 1:
+            raise UsageError(f"depth={depth} cannot be used: at least 1")
+        self._loader, self._device, self._depth = loader, torch.device(device), depth
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._device.type == "cpu":
+            return iter(self._loader)
+        return _copied(iter(self._loader), self._device, self._depth, torch.get_device_module(self._device))
+
+
+def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: Any) -> Iterator[Any]:
+    stream = module.Stream(device)
+    on_their_way: deque[tuple[Any, Any, Any]] = deque()  # batch there, batch here, event of the copy
+    kept: deque[tuple[Any, Any]] = deque()
+
+    def start() -> bool:
+        """Start the copy of one more batch; False when there is none."""
+        for batch in batches:
+            with module.stream(stream):
+                there = _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+                event = module.Event()
+                event.record(stream)
+            on_their_way.append((there, batch, event))
+            return True
+        return False
+
+    more = start()
+    while on_their_way:
+        there, here, event = on_their_way.popleft()
+        now = module.current_stream(device)
+        now.wait_event(event)
+        # Memory that was made on the one stream and is used on the other must not be given out again in between.
+        _map(there, functools.partial(_record, stream=now))
+        kept.append((here, event))
+        del here
+        while kept and kept[0][1].query():
+            kept.popleft()
+        while more and len(on_their_way) < depth:
+            more = start()
+        yield there
+        del there
+    while kept:
+        kept.popleft()[1].synchronize()
+
+
+def _record(tensor: torch.Tensor, stream: Any) -> None:
+    tensor.record_stream(stream)
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with every tensor replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, TensorList):
+        return TensorList(function(value.values), value.offsets.copy(), value.shapes.copy())
+    if isinstance(value, Mapping):
+        return {name: _map(each, function) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(each, function) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_map(each, function) for each in value)
+    return value

@@ -1,0 +1,98 @@
+"""The loader for PyTorch: batches as tensors over the feeders' shared memory, no copy and no thread in between."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from cachetool.block import Ragged
+from cachetool.cache import CacheDir
+from cachetool.loaders.base import BaseLoader, Epoch
+from cachetool.loaders.columns import Strings
+from cachetool.loaders.slot import Batch
+from cachetool.loaders.torch_device import DevicePrefetcher
+from cachetool.loaders.torch_values import TensorList, world
+
+__all__ = ["Loader"]
+
+
+class Loader(BaseLoader[dict[str, Any]]):
+    """Batches of a cache as dicts: a tensor (k, *shape) for each numeric field, a :class:`TensorList` for each ragged
+    one, sequences of str and bytes decoded when they are looked at. datetime64 comes as int64.
+
+    The arguments are those of :class:`cachetool.loaders.numpy.Loader`, and ``device``: where the tensors are to be,
+    copied there on a stream of their own (:class:`DevicePrefetcher`). On the CPU every tensor is pageable memory of its
+    own that stays as it is for as long as anything sees it: views, autograd, ``.numpy()``, a ``non_blocking`` copy.
+
+    Without ``rank`` and ``world_size`` those of torch.distributed are taken, when it is initialised, and all ranks
+    agree by one ``all_reduce`` at each ``iter()`` on the least number of steps any of them can take, unless ``steps``
+    says how many.
+    """
+
+    def __init__(
+        self, cache: CacheDir | str | Path, *, device: torch.device | str | int | None = None, **options: Any
+    ) -> None:
+        self.device = None if device is None else torch.device(device)
+        self._collective = (
+            options.get("rank") is None and distributed.is_available() and distributed.is_initialized()
+        )  # fmt: skip
+        self._fixed_steps = options.get("steps") is not None
+        super().__init__(cache, **options)
+
+    def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
+        return world(rank, world_size)
+
+    def _shared_run(self, world_size: int) -> str | None:
+        if world_size == 1 or not self._collective:
+            return None
+        name = _number(secrets.randbits(62))
+        distributed.broadcast(name, src=0)
+        return f"torch {int(name):x}"
+
+    def _agreed(self, steps: int) -> int:
+        if not self._collective or self._fixed_steps or distributed.get_world_size() == 1:
+            return steps
+        least = _number(steps)
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
+        return int(least)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
+        epoch = self._begin()
+        return epoch if self.device is None or self.device.type == "cpu" else _moved(epoch, self.device)
+
+    def _finish(self, batch: Batch) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for field in batch.schema:
+            column = batch.columns[field.name]
+            if not isinstance(column, Ragged):
+                out[field.name] = torch.from_numpy(column.view("<i8") if field.numpy.kind in "mM" else column)
+            elif column.shapes is None:
+                out[field.name] = Strings(column, text=field.kind == "str")
+            else:
+                values = column.values.view("<i8") if field.numpy.kind in "mM" else column.values
+                out[field.name] = TensorList(torch.from_numpy(values), column.offsets, column.shapes)
+        return out
+
+
+def _moved(epoch: Epoch[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
+    """The batches of an epoch on a device, counted when they are handed out, not when their copies begin."""
+
+    def fetched() -> Iterator[dict[str, Any]]:
+        while not epoch.all_fetched:
+            yield epoch.fetch()
+
+    for batch in DevicePrefetcher(fetched(), device):
+        epoch.count()
+        yield batch
+
+
+def _number(value: int) -> torch.Tensor:
+    """A number where this job's processes can exchange it."""
+    where = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    return torch.tensor(value, dtype=torch.int64, device=where)

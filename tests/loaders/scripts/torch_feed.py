@@ -1,0 +1,173 @@
+"""What the loader for PyTorch hands out, and what keeps a batch; prints one line of JSON. Argument: an empty folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from cachetool.cache import open_cache
+from cachetool.loaders.torch import DevicePrefetcher, Loader, TensorList
+from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put
+
+
+def seen(batch: dict[str, Any], schema: Any) -> list[str]:
+    out = []
+    for i in range(len(batch[schema.names[0]])):
+        sample = {}
+        for field in schema:
+            value = batch[field.name][i]
+            if isinstance(value, torch.Tensor):
+                value = value.numpy()
+                if field.numpy.kind in "mM":
+                    value = value.view(field.numpy) if value.ndim else value.reshape(1).view(field.numpy)[0]
+            sample[field.name] = value
+        out.append(digest(schema, sample))
+    return out
+
+
+def derived(batch: dict[str, Any], step: int) -> tuple[Any, Any]:
+    """Something made of a batch that sees its memory, and a copy of its bytes."""
+    x = batch["x"]
+    made: list[Any] = [
+        x,
+        x[1:],
+        x.numpy(),
+        x.view(-1)[3:].numpy()[::2],
+        torch.from_dlpack(x),
+        x.untyped_storage(),
+        (x.clone().requires_grad_() * x),  # autograd keeps x for the backward pass
+        x.detach(),
+    ]
+    look = made[step % len(made)]
+    if isinstance(look, torch.UntypedStorage):
+        return look, bytes(look.tolist())
+    return look, look.copy() if isinstance(look, np.ndarray) else look.detach().clone()
+
+
+def same(look: Any, copy: Any) -> bool:
+    if isinstance(look, torch.UntypedStorage):
+        return bytes(look.tolist()) == copy
+    if isinstance(look, np.ndarray):
+        return np.array_equal(look, copy)
+    return torch.equal(look.detach(), copy)
+
+
+class FakeModule:
+    """A device module on a machine without a device: records what is asked of it."""
+
+    log: ClassVar[list[str]] = []
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            FakeModule.log.append(f"wait {event.number}")
+
+    class Event:
+        count = 0
+
+        def __init__(self) -> None:
+            FakeModule.Event.count += 1
+            self.number = FakeModule.Event.count
+
+        def record(self, stream: Any) -> None:
+            FakeModule.log.append(f"record {self.number}")
+
+        def query(self) -> bool:
+            return False  # no copy is ever seen to be done: all batches must be kept
+
+        def synchronize(self) -> None:
+            FakeModule.log.append(f"synchronize {self.number}")
+
+    class stream:
+        def __init__(self, stream: Any) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            FakeModule.log.append("on its own stream")
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    @staticmethod
+    def current_stream(device: Any) -> Any:
+        return FakeModule.Stream()
+
+
+def prefetched(root: Path) -> dict[str, Any]:
+    """Batches through a :class:`DevicePrefetcher` of a device that is none."""
+    recorded = []
+    real_module, real_record = torch.get_device_module, torch.Tensor.record_stream
+    torch.get_device_module = lambda device: FakeModule  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: recorded.append(tensor)  # type: ignore[assignment]
+    try:
+        with Loader(root, batch_size=8, fields=["x", "ragged", "words"], dataset="small", workers=1, seed=2) as loader:
+            here = [{"x": b["x"].clone(), "words": list(b["words"])} for b in loader]
+            loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
+            there = list(DevicePrefetcher(loader, "meta", depth=3))
+            loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
+            loader.device = torch.device("meta")
+            counted = []
+            for _ in loader:
+                resume = loader.state_dict()["resume"]
+                counted.append(resume["position"] if resume else None)
+        return {
+            "device": {str(b["x"].device) for b in there} | {str(b["ragged"].values.device) for b in there} == {"meta"},
+            "same": [
+                b["words"] == h["words"] and b["x"].shape == h["x"].shape for b, h in zip(there, here, strict=True)
+            ],
+            "order": FakeModule.log[:9],
+            "kept until done": FakeModule.log.count("on its own stream") == 2 * len(there),
+            "recorded": len(recorded) == 2 * 2 * len(there),
+            "counted": counted,
+        }
+    finally:
+        torch.get_device_module, torch.Tensor.record_stream = real_module, real_record  # type: ignore[assignment]
+
+
+def main(root: Path) -> None:
+    out: dict[str, Any] = {}
+    with open_cache(root, max_size="50MB") as cache:
+        for at, name in enumerate(("lmdb", "hdf5", "zarr", "tfrecord")):
+            put(cache, range(8 * at, 8 * at + 8), format=name, schema=EVERY, dataset="every")
+        for at in range(0, 60, 20):
+            put(cache, range(at, at + 20), dataset="small")
+        with Loader(root, batch_size=5, dataset="every", workers=2) as loader:
+            batches = list(loader)
+            out["every"] = sorted(s for b in batches for s in seen(b, EVERY)) == digests(EVERY, range(32))
+            out["ragged"] = isinstance(batches[0]["line"], TensorList)
+        del batches
+        with Loader(cache, batch_size=2, dataset="small", workers=2, prefetch=2) as loader:
+            kept = [derived(batch, step) for _ in range(4) for step, batch in enumerate(loader)]
+            out["kept"] = [len(kept), all(same(*each) for each in kept)]
+            gradients = [(look, copy) for look, copy in kept if isinstance(look, torch.Tensor) and look.requires_grad]
+            for look, _ in gradients:
+                look.sum().backward()  # saved tensors are what they were, or this gives another gradient
+            out["gradients"] = len(gradients)
+            batch = next(iter(loader))
+            file = io.BytesIO()
+            torch.save(batch["x"], file)
+            out["saved bytes"] = len(file.getvalue()) - batch["x"].nbytes < 2000
+            again = pickle.loads(pickle.dumps(batch))
+            out["pickled"] = seen(again, SMALL) == seen(batch, SMALL)
+            shared = batch["x"].clone().share_memory_()
+            out["shared"] = torch.equal(shared, batch["x"])
+            batch["x"] += 1  # a batch is the user's own
+            del kept, gradients, batch, again
+            out["held"] = [ring.held for ring in loader._feed._rings]  # type: ignore[union-attr]
+        out["prefetched"] = prefetched(root)
+        out["leases"] = len(leases(cache))
+    print(json.dumps(out))
+
+
+main(Path(sys.argv[1]))

@@ -1,0 +1,33 @@
+"""One rank of a job; the numbers it read, epoch by epoch, as one line of JSON. Arguments: rank, ranks, port, cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from cachetool.loaders.torch import Loader
+
+
+def main(rank: int, world_size: int, port: str, root: str) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    epochs = []
+    with Loader(root, batch_size=4, fields=["number"], workers=1) as loader:
+        for _ in range(3):
+            epoch = []
+            for batch in loader:
+                epoch.append(batch["number"].tolist())
+                torch.distributed.barrier()  # as the gradients of a training step
+            epochs.append(epoch)
+    print(json.dumps(epochs))
+    torch.distributed.destroy_process_group()
+
+
+main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,107 @@
+"""The loader for PyTorch; each script runs in a process of its own and tells what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachetool.cache import CacheDir, open_cache
+from tests.loaders.conftest import REPOSITORY, run_script
+from tests.loaders.numbered import leases, put
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``torch_feed.py`` saw."""
+    out: dict[str, Any] = run_script("torch_feed.py", tmp_path_factory.mktemp("torch") / "cache")
+    return out
+
+
+def test_every_kind_of_field_arrives_as_it_was_written(seen: dict[str, Any]) -> None:
+    assert seen["every"]
+    assert seen["ragged"]
+    assert seen["leases"] == 0
+
+
+def test_whatever_sees_a_batch_keeps_its_bytes(seen: dict[str, Any]) -> None:
+    """Views, NumPy arrays, dlpack, storages and what autograd saved, through all later batches."""
+    assert seen["kept"] == [120, True]
+    assert seen["gradients"] == 12
+    assert seen["held"] == [0, 0]  # and all slots come back
+
+
+def test_a_batch_is_saved_and_pickled_alone(seen: dict[str, Any]) -> None:
+    assert seen["saved bytes"]
+    assert seen["pickled"]
+    assert seen["shared"]
+
+
+def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: dict[str, Any]) -> None:
+    """Against a device module that only takes notes: no GPU is needed, and none is tried here."""
+    found = seen["prefetched"]
+
+    assert found["device"]
+    assert all(found["same"])
+    assert found["order"] == [
+        *("on its own stream", "record 1"),
+        *("wait 1", "on its own stream", "record 2", "on its own stream", "record 3", "on its own stream", "record 4"),
+    ]
+    assert found["kept until done"]
+    assert found["recorded"]
+
+
+def test_batches_on_their_way_to_a_device_are_not_counted(seen: dict[str, Any]) -> None:
+    assert seen["prefetched"]["counted"] == [8, 16, 24, 32, 39, 46, 53, None]
+
+
+def ranks(roots: Sequence[Path]) -> list[list[list[list[int]]]]:
+    """What each rank read: epochs of batches of numbers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = Path(__file__).parent / "scripts" / "torch_ranks.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), str(rank), str(len(roots)), str(port), str(root)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank, root in enumerate(roots)
+    ]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    for process, (_, err) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, err
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_two_ranks_on_one_cache_share_every_epoch_out(cache: CacheDir) -> None:
+    """Rank, world size and the name of the run come from torch.distributed."""
+    first, second = ranks([cache.root, cache.root])
+
+    for mine, theirs in zip(first, second, strict=True):
+        assert [len(mine), len(theirs)] == [8, 8]  # 60 samples, 2 x 4 a step
+        assert sorted(n for batch in mine + theirs for n in batch) == list(range(60))
+    assert first[0] != first[1]
+    assert leases(cache) == []
+
+
+def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache: CacheDir, tmp_path: Path) -> None:
+    with open_cache(tmp_path / "other", max_size="20MB") as other:
+        put(other, range(100, 127))
+        first, second = ranks([cache.root, other.root])
+
+    for mine, theirs in zip(first, second, strict=True):
+        assert [len(mine), len(theirs)] == [4, 4]
+        assert all(n < 60 for batch in mine for n in batch)
+        assert all(n >= 100 for batch in theirs for n in batch)
+    assert leases(cache) == []
