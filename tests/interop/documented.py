@@ -44,10 +44,13 @@ for job in jobs:
 """
 
 
-def read(name: str, jobs: Sequence[tuple[int, Sequence[Any]]]) -> list[list[dict[str, str]]]:
+def read(
+    name: str, jobs: Sequence[tuple[int, Sequence[Any]]], *, library: Path | None = None
+) -> list[list[dict[str, str]]]:
     """What the reader called ``name`` finds, a digest for each field of each sample.
 
-    A job is the number of samples and the reader's arguments before the number of the sample.
+    A job is the number of samples and the reader's arguments before the number of the sample. ``library`` is a folder
+    with another version of the format's library.
     """
     lines = [{"count": count, "arguments": list(arguments)} for count, arguments in jobs]
     done = subprocess.run(
@@ -56,7 +59,7 @@ def read(name: str, jobs: Sequence[tuple[int, Sequence[Any]]]) -> list[list[dict
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **({"PYTHONPATH": str(library)} if library else {})},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

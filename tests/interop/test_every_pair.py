@@ -7,9 +7,7 @@ The random half runs the code of ``convert`` in this process: 16 pairs, each 300
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool import export
 from cachetool.block import Block
-from cachetool.engines.task import Message, Task
 from cachetool.formats.digest import ContentDigest, checksums
 from tests.formats.samples import DTYPES, EVERY_FIELD, big_endian, block, blocks
 from tests.interop.documented import arguments, expected, read
@@ -47,27 +43,6 @@ def test_the_schema_has_every_type_of_field() -> None:
     assert {field.nbytes for field in fixed} >= {0}
     assert {"bytes", "str"} <= {field.kind for field in EVERY_FIELD}
     assert big_endian(CONTENT).columns["scalar/3"].dtype.byteorder == ">"  # type: ignore[union-attr]
-
-
-class Here:
-    """Runs the tasks of ``convert`` in this process."""
-
-    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None]) -> list[Message]:
-        class Channel:
-            def send(self, message: Message) -> None:
-                on_message(0, message)
-
-        assert {task.target for task in tasks} <= {"cachetool.export:write_parts"}
-        return [export.write_parts(Channel(), **task.arguments) for task in tasks]
-
-
-@pytest.fixture
-def here() -> Iterator[None]:
-    """No child processes and no waiting for the disk: an example takes milliseconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "LocalEngine", Here)
-        patch.setattr(os, "fsync", lambda fd: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,32 @@
+"""Conversions in the process of the test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from cachetool import export
+from cachetool.engines.task import Message, Task
+
+
+class Here:
+    """Runs the tasks of ``convert`` in this process."""
+
+    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None]) -> list[Message]:
+        class Channel:
+            def send(self, message: Message) -> None:
+                on_message(0, message)
+
+        assert {task.target for task in tasks} <= {"cachetool.export:write_parts"}
+        return [export.write_parts(Channel(), **task.arguments) for task in tasks]
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    """No child processes and no waiting for the disk: an example takes milliseconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "LocalEngine", Here)
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
