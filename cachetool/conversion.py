@@ -1,48 +1,37 @@
 """``convert``: samples into another format, bit for bit; the door to its three ways.
 
-- no input, no ``out``: a cache's shards, replaced one by one (here)
+- no input, no ``out``: a cache's shards, replaced group by group (:mod:`cachetool.replacement`)
 - ``out``: plain files, from a cache or any input (:mod:`cachetool.export`)
 - an input without ``out``: into a cache (:mod:`cachetool.intake`)
-
-In place, shard by shard, each in one transaction: the new shard becomes visible and the old one retires, so the cache
-needs room for one shard more and no snapshot sees a sample twice or not at all. Every value is hashed on its way, and
-the new shard's content digest must be the old one's.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache import CacheDir, Facts, Origin, Room, Shard
-from cachetool.engines import LocalEngine, Task
-from cachetool.engines.task import Channel, Message
-from cachetool.errors import CatalogError, CorruptError, UsageError
+from cachetool.cache import CacheDir, Shard
+from cachetool.engines.task import Message
+from cachetool.errors import UsageError
 from cachetool.export import DEFAULT_PART, export, require_new
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import (
-    ShardFiles,
-    check_content,
-    check_samples,
-    open_shard,
-    shard_bound,
     stored_checksums,
-    verify_file,
 )
-from cachetool.inputs import run_of_blocks, survey
+from cachetool.inputs import survey
 from cachetool.intake import take_in
-from cachetool.progress import Progress, Report, silent
+from cachetool.progress import Report, silent
 from cachetool.remote import described
+from cachetool.replacement import replace_shards
 from cachetool.sources.files import FileOptions
 from cachetool.units import parse_duration, parse_size
 
-__all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "convert_shards", "preview"]
+__all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "preview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +150,18 @@ def convert(
     else:
         assert cache is not None
         if source is None:
-            if options.shard_size is not None:
-                raise UsageError(
-                    "in a cache each shard is replaced by one of the same samples; --shard-size needs --out"
-                )
             dataset = cache.dataset(options.dataset)
-            new = replace_shards(cache, dataset, options, wait=wait, report=report)
+            new = replace_shards(
+                cache,
+                dataset,
+                kind=options.kind,
+                most=None if options.shard_size is None else options.part_bytes(),
+                compression=options.compression,
+                workers=options.workers,
+                verify=options.verify,
+                wait=wait,
+                report=report,
+            )
         else:
             dataset = options.dataset or "default"
             before = {shard.id for shard in cache.shards(dataset)}
@@ -225,117 +220,6 @@ def _to_files(
         shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
         place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}
         return snapshot.dataset, write({"kind": "cache", **place, "content": shards})
-
-
-def replace_shards(
-    cache: CacheDir, dataset: str, options: ConvertOptions, *, wait: float, report: Report
-) -> list[Shard]:
-    """Replace the shards of a dataset that are in another format, one by one; gives the new ones.
-
-    With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when
-    there is no room for one shard more, :class:`CorruptError` naming a shard whose bytes are not what was written.
-    """
-    again = options.compression is not None
-    todo = [shard for shard in cache.shards(dataset) if shard.format != options.to or again]
-    total = sum(shard.samples for shard in todo)
-    done = moved = 0
-
-    def on_message(_: int, message: Message) -> None:
-        nonlocal done, moved
-        done += message["samples"]
-        moved += message["bytes"]
-        report(Progress("convert", done, total, moved))
-
-    count = min(options.workers, len(todo))
-    tasks = [
-        Task(
-            "cachetool.conversion:convert_shards",
-            {
-                "root": str(cache.root.resolve()),
-                "dataset": dataset,
-                "shards": [shard.id for shard in todo[each::count]],
-                "to": options.to,
-                "compression": options.compression,
-                "verify": options.verify,
-                "wait": wait,
-            },
-        )
-        for each in range(count)
-    ]
-    written = {id for outcome in LocalEngine().run(tasks, on_message) for id in outcome["shards"]}
-    return [shard for shard in cache.shards(dataset) if shard.id in written]
-
-
-def convert_shards(
-    channel: Channel,
-    *,
-    root: str,
-    dataset: str,
-    shards: list[str],
-    to: str,
-    compression: str | None,
-    verify: bool,
-    wait: float,
-) -> Message:
-    """The task of one worker: replace these shards one after another. Gives ``{"shards": ids of the new ones}``."""
-    kind, made = get_format(to), []
-    with CacheDir(Path(root)) as cache:
-        for id in shards:
-            old = next((each for each in cache.shards(dataset) if each.id == id), None)
-            if old is None:
-                continue  # evicted by somebody meanwhile
-            made.append(_replace(cache, old, kind, compression=compression, verify=verify, wait=wait))
-            channel.send({"samples": old.samples, "bytes": old.payload})
-    return {"shards": [id for id in made if id]}
-
-
-def _replace(
-    cache: CacheDir, old: Shard, kind: Format, *, compression: str | None, verify: bool, wait: float
-) -> str | None:
-    staging = cache.stage(
-        dataset=old.dataset,
-        schema=old.schema,
-        format=kind.name,
-        bound=shard_bound(kind, old.schema, old.samples, old.payload),
-        room=Room(wait=wait),
-    )
-    # Leased only now: a lease held while waiting for room would keep the very shards whose end makes room.
-    with staging, cache.snapshot(dataset=old.dataset) as snapshot:
-        if old.id not in {shard.id for shard in snapshot.shards}:
-            return None
-        files = ShardFiles(
-            staging.path, kind, old.schema, samples=old.samples, nbytes=old.payload, compression=compression
-        )
-        try:
-            expected = check_content(old.path, old.schema, old.content)
-            with open_shard(old.path, get_format(old.format), old.schema, digest=old.digest) as reader:
-                for block in run_of_blocks(reader, 0, reader.samples):
-                    files.write(block)
-            facts = files.facts()
-            check_samples(facts.written.checksums, expected, old.schema, name=str(old.data))
-        except CorruptError as error:
-            files.abort()
-            raise CorruptError(f"{error};\nshard {old.id} was left as it is: cachetool verify --repair") from error
-        except BaseException:
-            files.abort()
-            raise
-        if verify:
-            verify_file(files.path, kind, old.schema, facts.written.checksums)
-        row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
-        return staging.commit(row, origin=_origin(cache, old), replaces=old.id)
-
-
-def _origin(cache: CacheDir, old: Shard) -> Origin:
-    """Where the samples came from goes on to the new shard."""
-    row = cache.catalog.one(
-        "SELECT s.source, s.turn, s.draws, s.sole, o.url FROM shards s LEFT JOIN sources o ON o.id = s.source"
-        " WHERE s.id = ?",
-        (old.id,),
-    )
-    if row is None:
-        raise CatalogError(f"shard {old.id} was evicted while it was converted")
-    ranges = tuple((int(a), int(b)) for a, b in json.loads(row["draws"] or "[]"))
-    return Origin(row["source"], row["url"], row["turn"], ranges, bool(row["sole"]))
 
 
 def content_digest(shards: list[Shard]) -> str:

@@ -1,6 +1,6 @@
 """The bounded root directory: catalog, cap, commit, snapshots, eviction."""
 
-from cachetool.cache.commit import Facts, Origin, Staging
+from cachetool.cache.commit import Facts, Origin, Staging, commit_together
 from cachetool.cache.draws import Claim, SourceRow
 from cachetool.cache.opening import open_cache
 from cachetool.cache.policies import Victim, policy_names
@@ -23,6 +23,7 @@ __all__ = [
     "Staging",
     "Stats",
     "Victim",
+    "commit_together",
     "open_cache",
     "policy_names",
 ]

@@ -8,6 +8,7 @@ commit is under way.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ def _meta(connection: Connection, layout: Layout, found: Found) -> Iterator[str]
     newest = max([since for since, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
     if newest > meta["version"]:
         yield f"it is at version {meta['version']}, and version {newest} was committed"
-    if max((value["seq"] for value in found.shards), default=0) > meta["seq"]:
+    if math.floor(max((value["seq"] for value in found.shards), default=0)) > meta["seq"]:
         yield f"it counts {meta['seq']} commits, and there were more"
     if meta["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
         yield f"it is larger than its limit of {meta['pages']} pages"

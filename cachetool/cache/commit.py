@@ -13,23 +13,28 @@ the order of commits and what is drawn of its source with it (:mod:`cachetool.ca
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, tree_bytes, write_durable
-from cachetool.cache.records import record_bound, seal, source_progress
+from cachetool.cache.records import read_shard_json, record_bound, seal, source_progress
 from cachetool.cache.removal import delete_trash, sweep
+from cachetool.cache.room import Room
 from cachetool.disk import naming_inodes
 from cachetool.errors import CacheToolError, CatalogError
 from cachetool.schema import Schema
 
-__all__ = ["Facts", "Origin", "Staging", "folder_bound"]
+__all__ = ["Facts", "Origin", "Staging", "commit_together", "folder_bound", "stage_together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,60 +101,10 @@ class Staging:
             self.abort()
 
     def commit(
-        self,
-        facts: Facts,
-        *,
-        origin: Origin,
-        close: Callable[[Connection], None] | None = None,
-        replaces: str | None = None,
+        self, facts: Facts, *, origin: Origin, close: Callable[[Connection], None] | None = None, replaces: str = ""
     ) -> str:
-        """Make the shard visible; gives its id. ``close`` runs inside the transaction (draws, claims).
-
-        ``replaces`` names a ready shard that goes in the same transaction: no snapshot sees both or neither, and this
-        one inherits its age, its epochs and its pull. Raises :class:`CatalogError` when that shard is ready no more.
-        """
-        now = time.time()
-        with self._catalog.write() as connection:
-            if self._state(connection) != "staging":
-                raise CatalogError(f"the reservation of shard {self.id} was taken back: its lock file was deleted")
-            seq, epochs, used, job, lineage = next_seq(connection), 0, now, None, self.id
-            version = bump(connection)
-            if replaces is not None:
-                old = connection.execute(
-                    "SELECT seq, epochs, used, job, lineage FROM shards WHERE id = ? AND state = 'ready'", (replaces,)
-                ).fetchone()
-                if old is None:
-                    raise CatalogError(f"shard {replaces} was evicted while it was converted")
-                seq, epochs, used, job, lineage = old
-                connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, replaces))
-            if close is not None:
-                close(connection)
-            row = {
-                "seq": seq,
-                "lineage": lineage,
-                "samples": facts.samples,
-                "payload": facts.payload,
-                "since": version,
-                "created": now,
-                "epochs": epochs,
-                "used": used,
-                "source": origin.source,
-                "turn": origin.turn,
-                "draws": json.dumps(origin.draws),
-                "content": facts.content,
-                "digest": facts.digest,
-                "sole": int(origin.sole),
-            }
-            columns = ", ".join(f"{name} = :{name}" for name in row)
-            connection.execute(
-                "UPDATE shards SET state = 'ready', holder = NULL, bytes = :bytes, job = coalesce(job, :job),"
-                f" {columns} WHERE id = :id",
-                {**row, "job": job, "id": self.id, "bytes": self._seal(connection, facts, origin, row)},
-            )
-            trash = sweep(connection, self._holder) if replaces is not None else []
-        self._open = False
-        delete_trash(self._catalog, self._layout, trash)
-        return self.id
+        """Make the shard visible; gives its id. As :func:`commit_together`, for one shard in place of none or one."""
+        return commit_together([(self, facts, origin)], close=close, replaces=[replaces] if replaces else [])[0]
 
     def abort(self) -> None:
         """Delete what was written and return the reservation."""
@@ -163,6 +118,33 @@ class Staging:
     def _state(self, connection: Connection) -> str | None:
         row = connection.execute("SELECT state FROM shards WHERE id = ?", (self.id,)).fetchone()
         return None if row is None else str(row["state"])
+
+    def ready(self, connection: Connection, facts: Facts, origin: Origin, heir: _Heir, together: list[str]) -> None:
+        """Seal the shard and write its row, inside the committing transaction."""
+        row = {
+            "seq": heir.seq,
+            "lineage": heir.lineage or self.id,
+            "samples": facts.samples,
+            "payload": facts.payload,
+            "since": heir.since,
+            "created": heir.now,
+            "epochs": heir.epochs,
+            "used": heir.used,
+            "source": origin.source,
+            "turn": origin.turn,
+            "draws": json.dumps(origin.draws),
+            "content": facts.content,
+            "digest": facts.digest,
+            "sole": int(origin.sole),
+        }
+        columns = ", ".join(f"{name} = :{name}" for name in row)
+        family = {"ancestors": list(heir.ancestors), "together": together}
+        nbytes = self._seal(connection, facts, origin, {**row, **{name: ids for name, ids in family.items() if ids}})
+        connection.execute(
+            "UPDATE shards SET state = 'ready', holder = NULL, bytes = :bytes, job = coalesce(job, :job),"
+            f" {columns} WHERE id = :id",
+            {**row, "job": heir.job, "id": self.id, "bytes": nbytes},
+        )
 
     def _seal(self, connection: Connection, facts: Facts, origin: Origin, row: Mapping[str, Any]) -> int:
         """Write ``shard.json`` and make everything durable; gives the bytes on disk of the whole shard."""
@@ -191,3 +173,132 @@ class Staging:
         if real > self.bound:
             raise CacheToolError(f"a {self._format} shard took {real} bytes, {self.bound} were reserved: a bug")
         return real
+
+
+def stage_together(
+    catalog: Catalog,
+    layout: Layout,
+    holder: Holder,
+    *,
+    dataset: str,
+    schema: Schema,
+    format: str,
+    bounds: Sequence[int],
+    job: str | None,
+    room: Room,
+    waiting: Callable[[str], None] | None = None,
+) -> list[Staging]:
+    """Reserve room for shards of up to ``bounds`` bytes each, all or none, and open a folder for each.
+
+    Raises what :func:`cachetool.cache.admission.admit` raises.
+    """
+    shards = [(secrets.token_hex(8), bound + folder_bound(schema, bound)) for bound in bounds]
+
+    def insert(connection: Connection) -> None:
+        connection.executemany(
+            "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
+            " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
+            [(shard, dataset, format, bound, holder.id, job) for shard, bound in shards],
+        )
+
+    admit(catalog, layout, holder, sum(bound for _, bound in shards), insert, room=room, waiting=waiting)
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(Staging(catalog, layout, holder, id=shard, schema=schema, format=format, bound=bound))
+            for shard, bound in shards
+        ]
+        stack.pop_all()
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Heir:
+    """What a new shard has that is not its own: its place, its past, and where its samples were before."""
+
+    since: int
+    now: float
+    seq: float
+    epochs: int
+    used: float
+    job: str | None
+    lineage: str | None
+    """Of the one shard that it replaces alone; None for a shard that begins one."""
+    ancestors: tuple[str, ...]
+    """Lineages whose folders may still lie beside it: not to be read again by a rebuild."""
+
+
+def commit_together(
+    parts: Sequence[tuple[Staging, Facts, Origin]],
+    *,
+    close: Callable[[Connection], None] | None = None,
+    replaces: Sequence[str] = (),
+) -> list[str]:
+    """Make shards visible in one transaction, in this order; gives their ids. ``close`` runs inside it (draws, claims).
+
+    ``replaces`` names ready shards, neighbours in the order of commits, that go in the same transaction: no snapshot
+    has a sample twice or not at all. The new ones take their place in that order, and inherit the pull, the fewest
+    epochs and the latest use. Raises :class:`CatalogError` when one of them is ready no more.
+    """
+    first = parts[0][0]
+    catalog, layout, holder = first._catalog, first._layout, first._holder
+    with catalog.write() as connection:
+        for staging, _, _ in parts:
+            if staging._state(connection) != "staging":
+                raise CatalogError(f"the reservation of shard {staging.id} was taken back: its lock file was deleted")
+        heirs = _heirs(connection, layout, replaces, len(parts), bump(connection))
+        if close is not None:
+            close(connection)
+        together = [staging.id for staging, _, _ in parts] if len(parts) > 1 else []
+        for (staging, facts, origin), heir in zip(parts, heirs, strict=True):
+            staging.ready(connection, facts, origin, heir, together)
+        trash = sweep(connection, holder) if replaces else []
+    for staging, _, _ in parts:
+        staging._open = False
+    delete_trash(catalog, layout, trash)
+    return [staging.id for staging, _, _ in parts]
+
+
+def _heirs(connection: Connection, layout: Layout, replaces: Sequence[str], count: int, version: int) -> list[_Heir]:
+    """Retire what is replaced, and say what each of ``count`` new shards has of it."""
+    now = time.time()
+    if not replaces:
+        return [_Heir(version, now, next_seq(connection), 0, now, None, None, ()) for _ in range(count)]
+    olds = []
+    for each in replaces:
+        old = connection.execute(
+            "SELECT seq, epochs, used, job, lineage FROM shards WHERE id = ? AND state = 'ready'", (each,)
+        ).fetchone()
+        if old is None:
+            raise CatalogError(f"shard {each} was evicted while it was converted")
+        olds.append(old)
+        connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, each))
+    ancestors = dict.fromkeys(each for id in replaces for each in _living_ancestors(connection, layout, id))
+    alone = len(replaces) == count == 1
+    if not alone:
+        ancestors |= dict.fromkeys(old["lineage"] for old in olds)
+    start, end = min(old["seq"] for old in olds), max(old["seq"] for old in olds)
+    after = connection.execute("SELECT min(seq) FROM shards WHERE seq > ?", (end,)).fetchone()[0]
+    after = after or math.floor(end) + 1  # what is committed next
+    jobs = {old["job"] for old in olds}
+    return [
+        _Heir(
+            since=version,
+            now=now,
+            # Between the old place and the next one: the first stays a whole number, others are fractions.
+            seq=start + (after - start) * number / count if number else start,
+            epochs=min(old["epochs"] for old in olds),
+            used=max(old["used"] for old in olds),
+            job=next(iter(jobs)) if len(jobs) == 1 else None,
+            lineage=olds[0]["lineage"] if alone else None,
+            ancestors=tuple(ancestors),
+        )
+        for number in range(count)
+    ]
+
+
+def _living_ancestors(connection: Connection, layout: Layout, id: str) -> list[str]:
+    """Of the ancestors that a shard names, those whose files somebody still reads."""
+    with contextlib.suppress(OSError, ValueError):  # its samples were read; what else it said is lost
+        named = read_shard_json(layout.shards / id).get("ancestors", [])
+        return [a for a in named if connection.execute("SELECT 1 FROM shards WHERE lineage = ?", (a,)).fetchone()]
+    return []

@@ -20,8 +20,8 @@ class Candidate:
     dataset: str
     samples: int
     bytes: int
-    seq: int
-    """Place in the order of commits."""
+    seq: float
+    """Place in the order of commits; a fraction for a part of what was one shard."""
     epochs: int
     """How many epochs it served."""
     used: float
@@ -54,7 +54,7 @@ class Victim:
         }
 
 
-def _random(row: Candidate) -> tuple[str, int]:
+def _random(row: Candidate) -> tuple[str, float]:
     return hashlib.sha256(row.id.encode()).hexdigest(), row.seq
 
 
@@ -102,6 +102,6 @@ def choose(
         if excess <= 0:
             break
         excess -= row.bytes
-        why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq}")
+        why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
         victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {why}"))
     return victims

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -172,12 +173,16 @@ def _checked(folder: Path) -> Record:
 
 
 def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
-    """Shards in the order of their commits without those whose samples a newer one holds, and the ids of these."""
+    """Shards in the order of their commits without those whose samples newer ones hold, and the ids of these."""
+    shards = list(shards)
     kept: list[Record] = []
-    superseded: list[str] = []
+    superseded = _torn(shards)
     lineages: set[str] = set()
     drawn: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
+        if value["id"] in superseded:
+            continue
+        lineages.update(value.get("ancestors", ()))
         mine = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
         others = drawn.setdefault((value["source"], value["turn"]), [])
         doubled = any(start < b and a < stop for start, stop in mine for a, b in others)
@@ -188,6 +193,18 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
         lineages.add(value["lineage"])
         kept.append(value)
     return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
+
+
+def _torn(shards: Sequence[Record]) -> list[str]:
+    """Ids of parts that were to replace a shard which is still there, while other parts are not: their commit was cut
+    off, and the old shard holds all of it. (Or those parts were evicted since: then they come back with it.)"""
+    here = {name for value in shards for name in (value["id"], value["lineage"])}
+    known = here.union(*(value.get("ancestors", ()) for value in shards))
+    return [
+        value["id"]
+        for value in shards
+        if not known.issuperset(value.get("together", ())) and not here.isdisjoint(value.get("ancestors", ()))
+    ]
 
 
 def _salvage(old: Catalog) -> dict[str, Any]:
@@ -225,7 +242,7 @@ def _write(
     catalog.create(max_size=settings["max_size"], min_free=settings.get("min_free", 0), pages=pages)
     with catalog.write() as connection:
         newest = max([since for since, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
-        last = max((value["seq"] for value in kept), default=0)
+        last = math.floor(max((value["seq"] for value in kept), default=0))
         for key, number in (("version", newest + 1), ("seq", last), ("served", settings.get("served", 0))):
             connection.execute("UPDATE meta SET value = ? WHERE key = ?", (number, key))
         for name, (declared, schema) in found.schemas.items():

@@ -6,10 +6,9 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,7 +16,7 @@ from typing import Self
 from cachetool.cache import holders, snapshots
 from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
-from cachetool.cache.commit import Staging, folder_bound
+from cachetool.cache.commit import Staging, folder_bound, stage_together
 from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
 from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
@@ -207,20 +206,19 @@ class CacheDir:
         self, *, dataset: str, schema: Schema, format: str, bound: int, job: str | None = None,
         room: Room | None = None, waiting: Callable[[str], None] | None = None,
     ) -> Staging:  # fmt: skip
-        """Reserve ``bound`` bytes and open a folder for a shard, as :func:`admission.admit` does."""
-        shard = secrets.token_hex(8)
-        bound += folder_bound(schema, bound)
+        """Reserve ``bound`` bytes and open a folder for a shard. Raises what :func:`admission.admit` raises."""
+        return self.stage_together(
+            dataset=dataset, schema=schema, format=format, bounds=[bound], job=job, room=room, waiting=waiting
+        )[0]
 
-        def insert(connection: Connection) -> None:
-            connection.execute(
-                "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
-                " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
-                (shard, dataset, format, bound, self.holder.id, job),
-            )
-
-        admit(self.catalog, self.layout, self.holder, bound, insert, room=room or Room(), waiting=waiting)
-        return Staging(
-            self.catalog, self.layout, self.holder, id=shard, schema=schema, format=format, bound=bound
+    def stage_together(
+        self, *, dataset: str, schema: Schema, format: str, bounds: Sequence[int], job: str | None = None,
+        room: Room | None = None, waiting: Callable[[str], None] | None = None,
+    ) -> list[Staging]:  # fmt: skip
+        """As :meth:`stage` for several shards that are committed together: room for all is reserved at once."""
+        return stage_together(
+            self.catalog, self.layout, self.holder, dataset=dataset, schema=schema, format=format, bounds=bounds,
+            job=job, room=room or Room(), waiting=waiting,
         )  # fmt: skip
 
     def least_cap(self, bound: int, schema: Schema, *, listing: Path | None = None) -> int:

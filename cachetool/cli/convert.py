@@ -68,7 +68,12 @@ def convert(
         ),
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of values in one new shard or file.")
+        str | None,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="Most bytes of values in one shard or file; without INPUT shards are cut or merged.",
+        ),
     ] = None,
     compression: Annotated[
         str | None,
@@ -91,12 +96,13 @@ def convert(
 ) -> None:
     """Write the same samples in another format, bit for bit.
 
-    Without INPUT the cache's shards are replaced one by one, inside the cap, while readers go on. With INPUT its
-    samples go into the cache. With --out the result is plain files (part-00000.h5, ...) that other tools open.
+    Without INPUT the cache's shards are replaced one by one (with --shard-size: cut, or merged with their neighbours),
+    inside the cap, while readers go on. With INPUT its samples go into the cache. With --out the result is plain files
+    (part-00000.h5, ...) that other tools open.
 
     \b
     Examples:
-      cachetool convert --to tfrecord
+      cachetool convert --to tfrecord --shard-size 64MB
       cachetool convert volumes.h5 --to lmdb --out ./volumes-lmdb --verify
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """

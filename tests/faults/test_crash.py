@@ -1,5 +1,6 @@
 """kill -9 before every system call that changes a file: of one commit in each format, one eviction, one conversion, one
-recovery, of making a cache, of bringing its catalog to a new schema and of rebuilding it (faults 1, 3, 4, 10).
+merge and one cut of shards, one recovery, of making a cache, of bringing its catalog to a new schema and of rebuilding
+it (faults 1, 3, 4, 10).
 
 By default every few calls are tried; ``pytest -m soak tests/faults`` tries them all.
 """
@@ -120,6 +121,19 @@ def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, st
         assert stage.check() == 24
 
     assert stage.kill_everywhere("convert", step, both, to="hdf5") > 100
+
+
+@tried(24)
+@pytest.mark.parametrize(("shards", "most"), [(3, 10**9), (1, 3_000)], ids=["merging", "cutting"])
+def test_another_size_of_shards_killed_anywhere_leaves_the_old_or_the_new_ones(
+    stage: Stage, shards: int, most: int, step: int
+) -> None:
+    stage.fill(shards, format="lmdb")
+
+    def all_once() -> None:
+        assert stage.check() == 12 * shards
+
+    assert stage.kill_everywhere("recut", step, all_once, to="tfrecord", most=most) > 100
 
 
 @tried(8)

@@ -27,11 +27,11 @@ import numpy as np
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.layout import tree_bytes
-from cachetool.conversion import convert_shards
 from cachetool.errors import CapacityError
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
 from cachetool.permutation import Permutation
+from cachetool.replacement import replace_groups
 from cachetool.schema import Field, Schema
 from cachetool.verify import verify
 
@@ -250,17 +250,38 @@ def recover(root: str) -> None:
         pass
 
 
+class Quiet:
+    """A channel to nobody."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Nobody listens."""
+
+
 def convert(root: str, *, to: str) -> None:
     """Replace the oldest shard."""
-
-    class Quiet:
-        def send(self, message: dict[str, Any]) -> None:
-            """Nobody listens."""
-
     with open_cache(root, create=False) as cache:
         oldest = cache.shards()[0].id
-    convert_shards(
-        Quiet(), root=root, dataset="default", shards=[oldest], to=to, compression=None, verify=False, wait=0.0
+    _replace(root, [[oldest]], to=to, most=None)
+
+
+def recut(root: str, *, to: str, most: int) -> None:
+    """Merge all shards into one, or cut the oldest."""
+    with open_cache(root, create=False) as cache:
+        shards = [shard.id for shard in cache.shards()]
+    _replace(root, [shards if most > 10**6 else shards[:1]], to=to, most=most)
+
+
+def _replace(root: str, groups: list[list[str]], *, to: str, most: int | None) -> None:
+    replace_groups(
+        Quiet(),
+        root=root,
+        dataset="default",
+        groups=groups,
+        to=to,
+        most=most,
+        compression=None,
+        verify=False,
+        wait=0.0,
     )
 
 
@@ -283,6 +304,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "hold": hold,
     "recover": recover,
     "convert": convert,
+    "recut": recut,
     "repair": repair,
     "create": create,
 }
@@ -297,7 +319,7 @@ class Oracle:
     def __init__(self, root: Path, ledger: Path) -> None:
         self.root, self.ledger = root, ledger
         self._decided: set[str] = set()
-        self._lineage: dict[str, str] = {}
+        self._ancestors: dict[str, list[str]] = {}
         self._where: dict[tuple[int, int], str] = {}
 
     def lines(self) -> list[dict[str, Any]]:
@@ -321,7 +343,8 @@ class Oracle:
             self._folders_are_those_of_rows(cache, {row["id"] for row in rows})
             for row in rows:
                 assert row["bytes"] == tree_bytes(cache.layout.shards / row["id"]), "charged is what the disk has"
-                self._lineage[row["id"]] = row["lineage"]
+                about = json.loads((cache.layout.shards / row["id"] / "shard.json").read_bytes())
+                self._ancestors[row["id"]] = about.get("ancestors", [])
                 self._once(row)
             assert tree_bytes(self.root) <= cache.usage().total <= cache.max_size
             self._acknowledged_is_there(rows)
@@ -329,7 +352,7 @@ class Oracle:
                 for shard in cache.shards():
                     self._readable(shard.path, shard.format, library=library)
                 found = verify(self.root, repair=True)
-                assert found.problems == []
+                assert found.problems == [], found.problems
                 assert found.checked == len(rows)
             return sum(row["samples"] for row in rows)
 
@@ -344,12 +367,18 @@ class Oracle:
         """No sample of a pass is in two shards, unless one became the other."""
         for number in numbers_of(row["turn"], json.loads(row["draws"])):
             first = self._where.setdefault((row["turn"], number), row["lineage"])
-            assert first == row["lineage"], f"sample {number} was committed twice"
+            known = {row["lineage"], *self._ancestors.get(row["id"], ())}
+            assert first in known, f"sample {number} was committed twice"
 
     def _acknowledged_is_there(self, rows: list[Any]) -> None:
         here = {row["id"] for row in rows} | {row["lineage"] for row in rows}
+        ours = {line["shard"] for line in self.lines()}
+        cut = [row for row in rows if row["lineage"] not in ours]  # of such that were cut or merged
+        held = {(row["turn"], number) for row in cut for number in numbers_of(row["turn"], json.loads(row["draws"]))}
         for line in self.lines():
-            assert line["shard"] in here | self._decided, f"shard {line['shard']} was acknowledged and is lost"
+            there = line["shard"] in here | self._decided
+            there = there or held.issuperset((line["turn"], number) for number in line["numbers"])
+            assert there, f"shard {line['shard']} was acknowledged and is lost"
 
     def _readable(self, path: Path, format: str, *, library: bool) -> None:
         about = json.loads((path / "shard.json").read_bytes())
@@ -369,6 +398,7 @@ def old_catalog(root: Path) -> None:
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("DROP TABLE evictions")
+        connection.execute("DROP TABLE pullers")
         connection.execute("DROP INDEX claims_by_source")
         connection.execute("DELETE FROM meta WHERE key = 'served'")
         connection.execute("PRAGMA user_version = 1")
