@@ -1,11 +1,14 @@
-"""Real servers on loopback: S3 by moto and rclone, HTTP by the standard library, and one that does as a script says."""
+"""Real servers on loopback: S3 by moto and rclone, SFTP by asyncssh, HTTP by the standard library, and one that does as
+a script says, which also plays the hub of Hugging Face."""
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
 import functools
+import hashlib
 import html
+import http.client
 import http.server
 import json
 import os
@@ -21,7 +24,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Http", "Moto", "Scripted", "folder_server", "free_port", "moto_server", "rclone_s3", "scripted_server"]
+__all__ = [
+    "Http",
+    "Moto",
+    "Scripted",
+    "counted_s3",
+    "folder_server",
+    "free_port",
+    "hub_server",
+    "moto_server",
+    "rclone_s3",
+    "scripted_server",
+    "sftp_server",
+]
 
 HOST = "127.0.0.1"
 KEYS = {"AWS_ACCESS_KEY_ID": "CANARYKEYID", "AWS_SECRET_ACCESS_KEY": "canary/secret+key", "AWS_REGION": "us-east-1"}
@@ -108,6 +123,31 @@ def rclone_s3(folder: Path) -> Iterator[dict[str, str]]:
         yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"}
 
 
+@contextlib.contextmanager
+def counted_s3(folder: Path) -> Iterator[tuple[dict[str, str], Http]]:
+    """:func:`rclone_s3` behind a proxy that counts the bytes of bodies and gives parts the status 206, which rclone
+    forgets; signatures pass through. Gives the environment and the counter."""
+    with rclone_s3(folder) as env:
+        host = urllib.parse.urlsplit(env["AWS_ENDPOINT_URL"]).netloc
+        with scripted_server(lambda handler: _forward(handler, host)) as state:
+            yield {**env, "AWS_ENDPOINT_URL": state.url}, state
+
+
+def _forward(handler: Scripted, host: str) -> None:
+    connection = http.client.HTTPConnection(host, timeout=60)
+    try:
+        connection.request(handler.command, handler.path, headers=dict(handler.headers))
+        found = connection.getresponse()
+        body = found.read()
+        kept = ("content-type", "content-range", "etag", "last-modified", "accept-ranges")
+        headers = {name.replace("-", "_"): value for name, value in found.getheaders() if name.lower() in kept}
+        length = found.headers.get("Content-Length", str(len(body)))
+        status = 206 if found.status == 200 and found.headers.get("Content-Range") else found.status
+        handler.answer(status, body, **{**headers, "Content_Length": length})
+    finally:
+        connection.close()
+
+
 @dataclass
 class Http:
     """A running HTTP server of this process."""
@@ -134,6 +174,8 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         self.number = len(state.requests)
         with contextlib.suppress(OSError):  # the client gave up, which may be what is tested
             self.server.script(self)  # type: ignore[attr-defined]
+
+    do_HEAD = do_GET
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         """A whole answer; ``Content_Length`` and the like override what is sent by itself."""
@@ -243,3 +285,100 @@ def _html_index(folder: Path) -> bytes:
         shown = html.escape(name.encode("utf-8", "replace").decode())
         lines.append(f'<a href="{href}">{shown}</a>{" " * 20}21-Nov-2025 00:34{" " * 12}{size}')
     return "\r\n".join([*lines, "</pre><hr></body></html>"]).encode()
+
+
+@contextlib.contextmanager
+def sftp_server(folder: Path, home: Path) -> Iterator[str]:
+    """Serve ``folder`` as ``/`` to the key in ``home/.ssh``, where the server's own key is known; gives its URL."""
+    import asyncio
+
+    import asyncssh
+
+    keys = home / ".ssh"
+    keys.mkdir(parents=True, exist_ok=True)
+    host, client = asyncssh.generate_private_key("ssh-ed25519"), asyncssh.generate_private_key("ssh-ed25519")
+    client.write_private_key(keys / "id_ed25519")
+    (keys / "authorized").write_bytes(client.export_public_key())
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    listening = asyncssh.listen(
+        HOST,
+        0,
+        server_host_keys=[host],
+        authorized_client_keys=os.fspath(keys / "authorized"),
+        sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=os.fsencode(folder)),
+    )
+
+    async def start() -> Any:
+        return await listening
+
+    server = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    port = server.get_port()
+    (keys / "known_hosts").write_text(f"[{HOST}]:{port} {host.export_public_key().decode()}")
+    try:
+        yield f"sftp://user@{HOST}:{port}"
+    finally:
+
+        async def stop() -> None:
+            server.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+def hub_server(folder: Path, *, token: str = "", page: int = 3) -> contextlib.AbstractContextManager[Http]:
+    """The part of the hub's API that reads datasets; ``folder`` is ``owner/name`` at every commit."""
+
+    def script(handler: Scripted) -> None:
+        parts = urllib.parse.urlsplit(handler.path)
+        path = urllib.parse.unquote(parts.path, errors="surrogateescape")
+        if token and handler.headers.get("Authorization") != f"Bearer {token}":
+            handler.answer(401, b"{}")
+        elif path == "/api/datasets/owner/name/revision/main":
+            handler.answer(200, b'{"sha": "c0ffee"}', Content_Type="application/json")
+        elif path.startswith("/api/datasets/owner/name/tree/c0ffee"):
+            below = path.removeprefix("/api/datasets/owner/name/tree/c0ffee").strip("/")
+            asked = urllib.parse.parse_qs(parts.query)
+            found = _tree(folder, below, recursive=asked["recursive"] == ["true"])
+            if found is None:
+                handler.answer(404, b"{}")
+                return
+            start = int(asked.get("cursor", ["0"])[0])
+            more = f"{handler.path.partition('&cursor')[0]}&cursor={start + page}"
+            link = f'<http://{handler.headers["Host"]}{more}>; rel="next"' if start + page < len(found) else ""
+            body = json.dumps(found[start : start + page]).encode()
+            handler.answer(200, body, Content_Type="application/json", Link=link)
+        elif path.startswith("/datasets/owner/name/resolve/c0ffee/"):
+            file = folder / path.removeprefix("/datasets/owner/name/resolve/c0ffee/")
+            if file.is_file():
+                _send(handler, file)
+            else:
+                handler.answer(404)
+        else:
+            handler.answer(404)
+
+    return scripted_server(script)
+
+
+def _tree(folder: Path, below: str, *, recursive: bool) -> list[dict[str, Any]] | None:
+    root = folder / below
+    if not root.is_dir():
+        return None
+    out: list[dict[str, Any]] = []
+    for path in sorted(root.rglob("*") if recursive else root.iterdir()):
+        entry: dict[str, Any] = {"path": str(path.relative_to(folder)), "type": "directory", "size": 0, "oid": "0" * 40}
+        if path.is_file():
+            body = path.read_bytes()
+            entry |= {"type": "file", "size": len(body)}
+            entry["oid"] = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+            if len(body) > 5000:
+                entry["lfs"] = {"oid": hashlib.sha256(body).hexdigest(), "size": len(body)}
+        out.append(entry)
+    return out

@@ -14,8 +14,6 @@ from cachetool.stores.redact import redact, scrub, split_url
 __all__ = ["FsspecStore", "open_fsspec_store"]
 
 _BATCH = 1000
-_EXTRAS = {"hf": "hf"}
-"""Schemes whose package one of our extras installs."""
 _REFUSED = ("local", "file", "reference", "simplecache", "blockcache", "filecache", "cached", "dir", "data", "shell")
 
 
@@ -32,8 +30,6 @@ def open_fsspec_store(url: str) -> FsspecStore:
         import fsspec
         from fsspec.registry import known_implementations, registry
     except ImportError:
-        if scheme in _EXTRAS:
-            raise MissingExtra(f"reading {scheme}:// URLs", _EXTRAS[scheme]) from None
         raise _unknown(scheme, SCHEMES, " (any other needs fsspec: pip install fsspec)") from None
     if "::" in url or scheme in _REFUSED or (scheme not in known_implementations and scheme not in registry):
         raise _unknown(scheme, SCHEMES, "; fsspec does not know it either")
@@ -41,8 +37,6 @@ def open_fsspec_store(url: str) -> FsspecStore:
     try:
         system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        if scheme in _EXTRAS:
-            raise MissingExtra(f"reading {scheme}:// URLs", _EXTRAS[scheme]) from None
         raise MissingExtra(f"{place} needs a package that is not installed: {scrub(str(error))[:160]}") from None
     except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
         raise _ours(error, place) from None

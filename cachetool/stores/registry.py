@@ -13,8 +13,8 @@ __all__ = ["SCHEMES", "local_path", "open_store"]
 
 _OBJECT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
 _HTTP = ("http", "https")
-SCHEMES = ("file", *_OBJECT, *_HTTP)
-"""Schemes that need nothing more installed; any other is tried with fsspec."""
+SCHEMES = ("file", *_OBJECT, *_HTTP, "hf", "sftp")
+"""Schemes that this package serves itself; any other is tried with fsspec."""
 
 
 def open_store(url: str, *, limits: Limits | None = None) -> Store:
@@ -38,6 +38,14 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
         from cachetool.stores.http import open_http_store
 
         return open_http_store(url, limits or Limits())
+    if scheme == "hf":
+        from cachetool.stores.hub import open_hub_store
+
+        return open_hub_store(url, limits or Limits())
+    if scheme == "sftp":
+        from cachetool.stores.sftp import open_sftp_store
+
+        return open_sftp_store(url, limits or Limits())
     from cachetool.stores.other import open_fsspec_store
 
     return open_fsspec_store(url)

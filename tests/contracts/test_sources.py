@@ -17,7 +17,7 @@ from cachetool.block import Block
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import Field, Schema
 from cachetool.sources import Piece, Source, list_source, open_source
-from tests.servers import folder_server
+from tests.servers import folder_server, hub_server, sftp_server
 
 COUNT = 60
 SCHEMA = Schema((Field("image", "<f4", (3, 5)), Field("label", "<i8"), Field("__key__", "str")))
@@ -47,7 +47,7 @@ class Place:
     delete: Callable[[str], None]
 
 
-@pytest.fixture(params=["local", "s3", "http"])
+@pytest.fixture(params=["local", "s3", "http", "sftp", "hf"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Each kind of place in turn, with the samples in it."""
     root = tmp_path / "place"
@@ -63,6 +63,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 put(key, body)
         if request.param == "http":
             found.url = stack.enter_context(folder_server(root, index="json")).url
+        elif request.param == "sftp":
+            monkeypatch.setenv("HOME", str(tmp_path / "home"))
+            found.url = stack.enter_context(sftp_server(root, tmp_path / "home"))
+        elif request.param == "hf":
+            monkeypatch.setenv("HF_ENDPOINT", stack.enter_context(hub_server(root, page=50)).url)
+            found.url = "hf://datasets/owner/name"
         elif request.param == "s3":
             moto = request.getfixturevalue("moto")
             for name, value in moto.env.items():

@@ -15,7 +15,7 @@ import pytest
 
 from cachetool.errors import BadObject, NotFound, SourceError
 from cachetool.stores import Object, Store, open_store
-from tests.servers import folder_server
+from tests.servers import folder_server, hub_server, sftp_server
 
 CONTENT = {"a.npy": b"alpha", "b/c.json": bytes(range(256)) * 40, "b/d/e.txt": b"deep", "b/zero.bin": b""}
 ODD_NAMES = [
@@ -74,7 +74,7 @@ def _folder_place(root: Path, url: str, **more: object) -> Place:
     return Place(url, put, lambda key: (root / key).unlink(), f"{url.rstrip('/')}-missing", **more)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["local", "s3", "http-json", "http-html", "manifest", "fsspec"])
+@pytest.fixture(params=["local", "s3", "http-json", "http-html", "manifest", "sftp", "hf", "fsspec"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Each kind of place in turn, empty."""
     root = tmp_path / "place"
@@ -103,6 +103,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 inner = _folder_place(root, f"{server.url}/place/list.jsonl", has_identity=False)
                 inner.missing_url = f"{server.url}/place-missing/list.jsonl"
                 yield _with_manifest(inner, root)
+        case "sftp":
+            monkeypatch.setenv("HOME", str(tmp_path / "home"))
+            with sftp_server(tmp_path, tmp_path / "home") as url:
+                yield _folder_place(root, f"{url}/place")
+        case "hf":
+            with hub_server(tmp_path) as server:
+                monkeypatch.setenv("HF_ENDPOINT", server.url)
+                yield _folder_place(root, "hf://datasets/owner/name/place")
         case "fsspec":
             import fsspec
 

@@ -23,7 +23,7 @@ from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
-from tests.servers import Http, folder_server
+from tests.servers import Http, counted_s3, folder_server
 
 ROWS, SHAPE = 200, (8, 16)
 IMAGES = np.arange(ROWS * 128, dtype=np.float32).reshape(ROWS, *SHAPE)
@@ -309,3 +309,56 @@ def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, se
     assert rest.pass_complete
     assert first.samples + rest.samples == len(found) == 63
     assert len(set(found)) == 61  # 020 and 040 are in two of them
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kind", ["http", "s3"])
+def test_500_rows_of_2_gib_cost_little_more_than_their_bytes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 128 KiB, drawn by a whole pull with two workers; a Zarr in chunks of 1 MiB beside them."""
+    count, row = 2**14, 131_072
+    place = tmp_path / "root" / "bucket"
+    place.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    rows = np.lib.format.open_memmap(place / "big.npy", mode="w+", dtype=np.uint8, shape=(count, row))
+    with h5py.File(place / "big.h5", "w") as file:
+        dataset = file.create_dataset("rows", shape=(count, row), dtype="u1")
+        array = zarr.create_array(place / "big.zarr", shape=(2048, row), chunks=(8, row), dtype="u1")
+        for at in range(0, count, 512):
+            part = generator.integers(0, 255, (512, row), dtype=np.uint8)
+            rows[at : at + 512] = part
+            dataset[at : at + 512] = part
+            if at < 2048:
+                array[at : at + 512] = part
+        file["label"] = np.arange(count)
+    rows.flush()
+    with contextlib.ExitStack() as stack:
+        if kind == "http":
+            counter = stack.enter_context(folder_server(tmp_path / "root", index="json"))
+            base = f"{counter.url}/bucket"
+        else:
+            env, counter = stack.enter_context(counted_s3(tmp_path / "root"))
+            for name, value in env.items():
+                monkeypatch.setenv(name, value)
+            base = "s3://bucket"
+        for name, limit in (("big.npy", 1.5), ("big.h5", 1.5), ("big.zarr", 1.2)):
+            counter.sent = 0
+            with cachetool.open_cache(tmp_path / f"cache-{name}", max_size="1GB") as cache:
+                result = cache.pull(f"{base}/{name}", samples=500, workers=2)
+                blocks = [read_shard(shard.path, shard.schema) for shard in cache.shards("default")]
+            drawn = np.array([int(key.partition("#")[2]) for block in blocks for key in keys(block)])
+            touched = len(np.unique(drawn // 8)) * 8 * row if name == "big.zarr" else 500 * row
+            print(f"{kind} {name}: {counter.sent} bytes sent for {touched}: {counter.sent / touched:.3f}")
+            assert result.samples == len(set(drawn.tolist())) == 500
+            for block in blocks:
+                for at, key in enumerate(keys(block)):
+                    column = block.columns["big" if name != "big.h5" else "rows"]
+                    np.testing.assert_array_equal(column[at], rows[int(key.partition("#")[2])])
+            assert counter.sent <= limit * touched
+
+
+def read_shard(path: Path, schema: Schema) -> Block:
+    with open_shard(path, get_format("lmdb"), schema) as reader:
+        return reader.read(0, reader.samples)

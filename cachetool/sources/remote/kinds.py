@@ -66,7 +66,7 @@ def locate(url: str) -> tuple[str, str, Kind] | None:
     kind = kind_of(name)
     if not slash or folder.endswith("/") or kind in (None, "zarr"):
         return None
-    if url.startswith(("http://", "https://", "file://")):
+    if url.startswith(("http://", "https://", "file://", "sftp://")):
         name = unquote(name, errors="surrogateescape")
     assert kind is not None
     return f"{folder}/{mark}{query}", name, kind

@@ -1,0 +1,211 @@
+"""A dataset of the Hugging Face hub: ``hf://datasets/OWNER/NAME[@REVISION]/path``, listed by the hub's API.
+
+The revision is looked up once, and everything then read at that commit. A file's "ETag" is the hash of its content that
+the hub names: a whole file is compared with it, for a part the hub is asked whether the file is still the one listed.
+``HF_TOKEN``, else the file that ``huggingface-cli login`` writes, goes to ``HF_ENDPOINT`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.http_client import HttpClient, Response
+from cachetool.stores.redact import redact, split_url
+
+__all__ = ["HubStore", "open_hub_store"]
+
+ENDPOINT = "https://huggingface.co"
+_PAGE_BYTES = 2**28
+_NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="next"')
+
+
+def open_hub_store(url: str, limits: Limits) -> HubStore:
+    """The store at a URL of the hub; nothing is fetched yet.
+
+    Raises :class:`UsageError` for a URL that names no dataset.
+    """
+    _, rest = split_url(url)
+    kind, _, rest = rest.partition("/")
+    owner, _, rest = rest.partition("/")
+    named, _, path = rest.partition("/")
+    name, _, revision = named.partition("@")
+    if kind != "datasets" or not owner or not name:
+        raise UsageError(f"{redact(url)}: a URL of the hub is hf://datasets/OWNER/NAME/path (models are not read)")
+    endpoint = (os.environ.get("HF_ENDPOINT", "").strip() or ENDPOINT).rstrip("/")
+    if not endpoint.startswith(("http://", "https://")):
+        raise UsageError("HF_ENDPOINT must begin with http:// or https://; its value, which is not shown, does not")
+    token = _token()
+    client = HttpClient(endpoint, limits, authorization=f"Bearer {token}" if token else None)
+    return HubStore(redact(url), endpoint, f"{owner}/{name}", unquote(revision) or "main", path.strip("/"), client)
+
+
+class HubStore:
+    """Files below one path of a dataset; see :class:`cachetool.stores.base.Store`."""
+
+    concurrency = 32
+
+    def __init__(self, url: str, endpoint: str, dataset: str, revision: str, path: str, client: HttpClient) -> None:
+        """Takes over ``client``. Made by :func:`open_hub_store`."""
+        self.url = url
+        self._endpoint, self._dataset, self._revision, self._path = endpoint, dataset, revision, path
+        self._client = client
+        self._lock = threading.Lock()
+        self._commit = ""
+        self._known: dict[str, Object] = {}
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Nothing is."""
+        return {}
+
+    def list(self) -> Pages:
+        """All files below the path, a page of the API at a time."""
+        for page in self._tree(self._path, recursive=True):
+            yield [item for item in page if not any(part.startswith(".") for part in item.key.split("/"))]
+
+    def _tree(self, path: str, *, recursive: bool) -> Pages:
+        place = quote(path, errors="surrogateescape")
+        url = f"{self._api}/tree/{self._at()}{f'/{place}' if path else ''}?recursive={str(recursive).lower()}"
+        start = len(self._path) + 1 if self._path else 0
+        seen = {url}
+        while url:
+            answer = self._fetch(url, self.url)
+            try:
+                yield [
+                    Object(str(entry["path"])[start:], int(entry["size"]), str((entry.get("lfs") or entry)["oid"]))
+                    for entry in json.loads(bytes(answer.body))
+                    if entry["type"] == "file" and str(entry["path"])[: max(0, start - 1)] == self._path
+                ]
+            except (ValueError, TypeError, KeyError) as error:
+                raise SourceError(f"{self.url}: the hub's answer is no list of files") from error
+            more = _NEXT.search(answer.headers.get("Link", ""))
+            url = more.group(1) if more else ""
+            if url in seen:
+                raise SourceError(f"{self.url}: the hub's list leads back into itself")
+            seen.add(url)
+
+    def find(self, key: str) -> Object:
+        """The file of this key, out of the list of its folder."""
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            folder = f"{self._path}/{key}".strip("/").rpartition("/")[0]
+            try:
+                found = {item.key: item for page in self._tree(folder, recursive=False) for item in page}
+            except NotFound:
+                raise NotFound(f"{self.url}: no file {key!r}") from None
+            with self._lock:
+                self._known.update(found)
+            if key not in found:
+                raise NotFound(f"{self.url}: no file {key!r}")
+            known = found[key]
+        return known
+
+    def get(self, item: Object) -> memoryview:
+        """The whole file, compared with its hash."""
+        response = self._client.fetch(self._url_of(item), size=item.size)
+        self._check(response, f"{self.url}: {item.key!r}", 200, listed=True)
+        check_identity(item, size=len(response.body), etag=_hash(response.body, item.etag or ""))
+        return response.body
+
+    def get_range(self, item: Object, start: int, length: int) -> memoryview:
+        """``length`` bytes from ``start``."""
+        if length == 0:
+            return memoryview(b"")
+        try:
+            now = self.find(item.key)
+        except NotFound:
+            raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
+        check_identity(item, size=now.size, etag=now.etag)
+        what = f"{self.url}: {item.key!r}"
+        if start + length > now.size:
+            raise BadObject(f"{what} is shorter than when it was listed")
+        last = start + length - 1
+        response = self._client.fetch(self._url_of(item), headers={"Range": f"bytes={start}-{last}"}, most=length)
+        if response.status == 200:
+            raise SourceError(f"{what}: the server ignores the Range header, so that parts of objects cannot be read")
+        self._check(response, what, 206, listed=True)
+        said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+        if said != f"{start}-{last}":
+            raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
+        check_identity(item, size=int(total) if total.isdigit() else None, etag=None)
+        check_length(item, got=len(response.body), want=length)
+        return response.body
+
+    def close(self) -> None:
+        """Close the connections of all threads."""
+        self._client.close()
+
+    @property
+    def _api(self) -> str:
+        return f"{self._endpoint}/api/datasets/{quote(self._dataset)}"
+
+    def _at(self) -> str:
+        """The commit that the revision names now; the same until this store is closed."""
+        with self._lock:
+            if not self._commit:
+                answer = self._fetch(f"{self._api}/revision/{quote(self._revision, safe='')}", self.url)
+                try:
+                    about: Any = json.loads(bytes(answer.body))
+                    self._commit = quote(str(about["sha"]), safe="")
+                except (ValueError, TypeError, KeyError) as error:
+                    raise SourceError(f"{self.url}: the hub does not say which commit it is") from error
+            return self._commit
+
+    def _url_of(self, item: Object) -> str:
+        path = f"{self._path}/{item.key}" if self._path else item.key
+        if any(part in ("", ".", "..") for part in path.split("/")):
+            raise BadObject(f"{item.key!r} cannot be named in a URL: it has an empty, '.' or '..' part")
+        place = quote(path, errors="surrogateescape")
+        return f"{self._endpoint}/datasets/{quote(self._dataset)}/resolve/{self._at()}/{place}"
+
+    def _fetch(self, url: str, what: str) -> Response:
+        response = self._client.fetch(url, headers={"Accept": "application/json"}, most=_PAGE_BYTES)
+        self._check(response, what, 200)
+        return response
+
+    def _check(self, response: Response, what: str, expected: int, *, listed: bool = False) -> None:
+        status = response.status
+        if status == expected:
+            return
+        if status in (401, 403):
+            raise AccessDenied(
+                f"{what}: the hub refuses ({status}): there is no such dataset, or it is private or gated; set HF_TOKEN"
+            )
+        if status in (404, 410):
+            raise NotFound(f"{what} is not there any more" if listed else f"{what}: not found ({status})")
+        if status == 416:
+            raise BadObject(f"{what} is shorter than when it was listed")
+        raise SourceError(f"{what}: the hub answers {status}")
+
+
+def _hash(body: memoryview, like: str) -> str | None:
+    """The hash that the hub would name: SHA-256 of large files, git's SHA-1 of others."""
+    if len(like) == 64:
+        return hashlib.sha256(body).hexdigest()
+    if len(like) == 40:
+        return hashlib.sha1(b"blob %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
+    return None
+
+
+def _token() -> str:
+    if token := os.environ.get("HF_TOKEN", "").strip():
+        return token
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessDenied(f"the token of the hub in {str(path)!r} cannot be read") from error
