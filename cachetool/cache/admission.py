@@ -105,7 +105,9 @@ def admit(
         if time.monotonic() < deadline and gains:
             if waiting is not None:
                 waiting(f"waiting for room for up to {format_size(need)}: {who}")
-            time.sleep(min(5 * _POLL if endless else _POLL, max(0.0, deadline - time.monotonic())))
+            # Room that a writer gives back is there for a moment only: its next shard takes it again.
+            pause = _POLL / 4 if writers else 5 * _POLL if endless else _POLL
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             continue
         if lack > 0 >= excess:
             raise CapacityError(

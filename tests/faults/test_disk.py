@@ -18,6 +18,7 @@ from cachetool.block import Block
 from cachetool.cache import Shard, open_cache
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
+from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Outcome, Point, needs_strace
 from tests.faults.world import FORMATS, Oracle, make
 
@@ -72,12 +73,13 @@ def disturbed(
 @pytest.mark.parametrize("how", ["once", "for good"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
-    tmp_path: Path, children: Children, format: str, how: str, step: int
+    tmp_path: Path, children: Children, figures: Figures, format: str, how: str, step: int
 ) -> None:
     inject = "error=ENOSPC:when={}" + ("+" if how == "for good" else "")
     outcomes = disturbed(tmp_path, children, format, WRITING, inject, step)
 
     failed = [(point, outcome) for point, outcome in outcomes if outcome.status]
+    figures(calls_failed=len(outcomes), errors_of_capacity=len(failed), went_on_without=len(outcomes) - len(failed))
     assert len(failed) > len(outcomes) // 2
     for point, outcome in failed:
         assert "CapacityError" in outcome.kinds, (point, outcome)
@@ -87,11 +89,12 @@ def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
 @pytest.mark.parametrize("step", [pytest.param(10, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
-    tmp_path: Path, children: Children, format: str, step: int
+    tmp_path: Path, children: Children, figures: Figures, format: str, step: int
 ) -> None:
     outcomes = disturbed(tmp_path, children, format, ("fsync", "fdatasync", "msync"), "error=EIO:when={}", step)
 
     failed = [(point, outcome) for point, outcome in outcomes if outcome.status]
+    figures(calls_failed=len(outcomes), errors_of_capacity=len(failed), went_on_without=len(outcomes) - len(failed))
     assert failed
     for point, outcome in failed:
         assert "CapacityError" in outcome.kinds, (point, outcome)
@@ -171,6 +174,52 @@ def test_a_disk_smaller_than_the_cap_ends_the_pull_and_loses_nothing(
         assert json.loads(ran.stdout)["samples"] == 400
 
 
+@needs_strace
+@pytest.mark.parametrize(
+    "inject",
+    [
+        "fallocate:error=ENOSPC:when=1+",
+        "pwrite64:error=ENOSPC:when=40+",
+        pytest.param("mkdir:error=ENOSPC:when=6+", marks=pytest.mark.soak),
+        "fsync:error=EIO:when=12",
+        pytest.param("fsync:error=EIO:when=12+", marks=pytest.mark.soak),
+    ],
+)
+def test_the_command_ends_with_4_and_two_lines_when_its_disk_fails(tmp_path: Path, objects: Path, inject: str) -> None:
+    """The whole command under strace, its workers too; the next run, without trouble, draws all that is left."""
+    words = (
+        "pull",
+        objects,
+        "--cache",
+        tmp_path / "cache",
+        "--max-size",
+        "20MB",
+        "--shard-size",
+        "40kB",
+        "--all",
+        "-q",
+    )
+    plain = [sys.executable, "-m", "cachetool", *map(str, words)]
+    log = tmp_path / "log"
+    ran = subprocess.run(
+        ["strace", "-qq", "-f", "-o", log, "-e", f"trace={inject.partition(':')[0]}", "-e", f"inject={inject}", *plain],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "ptrace" in ran.stderr:
+        pytest.skip(f"this process may not be traced: {ran.stderr}")
+    assert ran.returncode == 4, (ran, log.read_text()[-2000:])
+    assert "Traceback" not in ran.stderr
+    assert len(ran.stderr.strip().splitlines()) <= 2, ran.stderr
+    assert "INJECTED" in log.read_text()
+    if (tmp_path / "cache" / "cachetool.json").exists():
+        assert cachetool("verify", "--cache", tmp_path / "cache").returncode == 0
+    assert cachetool(*words).returncode == 0
+    document = json.loads(cachetool("verify", "--cache", tmp_path / "cache", "--json").stdout)
+    assert (document["problems"], document["samples"]) == ([], 400)
+
+
 def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, objects: Path) -> None:
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
@@ -215,7 +264,7 @@ def read(shard: Shard) -> Block:
 )
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_limit_on_file_sizes_is_met_like_a_full_disk(
-    tmp_path: Path, children: Children, format: str, step: int
+    tmp_path: Path, children: Children, figures: Figures, format: str, step: int
 ) -> None:
     root, ledger = tmp_path / "cache", tmp_path / "ledger"
     make(root)
@@ -225,4 +274,5 @@ def test_a_limit_on_file_sizes_is_met_like_a_full_disk(
         assert outcome.status == 0 or "CapacityError" in outcome.kinds, (limit, outcome)
         done += 12 * (outcome.status == 0)
         assert Oracle(root, ledger).check() == done
+    figures(limits=len(range(0, 180_000, step)), refused=len(range(0, 180_000, step)) - done // 12)
     assert 0 < done < 12 * 180_000 // step

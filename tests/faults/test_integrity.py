@@ -12,6 +12,7 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.verify import verify
+from tests.faults.conftest import Figures
 from tests.faults.tracing import Children
 from tests.faults.world import FORMATS, Oracle, make
 
@@ -50,7 +51,7 @@ def answers(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.timeout(3000)
 def test_verify_finds_every_flipped_bit_and_names_shard_and_file(
-    root: Path, ledger: Path, children: Children, format: str, flips: int
+    root: Path, ledger: Path, children: Children, figures: Figures, format: str, flips: int
 ) -> None:
     fill(children, root, ledger, shards=2, format=format)
     files = [path for path in sorted(root.glob("shards/*/**/*")) if path.is_file()]
@@ -69,6 +70,7 @@ def test_verify_finds_every_flipped_bit_and_names_shard_and_file(
         shard, _, name = str(path.relative_to(root / "shards")).partition("/")
         assert [(p.shard, p.file) for p in found.problems] == [(shard, name)], f"bit {bit} of {path}"
         assert not found.sound
+    figures(flips=flips, found_and_named=flips)
     assert verify(root).problems == []
 
 
@@ -340,7 +342,7 @@ def test_an_old_copy_of_the_catalog_is_noticed_and_replaced(root: Path, ledger: 
 @pytest.mark.parametrize("seeds", [pytest.param(25, id="short"), pytest.param(1000, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(3000)
 def test_damaged_pages_of_the_catalog_end_in_the_same_answers(
-    root: Path, ledger: Path, children: Children, tmp_path: Path, seeds: int
+    root: Path, ledger: Path, children: Children, figures: Figures, seeds: int
 ) -> None:
     fill(children, root, ledger, shards=8)
     with open_cache(root) as cache:
@@ -364,6 +366,7 @@ def test_damaged_pages_of_the_catalog_end_in_the_same_answers(
         assert found.sound, seed
         assert verify(root, repair=True).problems == [], seed
         assert answers(root) == before, seed
+    figures(damaged_catalogs=seeds, noticed=seen, without_effect=seeds - seen, wrong_answers=0)
     assert seen > seeds // 4
 
 

@@ -38,11 +38,11 @@ def test_readers_are_never_disturbed_by_pulls_and_evictions(
     make(root, cap=cap)
     assert children.run("pull", root=root, format="all", shards=4, most=LARGE, evict=True).status == 0
     others = [
-        children.start("pull", root=root, format="all", shards=0, most=LARGE, evict=True, ledger=ledger)
+        children.start("pull", root=root, format="all", shards=0, most=LARGE, evict=True, ledger=ledger, wait=600)
         for _ in range(2)
     ] + [children.start("evict_for_ever", root=root, seed=seed, most=cap) for seed in range(2)]
     readers = [
-        children.start("read", root=root, samples=samples, each=1000, seed=seed, library=seed % 2 == 1)
+        children.start("read", root=root, samples=samples, each=500, seed=seed, library=seed % 2 == 1)
         for seed in range(8)
     ]
     oracle = Oracle(root, ledger)
