@@ -39,6 +39,8 @@ from cachetool.loaders.turns import NotYet, Resume, Turns
 __all__ = ["main"]
 
 _POLL = 0.2
+_SOON = 0.05
+"""Seconds after the end of an epoch in which the next one is probably begun, which then has not to wait."""
 _TALK = 10.0
 """Seconds between two lines that say what is waited for."""
 _GRACE = 0.5
@@ -204,7 +206,11 @@ class _Leader:
             if self._pending is not None:
                 self._answer(self._pending[0])
             wait = _POLL if self._pending else self._turns.tick()
+            if self._turns.unsettled:
+                wait = min(wait or _SOON, _SOON)
             ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
+            if not ready:
+                self._turns.settle()
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._turns.exhausted(self._made)
@@ -226,6 +232,7 @@ class _Leader:
             with contextlib.suppress(BrokenPipeError):
                 _write(self._answers, {"id": asked["id"], **result})
         if asked["do"] == "begin":
+            self._turns.settle()
             self._turns.exhausted(self._made)  # an epoch that was made whole while the one before was delivered
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:

@@ -70,7 +70,9 @@ class Thread:
         while True:
             try:
                 with self._lock:
-                    return Begun.of(attempt(), self._settings)
+                    begun = Begun.of(attempt(), self._settings)
+                    self._turns.settle()
+                    return begun
             except NotYet as short:
                 if time.monotonic() >= until:
                     raise self._turns.given_up(short) from None
@@ -91,6 +93,7 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:
             self._turns.delivered(generation)
+            self._turns.settle()
 
     def state(self, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
@@ -184,7 +187,6 @@ class _ReadPart:
 
     def __init__(self, folder: Path, extents: Extents) -> None:
         self._folder, self._extents = folder, extents
-        self._fds: dict[int, int] = {}
 
     def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
         return {field.name: self._locate(within, field) for field in schema}
@@ -196,23 +198,19 @@ class _ReadPart:
         offsets, sizes = extents.locate(within)
         starts = ends(sizes)
         buffer = np.empty(int(starts[-1]), dtype=np.uint8)
-        view, fd = buffer.data, self._fd(extents.file)
-        at = starts.tolist()
-        for number, offset in enumerate(offsets.tolist()):
-            wanted = view[at[number] : at[number + 1]]
-            if os.preadv(fd, [wanted], offset) != len(wanted):
-                path = self._folder / self._extents.files[extents.file]
-                raise CorruptError(f"{path} is cut short: field {field.name!r} reaches to {offset + len(wanted)}")
+        path = self._folder / self._extents.files[extents.file]
+        view, at = buffer.data, starts.tolist()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a part may have a dozen files: none is kept open
+        try:
+            for number, offset in enumerate(offsets.tolist()):
+                wanted = view[at[number] : at[number + 1]]
+                if os.preadv(fd, [wanted], offset) != len(wanted):
+                    raise CorruptError(f"{path} is cut short: field {field.name!r} reaches to {offset + len(wanted)}")
+        finally:
+            os.close(fd)
         if field.kind == "fixed":
             return Runs(buffer, starts[:-1])
         return Runs(buffer, starts[:-1], sizes, None if extents.shapes is None else extents.shapes[within])
 
-    def _fd(self, number: int) -> int:
-        if number not in self._fds:
-            path = self._folder / self._extents.files[number]
-            self._fds[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._fds[number]
-
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        pass

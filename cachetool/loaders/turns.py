@@ -65,6 +65,7 @@ class Turns:
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._current: _Turn | None = None
+        self._over: list[tuple[_Turn, bool]] = []
         self._ahead: _Turn | None = None
         self._until = 0.0
 
@@ -78,6 +79,7 @@ class Turns:
             # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
             self._drop_ahead()
             self._drop_current()
+            self.settle()
             ahead = self._take(epoch, resume)
             self._publish(ahead.plan)
         self._drop_current()
@@ -107,7 +109,8 @@ class Turns:
                 return  # whoever begins that epoch will hear of it
 
     def delivered(self, generation: int) -> None:
-        """The last batch of a plan was delivered: the epoch counts, its lease ends."""
+        """The last batch of a plan was delivered: the next snapshot is made sure of; the epoch counts and its lease
+        ends with :meth:`settle`."""
         self.exhausted(generation)
         if self._ahead is not None and self._moved(self._ahead):
             epoch = self._ahead.plan.epoch
@@ -117,11 +120,26 @@ class Turns:
         self._until = time.monotonic() + self._settings.hold
         current = self._current
         if current is not None and current.plan.generation == generation:
-            if self._settings.rank == 0:
-                current.lease.served()
-            self._drop_current()
+            self._current = None
+            self._over.append((current, self._settings.rank == 0))
         if self._ahead is None:
             self._publish(Plan(self._next(), 0, None))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether :meth:`settle` has something to do."""
+        return bool(self._over)
+
+    def settle(self) -> None:
+        """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
+        while self._over:
+            turn, whole = self._over.pop(0)
+            try:
+                if whole:
+                    turn.lease.served()
+            finally:
+                turn.lease.release()
+                self._free.append(turn.lease)
 
     def state(self, reached: int) -> Resume:
         """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks."""
@@ -155,6 +173,7 @@ class Turns:
         """Give everything back."""
         self._drop_ahead()
         self._drop_current()
+        self.settle()
         while self._free:
             self._free.pop().close()
 
@@ -236,8 +255,7 @@ class Turns:
     def _drop_current(self) -> None:
         turn, self._current = self._current, None
         if turn is not None:
-            turn.lease.release()
-            self._free.append(turn.lease)
+            self._over.append((turn, False))
 
     def _drop_ahead(self) -> None:
         turn, self._ahead = self._ahead, None

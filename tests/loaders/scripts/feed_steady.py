@@ -1,0 +1,50 @@
+"""A loader over many epochs with few descriptors; what grew, as one line of JSON. Arguments: cache, workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from cachetool.loaders.numpy import Loader
+
+DESCRIPTORS = 32
+
+
+def measured(pids: list[int]) -> dict[str, int]:
+    """Memory in KiB, descriptors, threads and maps of these processes."""
+    found = {"memory": 0, "descriptors": 0, "threads": 0, "maps": 0}
+    for pid in pids:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        found["memory"] += sum(int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+        found["threads"] += int(status["Threads"])
+        found["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
+        found["maps"] += len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return found
+
+
+def main(root: str, workers: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    with Loader(root, batch_size=4, workers=workers) as loader:
+        read = set()
+        for epoch in range(40):
+            kept = []
+            for step, batch in enumerate(loader):
+                read.update(batch["number"].tolist())
+                if step % 5 == 0:
+                    kept.append(batch)
+                if epoch % 7 == 3 and step == 9:
+                    break
+            del batch, kept
+            if epoch == 9:
+                pids = [os.getpid(), *(p.pid for p in getattr(loader._feed, "_processes", []))]
+                before = measured(pids)
+        after = measured(pids)
+    print(json.dumps({"read": len(read), "grown": {name: after[name] - before[name] for name in before}}))
+
+
+main(sys.argv[1], int(sys.argv[2]))
