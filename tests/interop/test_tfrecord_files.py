@@ -1,6 +1,6 @@
-"""TFRecord files of ours in TensorFlow and in the ``tfrecord`` package.
+"""TFRecord files of ours in the ``tfrecord`` package, which lives in a process of its own.
 
-Each of the two lives in a child process of its own: they cannot be imported into one process.
+It cannot be imported beside TensorFlow, whose reader is the one of ``test_formats_doc.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import pytest
 
 from cachetool.block import Block
 from cachetool.formats import get_format
-from cachetool.formats.tfrecord import shape_name
 from cachetool.schema import Field, Schema
-from tests.formats.samples import EVERY_KIND, block, write
+from tests.formats.samples import write
 
 KIND = get_format("tfrecord")
 ROOT = Path(__file__).parents[2]
@@ -33,33 +32,6 @@ def run(script: str, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.fixture(scope="module")
-def tensorflow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What TensorFlow read, in one run."""
-    folder = tmp_path_factory.mktemp("tensorflow")
-    (folder / "schema.json").write_text(json.dumps(EVERY_KIND.to_json()))
-    write(KIND, folder / "ours.tfrecord", block(EVERY_KIND, 25))
-    write(KIND, folder / "ours.gz.tfrecord", block(EVERY_KIND, 25), compression="gzip")
-    run("tensorflow_records.py", folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", ["ours", "ours.gz"])
-def test_tensorflow_reads_every_kind_of_field(tensorflow_folder: Path, name: str) -> None:
-    """``TFRecordDataset`` and ``parse_single_example`` give the bits that were written, plain and gzip."""
-    content = block(EVERY_KIND, 25)
-    found = json.loads((tensorflow_folder / f"{name}.json").read_text())
-    assert len(found) == 25
-    for index, raw in enumerate(found):
-        one = content.sample(index)
-        for field in EVERY_KIND:
-            value = one[field.name]
-            expected = value if field.kind == "bytes" else value.encode() if field.kind == "str" else value.tobytes()
-            assert bytes.fromhex(raw[field.name]) == expected, field.name
-            if field.kind == "ragged":
-                assert bytes.fromhex(raw[shape_name(field)]) == np.array(value.shape, dtype="<i8").tobytes()
 
 
 def test_the_tfrecord_package_reads_ours(tmp_path: Path) -> None:
