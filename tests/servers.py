@@ -3,10 +3,12 @@ a script says, which also plays the hub of Hugging Face."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import email.utils
 import functools
 import hashlib
+import hmac
 import html
 import http.client
 import http.server
@@ -28,6 +30,7 @@ __all__ = [
     "Http",
     "Moto",
     "Scripted",
+    "azurite",
     "counted_s3",
     "folder_server",
     "free_port",
@@ -113,21 +116,56 @@ def moto_server() -> Iterator[Moto]:
 
 
 @contextlib.contextmanager
-def rclone_s3(folder: Path) -> Iterator[dict[str, str]]:
-    """Serve the folders of ``folder`` as buckets, to the right key alone; gives endpoint, keys and region."""
+def rclone_s3(folder: Path, *options: str, auth: bool = True) -> Iterator[dict[str, str]]:
+    """Serve the folders of ``folder`` as buckets, to the right key alone unless without ``auth``; gives endpoint, keys
+    and region."""
     port = free_port()
     rclone = shutil.which("rclone") or str(Path(sys.executable).parent / "rclone")
-    auth = f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"
-    command = [rclone, "serve", "s3", "--addr", f"{HOST}:{port}", "--auth-key", auth, "--vfs-cache-mode", "off"]
+    keys = ["--auth-key", f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"] if auth else []
+    command = [rclone, "serve", "s3", "--addr", f"{HOST}:{port}", *keys, "--vfs-cache-mode", "off", *options]
     with _process([*command, "--config", os.devnull, str(folder)], port):
         yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"}
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Azurite's own, the same on every machine."""
+
+
+@contextlib.contextmanager
+def azurite(command: str, container: str) -> Iterator[dict[str, str]]:
+    """Azure's blob storage with one container, empty; ``command`` starts Azurite's. Gives account, key and endpoint."""
+    port = free_port()
+    options = ["--silent", "--skipApiVersionCheck", "--disableTelemetry", "--inMemoryPersistence"]
+    with _process([command, *options, "--blobHost", HOST, "--blobPort", str(port)], port):
+        path, date = f"/{AZURE_ACCOUNT}/{container}", email.utils.formatdate(usegmt=True)
+        signed = (
+            f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:2021-08-06\n/{AZURE_ACCOUNT}{path}\nrestype:container"
+        )
+        made = hmac.digest(base64.b64decode(AZURE_KEY), signed.encode(), "sha256")
+        headers = {
+            "x-ms-date": date,
+            "x-ms-version": "2021-08-06",
+            "Content-Length": "0",
+            "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(made).decode()}",
+        }
+        connection = http.client.HTTPConnection(HOST, port, timeout=30)
+        connection.request("PUT", f"{path}?restype=container", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 201, answer.read()
+        connection.close()
+        yield {
+            "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+            "AZURE_STORAGE_ENDPOINT": f"http://{HOST}:{port}/{AZURE_ACCOUNT}",
+        }
 
 
 @contextlib.contextmanager
 def counted_s3(folder: Path) -> Iterator[tuple[dict[str, str], Http]]:
     """:func:`rclone_s3` behind a proxy that counts the bytes of bodies and gives parts the status 206, which rclone
     forgets; signatures pass through. Gives the environment and the counter."""
-    with rclone_s3(folder) as env:
+    with rclone_s3(folder, "--etag-hash", "") as env:  # else each request reads the whole file for its hash
         host = urllib.parse.urlsplit(env["AWS_ENDPOINT_URL"]).netloc
         with scripted_server(lambda handler: _forward(handler, host)) as state:
             yield {**env, "AWS_ENDPOINT_URL": state.url}, state
