@@ -352,7 +352,7 @@ def test_flipped_bits_neither_kill_nor_surprise(kind: Format, tmp_path: Path) ->
         text=True,
         check=False,
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     outcomes = json.loads(done.stdout)

@@ -1,0 +1,182 @@
+"""A fifth format, in one file of a package of its own: a shard is a folder of ``.npy`` files that NumPy opens alone.
+
+::
+
+    part-00000.npydir/
+      x.npy                            (n, 3, 4) float32      np.load("x.npy", mmap_mode="r")[17]
+      text.npy, text.offsets.npy       text of sample i: text[offsets[i] : offsets[i + 1]]
+      mask.npy, mask.offsets.npy, mask.shapes.npy             the same, in the shape shapes[i]
+      cachetool.json                   schema and number of samples; written last
+
+Put it into a package beside a ``pyproject.toml`` with these lines and install that; nothing else is needed::
+
+    [project]
+    name = "cachetool-npydir"
+    version = "1.0"
+    dependencies = ["cachetool", "numpy"]
+
+    [project.entry-points."cachetool.formats"]
+    npydir = "custom_format:NpyFolder"
+
+From then on ``cachetool pull --to npydir``, ``cachetool convert --to npydir`` and back, the loaders, ``verify`` and the
+cap know it, and ``pytest tests/contracts/test_formats.py -k npydir`` in a clone of cachetool says whether it keeps all
+that the four others promise.
+
+What a format must do stands in ``cachetool/formats/base.py``. This one builds on the bases that HDF5 and Zarr share:
+they turn blocks of samples into the rows of plain arrays and back, and keep checksums and extents; where an array lies
+is all that is said here. A shard waits in memory until it is whole, while its bytes on the disk are held by a file of
+the same size: so nothing must be known but the most that may come, and the disk cannot be full at the end.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.errors import CorruptError, UsageError
+from cachetool.formats.base import Reader, Writer
+from cachetool.formats.columnar import ArrayPlan, ColumnarWriter, Held, Place, array_plans, header, parse_header
+from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
+from cachetool.formats.files import BulkFile, allocated_bound, fsync_folder, write_durably
+from cachetool.schema import Schema
+
+__all__ = ["NpyFolder"]
+
+ABOUT = "cachetool.json"
+HELD = "held"
+"""Takes the room of the shard while that is in memory."""
+NPY_HEADER = 4096
+"""More bytes than the header of any ``.npy`` file here takes."""
+
+
+class NpyFolder:
+    """The format ``npydir``. One object serves all threads and processes, so it keeps nothing."""
+
+    name = "npydir"
+    suffix = ".npydir"
+    compressions: tuple[str, ...] = ()
+
+    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+        """Most bytes on disk at any moment: each file in whole blocks, the folder, and what says what is in it."""
+        files = len(array_plans(schema)) + 2
+        return _total(schema, samples, nbytes) + (nbytes >> 12) + files * allocated_bound(0) + 256 * files + 4096
+
+    def create(
+        self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
+    ) -> Writer:
+        """Begin a shard of at most ``samples`` samples and ``nbytes`` bytes of values; the path must not exist."""
+        if compression is not None:
+            raise UsageError(f"npydir has no compression {compression!r}; it has none")
+        return _Writer(path, schema, samples=samples, nbytes=nbytes)
+
+    def open(self, path: Path, *, schema: Schema | None = None) -> Reader:
+        """Read a shard; its folder says what is in it."""
+        with corrupt_errors(str(path)):
+            about = json.loads((path / ABOUT).read_bytes())
+        return _Reader(path, *parse_header(about, path=path, schema=schema))
+
+
+def _total(schema: Schema, samples: int, nbytes: int) -> int:
+    """Most bytes of all files together."""
+    plans = array_plans(schema)
+    index = sum(plan.rows(samples) * plan.row_nbytes for plan in plans if plan.role != "values")
+    return nbytes + index + NPY_HEADER * len(plans) + len(json.dumps(header(schema, samples)))
+
+
+def _file(plan: ArrayPlan) -> str:
+    """A field may lie in a group, ``a/b``; a comma stands in no name."""
+    return plan.name.replace("/", ",") + ".npy"
+
+
+class _Writer(ColumnarWriter):
+    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int) -> None:
+        super().__init__(path, schema, samples=samples, nbytes=nbytes)
+        try:
+            path.mkdir()
+        except FileExistsError as error:
+            raise UsageError(f"{path} exists already; it is never overwritten") from error
+        try:
+            self._room = BulkFile.create(path / HELD, _total(schema, samples, nbytes))
+        except BaseException:
+            shutil.rmtree(path)
+            raise
+        self._rows = Held()
+
+    def _append(self, plan: ArrayPlan, rows: npt.NDArray[Any]) -> None:
+        self._rows.add(plan.name, rows)
+
+    def _complete(self, index: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, Place]:
+        """Write every array, then what says that they are whole. Gives where the values of each begin."""
+        self._abort()
+        (self.path / HELD).unlink()
+        places: dict[str, Place] = {}
+        for plan in self.plans:
+            count = self.rows(plan)
+            start = io.BytesIO()
+            about = {"descr": plan.dtype.str, "fortran_order": False, "shape": (count, *plan.row)}
+            np.lib.format.write_array_header_1_0(start, about)
+            values = [index[plan.name]] if plan.is_index else self._rows.pop(plan.name)
+            file = BulkFile.create(self.path / _file(plan), start.tell() + count * plan.row_nbytes)
+            try:
+                file.append(start.getvalue(), *values)
+                file.finish()
+            finally:
+                file.close()
+            places[plan.name] = f"{self.path.name}/{_file(plan)}", start.tell()
+        write_durably(self.path / ABOUT, json.dumps(header(self.schema, self.samples)).encode())
+        fsync_folder(self.path)
+        return {plan.name: places[plan.name] for plan in self.plans if plan.role == "values" and not plan.is_index}
+
+    def _abort(self) -> None:
+        self._room.close()
+
+
+class _Reader(ColumnarReader):
+    """Reads by ``pread``, not by a memory map: a file that is cut short meanwhile must not kill the process."""
+
+    gap_bytes = 4096
+
+    def __init__(self, path: Path, schema: Schema, samples: int) -> None:
+        super().__init__(path, schema, samples)
+        self._starts: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+        for plan in self.plans.values():
+            with corrupt_errors(str(path / _file(plan))), (path / _file(plan)).open("rb") as file:
+                self._check(plan, file)
+        self._check_lengths()
+
+    def _check(self, plan: ArrayPlan, file: Any) -> None:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("it is of another version of .npy")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        start, size = file.tell(), os.fstat(file.fileno()).st_size
+        if fortran or dtype != plan.dtype or len(shape) != 1 + len(plan.row) or shape[1:] != plan.row:
+            raise ValueError(f"it holds {dtype} {shape}")
+        if size != start + shape[0] * plan.row_nbytes:
+            raise ValueError(f"it has {size} bytes and says {start + shape[0] * plan.row_nbytes}")
+        self._starts[plan.name], self._lengths[plan.name] = start, shape[0]
+
+    def _length(self, plan: ArrayPlan) -> int:
+        return self._lengths[plan.name]
+
+    def _fetch(self, plan: ArrayPlan, start: int, stop: int) -> npt.NDArray[Any]:
+        path, rows = self.path / _file(plan), np.empty((stop - start, *plan.row), dtype=plan.dtype)
+        with corrupt_errors(str(path)), path.open("rb", buffering=0) as file:
+            file.seek(self._starts[plan.name] + start * plan.row_nbytes)
+            view = rows.reshape(-1).view(np.uint8).data
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+            if view:
+                raise CorruptError(f"{path} is cut short")
+        return rows
+
+    def close(self) -> None:
+        """Nothing stays open between two calls."""
