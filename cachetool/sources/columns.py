@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,11 @@ from cachetool.schema import Field
 from cachetool.sources.filebase import ClosingFile, FileOptions, because, bounded, field_names, make_schema, reading
 from cachetool.sources.limits import check_claims, quoted
 
-__all__ = ["ColumnFile", "StoredColumn"]
+__all__ = ["ColumnFile", "Part", "StoredColumn"]
+
+
+Part = tuple[int, int, int, str]
+"""The first row of a part, where it lies in the file and how many bytes it has; for Zarr its key instead, 0 and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class StoredColumn:
     """The dtype of the rows in the file, its byte order included."""
     chunk: int = 1
     """Rows that are stored, and so fetched, together."""
+    parts: Callable[[], Iterable[Part]] | None = None
+    """Where those lie, if that can be told beforehand."""
 
     def field(self, name: str) -> Field:
         """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from cachetool.block import Column
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import storage_dtype
-from cachetool.sources.columns import ColumnFile, StoredColumn
+from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.rows import Slab, joined, of_sizes, unpadded
@@ -212,7 +212,15 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         offset=-1 if offset is None else int(offset),
         stored=element.str,
         chunk=dataset.chunks[0] if dataset.chunks else 1,
+        parts=(lambda: _parts(file.open()[name])) if dataset.chunks else None,
     )
+
+
+def _parts(dataset: Any) -> list[Part]:
+    """The chunks that are stored."""
+    found: list[Part] = []
+    dataset.id.chunk_iter(lambda info: found.append((info.chunk_offset[0], info.byte_offset, info.size, "")))
+    return found
 
 
 def _unreadable(dataset: Any) -> str | None:

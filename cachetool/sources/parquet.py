@@ -14,6 +14,9 @@ A value that is null is refused: no field can hold it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +25,7 @@ import numpy as np
 from cachetool.block import Column, Ragged
 from cachetool.errors import BadObject, MissingExtra, UsageError
 from cachetool.schema import storage_dtype
-from cachetool.sources.columns import ColumnFile, StoredColumn
+from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.rows import of_sizes
@@ -63,9 +66,22 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
         if isinstance(found, str):
             skipped.append((field.name, found))
         else:
-            columns.append(found)
+            columns.append(replace(found, parts=functools.partial(_parts, about, field.name)))
     cuts = np.unique(ends[ends > 0]).tolist()
     return ColumnFile(path, columns, options, skipped=skipped, stored=stored, cuts=cuts)
+
+
+def _parts(about: Any, name: str) -> Iterator[Part]:
+    """Where a column lies in each row group."""
+    row = 0
+    for number in range(about.num_row_groups):
+        group = about.row_group(number)
+        for at in range(group.num_columns):
+            column = group.column(at)
+            if column.path_in_schema.partition(".")[0] == name:
+                start = column.dictionary_page_offset or column.data_page_offset
+                yield row, min(start, column.data_page_offset), column.total_compressed_size, ""
+        row += group.num_rows
 
 
 class _Table:

@@ -9,6 +9,7 @@ metadata can ask for unpickle, also when they stand behind others or inside a sh
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from cachetool.block import Column
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import storage_dtype
-from cachetool.sources.columns import ColumnFile, StoredColumn
+from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, disk_bytes, quoted
 from cachetool.sources.rows import Slab, joined, unpadded
@@ -54,6 +55,8 @@ class Folder(Protocol):
 
     ahead: int | None
     """Bytes that are read ahead; None for what suits a disk."""
+    prefix: str
+    """Of the keys of what lies in it."""
 
     def metadata(self, name: str) -> bytes | None:
         """The bytes of a file of metadata, at most 16 MiB; None when it is not there."""
@@ -74,6 +77,7 @@ class Folder(Protocol):
 
 class _LocalFolder:
     ahead: int | None = None
+    prefix = ""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -242,8 +246,22 @@ def _column(
     )
     slabs.append(slab)
     return StoredColumn(
-        name, little.str, array.shape, row * array.shape[0], slab.read, piece=chunk, chunk=array.chunks[0]
+        name,
+        little.str,
+        array.shape,
+        row * array.shape[0],
+        slab.read,
+        piece=chunk,
+        chunk=array.chunks[0],
+        parts=None if array.shards else lambda: _parts(folder, array),
     )
+
+
+def _parts(folder: Folder, array: Any) -> Iterator[Part]:
+    """The keys of all chunks, also of those that were never written."""
+    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+    for at in itertools.product(*map(range, counts)):
+        yield at[0] * array.chunks[0], 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
 
 
 def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:

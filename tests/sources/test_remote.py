@@ -220,6 +220,30 @@ def test_a_chunk_is_fetched_once_for_all_its_samples(tmp_path: Path, server: Htt
     assert touched <= server.sent <= 1.2 * touched
 
 
+@pytest.mark.parametrize("kind", ["hdf5", "parquet"])
+def test_parts_fetched_beforehand_are_the_ones_that_are_read(tmp_path: Path, server: Http, kind: str) -> None:
+    """16 of 32 units of 256 KiB: were they fetched again by the library that reads them, it would be twice as much."""
+    rows = np.random.default_rng(0).integers(0, 2**31, (256, 8192), dtype=np.int32)
+    if kind == "hdf5":
+        with h5py.File(tmp_path / "place" / "x.h5", "w", userblock_size=512) as file:
+            file.create_dataset("rows", data=rows, chunks=(8, 8192))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        flat = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), 8192)
+        table = pyarrow.table({"rows": flat})
+        pyarrow.parquet.write_table(
+            table, tmp_path / "place" / "x.parquet", row_group_size=8, compression="none", use_dictionary=False
+        )
+    with source_of(f"{server.url}/x.{'h5' if kind == 'hdf5' else kind}", tmp_path / "listing") as source:
+        server.sent = 0
+        draws = source.order(seed=0, turn=0)[np.arange(128)]
+        block = everything(source, draws)
+
+    np.testing.assert_array_equal(block.columns["rows"], rows[draws])
+    assert 16 * 2**18 <= server.sent <= 1.2 * 16 * 2**18
+
+
 @pytest.mark.parametrize("write", [write_npy, write_chunked_hdf5, write_zarr])
 def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, server: Http, write: object) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
@@ -362,3 +386,23 @@ def test_500_rows_of_2_gib_cost_little_more_than_their_bytes(
 def read_shard(path: Path, schema: Schema) -> Block:
     with open_shard(path, get_format("lmdb"), schema) as reader:
         return reader.read(0, reader.samples)
+
+
+def test_tfrecord_and_lmdb_files_are_read_whole(tmp_path: Path, server: Http) -> None:
+    """As convert writes them: every record and entry once, called by its number or its key."""
+    np.save(tmp_path / "x.npy", LABELS[:20])
+    for to in ("tfrecord", "lmdb"):
+        cachetool.convert(tmp_path / "x.npy", to=to, out=tmp_path / to)
+        [made] = (tmp_path / to).glob(f"part-*.{to}")
+        (tmp_path / "place" / made.name).write_bytes(made.read_bytes())
+        with source_of(f"{server.url}/{made.name}", tmp_path / f"listing-{to}") as source:
+            block = everything_whole(source)
+        assert len(set(keys(block))) == len(block) == 20
+        if to == "tfrecord":
+            assert block.columns["x"].tolist() == LABELS[:20].tolist()
+            assert keys(block)[3] == f"{made.name}#3"
+
+
+def everything_whole(source: Source) -> Block:
+    schema = source.probe(np.arange(source.units)).schema
+    return Block.concat([piece.block for piece in source.read(np.arange(source.units), schema=schema)])

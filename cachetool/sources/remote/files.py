@@ -40,6 +40,11 @@ class Files:
 
     def find(self, key: str) -> Object | None:
         """An object by its key; None when the listing has none."""
+        index = self.index(key)
+        return None if index is None else self.item(index)
+
+    def index(self, key: str) -> int | None:
+        """The number of an object by its key."""
         raw = key.encode("utf-8", "surrogateescape")
         low, high = 0, self.listing.objects
         while low < high:
@@ -50,7 +55,7 @@ class Files:
                 high = middle
         if low == self.listing.objects or self.listing.object(low).key != key:
             return None
-        return self.item(low)
+        return low
 
     def name(self, number: int) -> str:
         """For messages."""

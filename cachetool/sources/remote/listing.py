@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +71,17 @@ def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> Non
     with Guarded(files, kind, options, roots=roots, folders=folders) as (server, source):
         facts = [FileFacts(**each) for each in server.facts]
         _check(files, kind, facts)
+        parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
         write_table(
-            folder, kind, options, facts, files=len(facts), roots=roots, folders=folders, skipped=source.skipped
+            folder,
+            kind,
+            options,
+            facts,
+            files=len(facts),
+            roots=roots,
+            folders=folders,
+            skipped=source.skipped,
+            parts=parts,
         )
 
 
@@ -141,6 +150,16 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
             good = good and bool((np.diff([0, *each.cuts]) > 0).all()) and (not each.cuts or each.cuts[-1] == each.rows)
         if not good:
             raise BadObject(f"{files.name(number)!r}: its reader talks nonsense")
+
+
+def _placed(files: Files, number: int, facts: FileFacts) -> Iterator[tuple[int, int, int, int, int]]:
+    """File, first row, object, and where in it, of every part that is there."""
+    for row, start, nbytes, key in facts.parts:
+        if not key:
+            if start >= 0 and 0 < nbytes <= files.item(number).size - start:
+                yield number, int(row), number, int(start), int(start + nbytes)
+        elif (index := files.index(str(key))) is not None and files.item(index).size:
+            yield number, int(row), index, 0, files.item(index).size
 
 
 def _npy_facts(files: Files, options: SourceOptions) -> list[FileFacts]:

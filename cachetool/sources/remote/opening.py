@@ -6,9 +6,10 @@ read, where a file is opened when the first of its samples is asked for.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -16,12 +17,16 @@ from typing import Any, BinaryIO, cast
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import UsageError
 from cachetool.schema import Schema
-from cachetool.sources.columns import ColumnFile
+from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import ClosingFile, FileOptions, bounded
 from cachetool.sources.joined import common, conform
 from cachetool.sources.remote.ranges import RangeFile, Ranges
 
 __all__ = ["FileFacts", "open_remote"]
+
+
+MAX_PARTS = 2**19
+"""Chunks of one file whose places are kept, 40 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class FileFacts:
     """For each of those fields the dtype in the file."""
     cuts: list[int] | None = None
     """Where units end, when they differ in size."""
+    parts: list[Part] = field(default_factory=list)
+    """What units consist of, to be fetched beforehand; empty when that cannot be told, or is too much to be kept."""
 
 
 def open_remote(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RemoteFiles:
@@ -155,4 +162,13 @@ def _facts(found: ColumnFile) -> FileFacts:
         offsets={name: column.offset for name, column in columns.items()},
         stored={name: column.stored for name, column in columns.items() if column.offset >= 0},
         cuts=found.cuts,
+        parts=_parts([column for column in columns.values() if column.chunk == largest.chunk]),
     )
+
+
+def _parts(columns: list[StoredColumn]) -> list[Part]:
+    found: list[Part] = []
+    for column in columns:
+        if column.parts is not None:
+            found += itertools.islice(column.parts(), MAX_PARTS + 1)
+    return found if len(found) <= MAX_PARTS else []

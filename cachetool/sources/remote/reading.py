@@ -147,7 +147,7 @@ class _Guarded:
         self.fetched = 0
 
     def wants(self, run: Run) -> list[Want]:
-        return []
+        return [Want(item, start, stop) for item, start, stop in self._table.parts_of(run).tolist()]
 
     def nbytes(self, run: Run) -> int:
         row = self._schema.fixed_nbytes if self._schema.is_fixed else 0
@@ -171,8 +171,13 @@ class _Guarded:
         server, source = self._open.server, self._open.source
         first = int(self._table.starts[run.file])
         before, server.failure = server.fetched, None
+        server.given = [
+            (self._files.name(want.item) if self._table.roots else want.item, want.start, want.stop, body)
+            for want, body in zip(self.wants(run), bodies, strict=True)
+        ]
         with renamed(server.path, self._files.store.url, server):
             block = source.read(first + run.start, first + run.stop)
+        server.given = []
         self.fetched += server.fetched - before
         return block
 

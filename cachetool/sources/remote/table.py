@@ -7,6 +7,7 @@
     chunk.npy      int64 (files,)          of which so many are one unit; 0: as in cuts.npy
     layout.npy     int32 (files,)          which of the layouts of table.json
     offsets.npy    int64 (files, fields)   where the first row of each field lies, -1 when a library has to find it
+    parts.npy      int64 (parts, 5)        file, first row, object, start and stop of what a unit is fetched by
     cuts.npy       int64 (units of files whose units differ,)   samples of each
 
 Files are numbered as the listing has them, by key; samples one file after another.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,7 @@ class Table:
     layout: npt.NDArray[np.int32]
     offsets: _Numbers
     cuts: _Numbers
+    parts: _Numbers
     starts: _Numbers
     """The number of the first sample of each file, and the number of samples."""
     cut_starts: _Numbers
@@ -94,7 +97,7 @@ class Table:
                 raise CorruptError(f"table {str(folder)!r} has version {about['version']}, known is {_VERSION}")
             arrays = {
                 name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-                for name in ("rows", "chunk", "layout", "offsets", "cuts")
+                for name in ("rows", "chunk", "layout", "offsets", "cuts", "parts")
             }
             layouts = tuple(
                 Layout(Schema.from_json(each["schema"]), tuple(np.dtype(name) for name in each["stored"]))
@@ -143,6 +146,13 @@ class Table:
             parts.append(sizes)
         return np.concatenate(parts)
 
+    def parts_of(self, run: Run) -> _Numbers:
+        """Object, start and stop of what is known to be fetched for a run, (parts, 3)."""
+        first, last = np.searchsorted(self.parts[:, 0], [run.file, run.file + 1])
+        rows = self.parts[first:last, 1]
+        a, b = np.searchsorted(rows, [run.start, run.stop])
+        return self.parts[first + a : first + b, 2:]
+
     def runs(self, samples: _Numbers) -> list[Run]:
         """``samples`` in the order given, cut wherever the unit changes."""
         if self.whole:
@@ -182,6 +192,7 @@ def write_table(
     roots: tuple[str, ...] = (),
     folders: tuple[str, ...] = (),
     skipped: tuple[tuple[str, str], ...] = (),
+    parts: Sequence[tuple[int, int, int, int, int]] = (),
 ) -> None:
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
     layouts: dict[str, int] = {}
@@ -201,6 +212,7 @@ def write_table(
         "layout": np.array(layout, dtype=np.int32),
         "offsets": np.array([[each.offsets[name] for name in names] for each in facts], dtype=np.int64),
         "cuts": np.array(cuts, dtype=np.int64),
+        "parts": np.array(sorted(parts), dtype=np.int64).reshape(-1, 5),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)

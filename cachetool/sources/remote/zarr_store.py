@@ -20,25 +20,25 @@ class RemoteFolder:
 
     def __init__(self, ranges: Ranges, prefix: str, folders: Iterable[str]) -> None:
         """``folders``: all folders below the root that hold metadata, each ending in ``/``."""
-        self._ranges, self._prefix, self._folders = ranges, prefix, tuple(folders)
+        self._ranges, self.prefix, self._folders = ranges, prefix, tuple(folders)
 
     def metadata(self, name: str) -> bytes | None:
         """The bytes of a file of metadata."""
-        return self._ranges.object(self._prefix + name)
+        return self._ranges.object(self.prefix + name)
 
     def folders(self) -> Iterator[tuple[str, bool]]:
         """Folders that hold metadata, or others that do."""
-        start = len(self._prefix)
-        names = {each[start:].partition("/")[0] for each in self._folders if each.startswith(self._prefix)}
+        start = len(self.prefix)
+        names = {each[start:].partition("/")[0] for each in self._folders if each.startswith(self.prefix)}
         return ((name, False) for name in sorted(names - {""}))
 
     def below(self, name: str) -> RemoteFolder:
         """One of them."""
-        return RemoteFolder(self._ranges, f"{self._prefix}{name}/", self._folders)
+        return RemoteFolder(self._ranges, f"{self.prefix}{name}/", self._folders)
 
     def store(self) -> Store:
         """What zarr reads."""
-        return _Store(self._ranges, self._prefix)
+        return _Store(self._ranges, self.prefix)
 
 
 class _Store(Store):
