@@ -73,9 +73,6 @@ class Zarr:
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
     ) -> Writer:
         """Begin a folder of at most ``samples`` samples and ``nbytes`` bytes of values."""
-        for field in schema:
-            if METADATA in field.name.split("/"):
-                raise UsageError(f"field {field.name!r}: {METADATA} is Zarr's own; rename the field")
         if compression is not None and compression not in self.compressions:
             raise UsageError(f"zarr has no compression {compression!r}; use one of {', '.join(self.compressions)}")
         if compression is None:

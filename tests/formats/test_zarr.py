@@ -15,7 +15,7 @@ import zarr
 from google_crc32c import value as crc32c
 
 from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError, UsageError
+from cachetool.errors import CorruptError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.schema import Field, Schema
@@ -319,9 +319,3 @@ def test_metadata_that_say_something_else_are_refused(path: Path, value: Any, ke
 
     with pytest.raises(CorruptError, match=r"data\.zarr(/x/|: 'x')"):
         ZARR.open(path)
-
-
-def test_a_field_named_like_zarrs_own_file_is_refused(path: Path) -> None:
-    with pytest.raises(UsageError, match=r"zarr\.json is Zarr's own"):
-        ZARR.create(path, Schema((Field("zarr.json/x", "<f4"),)), samples=1, nbytes=4)
-    assert not path.exists()
