@@ -59,7 +59,7 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
         " AND (NOT ? OR since <= coalesce((SELECT value FROM meta WHERE key = 'seen'), 0))",
         (seen,),
     )
-    return [Candidate(**{**dict(row), "sole": bool(row["sole"])}) for row in rows]
+    return [Candidate(*row) for row in rows]
 
 
 def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str) -> int:

@@ -31,11 +31,12 @@ __all__ = ["Shard", "Snapshot", "take", "visible"]
 class Shard:
     """One committed shard."""
 
+    folder: Path
+    """Where the folders of all shards are: a snapshot of twenty thousand makes one path, not as many."""
+    schema: Schema
     id: str
     dataset: str
     format: str
-    path: Path
-    """Its folder."""
     samples: int
     bytes: int
     """On disk, as charged against the cap."""
@@ -53,20 +54,29 @@ class Shard:
     """Content digest."""
     digest: str
     """File digest."""
-    schema: Schema
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.folder / self.id
 
     @property
     def data(self) -> Path:
         """Its data file, or for Zarr its data folder."""
-        for entry in os.scandir(self.path):
+        path = self.path
+        for entry in os.scandir(path):
             if entry.name.startswith("data."):
-                return self.path / entry.name
-        return self.path / "data"
+                return path / entry.name
+        return path / "data"
+
+
+_COLUMNS = "id, dataset, format, samples, bytes, payload, since, state, created, epochs, content, digest"
+"""Of a row, in the order of the fields of :class:`Shard`."""
 
 
 def visible(connection: Connection, layout: Layout, dataset: str | None, version: int | None) -> list[Shard]:
     """Shards visible at ``version`` (None: now) of one dataset or all, oldest first."""
-    query = "SELECT * FROM shards WHERE state IN ('ready', 'retiring')"
+    query = f"SELECT {_COLUMNS} FROM shards WHERE state IN ('ready', 'retiring')"
     values: list[object] = []
     if version is None:
         query += " AND state = 'ready'"
@@ -78,25 +88,8 @@ def visible(connection: Connection, layout: Layout, dataset: str | None, version
         values.append(dataset)
     schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
     parsed = {name: Schema.from_json(json.loads(text)) for name, text in schemas.items()}
-    return [
-        Shard(
-            id=row["id"],
-            dataset=row["dataset"],
-            format=row["format"],
-            path=layout.shards / row["id"],
-            samples=row["samples"],
-            bytes=row["bytes"],
-            payload=row["payload"],
-            since=row["since"],
-            state=row["state"],
-            created=row["created"],
-            epochs=row["epochs"],
-            content=row["content"],
-            digest=row["digest"],
-            schema=parsed[row["dataset"]],
-        )
-        for row in connection.execute(query + " ORDER BY seq", values)
-    ]
+    rows = connection.execute(query + " ORDER BY seq", values)
+    return [Shard(layout.shards, parsed[row["dataset"]], *row) for row in rows]
 
 
 class Snapshot:
