@@ -45,7 +45,7 @@ def list_source(
             from cachetool.sources.remote import list_files
 
             item = store.find(found[1])
-            return list_files(store, folder, iter([[item]]), found[2], options, progress=progress)
+            return list_files(store, folder, iter([[item]]), found[2], options, progress=progress, alone=True)
         census = Census(store.url)
 
         def seen() -> Iterator[list[Object]]:

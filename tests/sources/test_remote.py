@@ -406,3 +406,62 @@ def test_tfrecord_and_lmdb_files_are_read_whole(tmp_path: Path, server: Http) ->
 def everything_whole(source: Source) -> Block:
     schema = source.probe(np.arange(source.units)).schema
     return Block.concat([piece.block for piece in source.read(np.arange(source.units), schema=schema)])
+
+
+def test_records_with_an_index_beside_them_are_fetched_one_by_one(tmp_path: Path, server: Http) -> None:
+    """TFRecord with the lines of offset and size of tfrecord2idx; records of 64 KiB and lists of differing length."""
+    tfrecord = pytest.importorskip("tfrecord")
+    place, index, at = tmp_path / "place" / "x.tfrecord", [], 0
+    writer = tfrecord.TFRecordWriter(str(place))
+    for number in range(40):
+        writer.write(
+            {
+                "image": (bytes([number]) * 70_000, "byte"),
+                "label": (number, "int"),
+                "tags": (list(range(number % 3 + 1)), "int"),
+            }
+        )
+        writer.file.flush()
+        index.append(f"{at} {place.stat().st_size - at}\n")
+        at = place.stat().st_size
+    writer.close()
+    (tmp_path / "place" / "x.tfrecord.idx").write_text("".join(index))
+    for url in (server.url, f"{server.url}/x.tfrecord"):
+        with source_of(url, tmp_path / f"listing{len(url)}") as source:
+            assert source.units == source.samples == 40
+            schema = source.probe(np.arange(10)).schema
+            server.sent = 0
+            draws = np.array([17, 3, 3, 39, 0])
+            block = Block.concat([piece.block for piece in source.read(draws, schema=schema)])
+        assert block.columns["label"].tolist() == draws.tolist()
+        assert [block.columns["tags"][at].tolist() for at in range(3)] == [[0, 1, 2], [0], [0]]
+        assert keys(block)[0] == "x.tfrecord#17"
+        assert server.sent < 6 * 71_000
+
+
+def test_a_tar_with_an_index_is_read_by_samples(tmp_path: Path, server: Http) -> None:
+    """The index of DALI's wds2idx."""
+    body = tar_of(range(150))
+    (tmp_path / "place" / "x.tar").write_bytes(body)
+    lines: dict[str, list[str]] = {}
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        for member in archive:
+            key, _, extension = member.name.partition(".")
+            lines.setdefault(key, []).append(f"{extension} {member.offset_data} {member.size} {member.name}")
+    text = "".join(" ".join(each) + "\n" for each in lines.values())
+    (tmp_path / "place" / "x.idx").write_text(f"v1.2 {len(lines)}\n{text}")
+    with source_of(f"{server.url}/x.tar", tmp_path / "listing") as source:
+        draws = source.order(seed=2, turn=0)[np.arange(source.units)]
+        block = everything(source, draws)
+
+    assert sorted(draws.tolist()) == list(range(150))
+    assert block.columns["label"].tolist() == draws.tolist()
+    np.testing.assert_array_equal(block.columns["image"], IMAGES[draws])
+
+
+def test_an_index_that_does_not_fit_is_named(tmp_path: Path, server: Http) -> None:
+    (tmp_path / "place" / "x.tfrecord").write_bytes(bytes(100))
+    for text in ("0 1000\n", "junk", "10 20\n0 5\n"):
+        (tmp_path / "place" / "x.tfrecord.index").write_text(text)
+        with pytest.raises(BadObject, match=r"'x\.tfrecord\.index'"):
+            list_source(server.url, tmp_path / f"listing-{len(text)}")

@@ -9,19 +9,33 @@ import numpy as np
 
 from cachetool.block import Block, Column, Ragged
 from cachetool.errors import BadObject
-from cachetool.schema import Schema
+from cachetool.schema import Field, Schema
 from cachetool.sources.joined import common, conform
+from cachetool.sources.rows import of_sizes
 
 __all__ = ["common_of", "fitted"]
 
 
 def common_of(a: Schema, b: Schema) -> Schema:
     """The schema that holds samples of both. Raises :class:`BadObject`."""
+    a, b = _widened(a, b), _widened(b, a)
     return common(a, b, first=Path("one file"), then=Path("another"))
+
+
+def _widened(mine: Schema, other: Schema) -> Schema:
+    """Lists that always had one value in some records have several in others: numbers become lists of one."""
+    fields = [
+        Field(field.name, field.dtype, (1,))
+        if field.shape == () and field.name in other and other[field.name].rank == 1 and field.kind == "fixed"
+        else field
+        for field in mine
+    ]
+    return Schema(tuple(fields))
 
 
 def fitted(block: Block, schema: Schema, where: str) -> Block:
     """The block under the dataset's schema. Raises :class:`BadObject` naming the file when it does not fit."""
+    block = _lists(block, schema)
     if set(block.schema.names) != set(schema.names):
         raise BadObject(
             f"{where!r} has the fields {', '.join(block.schema.names)}, the dataset {', '.join(schema.names)};\n"
@@ -39,6 +53,21 @@ def fitted(block: Block, schema: Schema, where: str) -> Block:
                 "leave it out with --fields"
             )
     return conform(_unragged(block, schema), schema)
+
+
+def _lists(block: Block, schema: Schema) -> Block:
+    """With lists of one number, and of none, where the dataset has lists of any."""
+    columns: dict[str, Column] = dict(block.columns)
+    fields = list(_widened(block.schema, schema))
+    for field in fields:
+        if field.shape == (1,) and block.schema[field.name].shape == ():
+            columns[field.name] = np.asarray(columns[field.name]).reshape(-1, 1)
+    for field in schema:
+        if field.name not in block.schema and field.kind == "ragged" and field.rank == 1:
+            none = np.zeros(len(block), dtype=np.int64)
+            columns[field.name] = of_sizes(np.zeros(0, dtype=field.numpy), none, shapes=True)
+            fields.append(field)
+    return Block(Schema(tuple(fields)), columns)
 
 
 def _all(column: Ragged, shape: Sequence[int | None]) -> bool:

@@ -16,6 +16,7 @@ from cachetool.sources.guard import GuardedFile
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.remote.files import Files, renamed
+from cachetool.sources.remote.index import IndexSeen, index_facts
 from cachetool.sources.remote.kinds import EachFile, Kind
 from cachetool.sources.remote.opening import FileFacts
 from cachetool.sources.remote.ranges import RangeServer
@@ -37,22 +38,34 @@ def list_files(
     options: SourceOptions,
     *,
     progress: Callable[[int], None] | None = None,
+    alone: bool = False,
 ) -> Listing:
-    """Write the listing of the files among ``pages`` and what they hold into ``folder``.
+    """Write the listing of the files among ``pages`` and what they hold into ``folder``. ``alone``: of one file, beside
+    which nothing was looked for.
 
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
     if options.decode and kind != "tar":
         raise UsageError(f"--decode image is for folders of images and for tar files; {store.url} is {kind}")
+    seen = IndexSeen(store)
     listing = write_listing(
-        folder, pages, stem=EachFile(kind), url=store.url, left_out=lambda: store.left_out, progress=progress
+        folder, seen.note(pages), stem=EachFile(kind), url=store.url, left_out=lambda: store.left_out, progress=progress
     )
     if not listing.objects:
         return listing
     files = Files(store, listing)
     if kind in WHOLE:
-        write_table(folder, kind, options, [], files=listing.objects)
+        if alone and kind != "lmdb":
+            seen.ask(files.name(0))
+        indexes = [seen.of(files.name(number)) for number in range(listing.objects)]
+        found = [index for index in indexes if index is not None]
+        if kind == "lmdb" or len(found) < len(indexes):
+            write_table(folder, kind, options, [], files=listing.objects)
+        else:
+            facts = [index_facts(kind, files.item(at), index, store.get) for at, index in enumerate(found)]
+            parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
+            write_table(folder, kind, options, facts, files=listing.objects, parts=parts)
     elif kind == "npy":
         write_table(folder, kind, options, _npy_facts(files, options), files=listing.objects)
     else:

@@ -26,6 +26,7 @@ RESIDENT = 16 * 2**20
 _SMALL_ROW = 4 * 2**10
 _KEPT = 64 * 2**20
 _PART = 8 * 2**20
+_TAR_END = 1024
 MAX_WHOLE = 4 * 2**30
 """Bytes of an archive that is fetched as a whole, since it lies in memory meanwhile."""
 
@@ -68,7 +69,7 @@ class Reader(Protocol):
 
 def reader_of(files: Files, table: Table, options: SourceOptions) -> Reader:
     """The reader for these tables."""
-    if table.whole:
+    if not table.layouts:
         return _Archives(files, table, options)
     if all(layout.stored for layout in table.layouts):
         return _Extents(files, table)
@@ -190,26 +191,30 @@ class _Guarded:
 
 
 class _Archives:
-    """Whole files of records, in memory while they are read."""
+    """Files of records, whole or by those parts of them that an index names, in memory while they are read."""
 
     def __init__(self, files: Files, table: Table, options: SourceOptions) -> None:
-        self._files, self._kind, self._options = files, table.kind, options
+        self._files, self._table, self._kind, self._options = files, table, table.kind, options
         self.labels = table.kind == "tar"
         self.numbered = True
         self.fetched = 0
 
     def wants(self, run: Run) -> list[Want]:
+        if not self._table.whole:
+            return [Want(item, start, stop) for item, start, stop in self._table.parts_of(run).tolist()]
         size = self._files.item(run.file).size
         if size > MAX_WHOLE:
             return []
         return [Want(run.file, at, min(at + _PART, size)) for at in range(0, size, _PART)]
 
     def nbytes(self, run: Run) -> int:
+        if not self._table.whole:
+            return sum(want.stop - want.start for want in self.wants(run))
         return int(self._files.item(run.file).size)
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
         item = self._files.item(run.file)
-        if item.size > MAX_WHOLE:
+        if self._table.whole and item.size > MAX_WHOLE:
             raise BadObject(f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole")
         fd = os.memfd_create("archive", os.MFD_CLOEXEC)
         try:
@@ -217,12 +222,15 @@ class _Archives:
                 body = bodies.pop(0)
                 while body:
                     body = body[os.write(fd, body) :]
+            if self._kind == "tar" and not self._table.whole:
+                os.write(fd, bytes(_TAR_END))
             path = Path(f"/proc/{os.getpid()}/fd/{fd}")
             with renamed(path, item.key), self._opened(path) as found:
                 blocks = list(found.blocks())
-                if found.samples and blocks:
-                    return Block.concat(blocks)
-                return Block.from_samples(found.schema, [])
+                block = Block.concat(blocks) if blocks else Block.from_samples(found.schema, [])
+            if not self._table.whole and len(block) != run.stop - run.start:
+                raise BadObject(f"{item.key!r} holds other records than its index says")
+            return block
         finally:
             os.close(fd)
 

@@ -76,7 +76,7 @@ class FilesSource:
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
-        if not self._table.whole:
+        if self._table.layouts:
             schema = self._schema(functools.reduce(common_of, (each.schema for each in self._table.layouts)))
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
@@ -85,12 +85,13 @@ class FilesSource:
             return Probe(schema, -(-nbytes // max(1, count)))
         blocks: list[Block] = []
         looked = held = 0
-        for batch, result in self._whole_files(units):
-            for run in batch.runs:
-                if run.first in batch.errors and not skip_bad:
-                    raise batch.errors[run.first]
-            blocks += [block for block in result if len(block)]
-            looked, held = looked + 1, held + batch.fetched
+        for unit in np.asarray(units, dtype=np.int64)[: _PROBED if self._table.whole else len(units)]:
+            for batch in self._fetched(np.array([unit])):
+                found = self._blocks(batch)
+                if batch.errors and not skip_bad:
+                    raise batch.errors[0]
+                blocks += [block for block in found if len(block)]
+                looked, held = looked + 1, held + batch.fetched
             if blocks and held >= _PROBED_BYTES:
                 break
         if not blocks:
@@ -98,11 +99,6 @@ class FilesSource:
         schema = functools.reduce(common_of, (block.schema for block in blocks))
         count = sum(map(len, blocks))
         return Probe(schema, -(-sum(block.nbytes for block in blocks) // count), max(1, count // looked))
-
-    def _whole_files(self, units: _Numbers) -> Iterator[tuple[Batch, list[Block]]]:
-        for unit in units[:_PROBED]:
-            for batch in self._fetched(np.array([unit])):
-                yield batch, self._blocks(batch)
 
     def read(
         self, units: _Numbers, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES

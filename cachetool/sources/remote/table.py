@@ -76,6 +76,7 @@ class Table:
     whole: bool
     """Whether a file is one unit, whose samples nobody has counted."""
     layouts: tuple[Layout, ...]
+    """Empty for archives and records, whose fields are seen when they are read."""
     piece: int
     skipped: tuple[tuple[str, str], ...]
     rows: _Numbers
@@ -197,10 +198,12 @@ def write_table(
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
     layouts: dict[str, int] = {}
     layout, chunk, cuts = [], [], []
-    names = Schema.from_json(facts[0].schema).names if facts else ()
+    names = Schema.from_json(facts[0].schema).names if facts and facts[0].schema else ()
     for each in facts:
         stored = list(each.stored.values()) if len(each.stored) == len(each.schema) else []
-        layout.append(layouts.setdefault(json.dumps({"schema": each.schema, "stored": stored}), len(layouts)))
+        if each.schema:
+            text = json.dumps({"schema": each.schema, "stored": stored})
+            layout.append(layouts.setdefault(text, len(layouts)))
         if each.cuts is not None:
             chunk.append(0)
             cuts += [stop - start for start, stop in zip([0, *each.cuts], each.cuts, strict=False)]

@@ -1,0 +1,103 @@
+"""Index files beside tar and TFRecord files: where each record lies, so that it can be fetched without the rest.
+
+=====================================  ====================================================================
+``x.tfrecord.idx .index .tfindex``     a line for each record: offset and bytes, its frame included, as the
+                                       packages ``tfrecord`` and DALI write them
+``x.idx`` beside ``x.tar``             DALI's ``wds2idx``: a line with version and count, then one for each
+                                       sample: extension, offset, size and, from v1.2 on, name of each member
+=====================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.errors import BadObject, NotFound
+from cachetool.sources.remote.kinds import Kind
+from cachetool.sources.remote.opening import FileFacts
+from cachetool.sources.remote.table import UNIT_BYTES
+from cachetool.stores import Object, Store
+
+__all__ = ["IndexSeen", "index_facts"]
+
+_EXTENSIONS = (".idx", ".index", ".tfindex")
+_TAR_RECORD = 512
+
+_Numbers = npt.NDArray[np.int64]
+
+
+def _names(key: str) -> Iterator[str]:
+    for stem in (key, key.rpartition(".")[0]):
+        for extension in _EXTENSIONS:
+            yield stem + extension
+
+
+class IndexSeen:
+    """The index files of a place, noted while its listing passes by."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[str, Object] = {}
+
+    def note(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
+        """The pages, as they are."""
+        for page in pages:
+            self._seen.update((item.key, item) for item in page if item.key.endswith(_EXTENSIONS))
+            yield page
+
+    def ask(self, key: str) -> None:
+        """Look for the index of the one file ``key``, which no listing led to."""
+        for name in _names(key):
+            try:
+                self._seen[name] = self._store.find(name)
+            except NotFound:
+                continue
+            return
+
+    def of(self, key: str) -> Object | None:
+        """The index of a file; None when it has none, or is packed as a whole."""
+        if key.lower().endswith(("gz", "tgz")):
+            return None
+        return next((self._seen[name] for name in _names(key) if name in self._seen), None)
+
+
+def index_facts(kind: Kind, item: Object, index: Object, get: Callable[[Object], memoryview]) -> FileFacts:
+    """What the index of ``item`` says. Raises :class:`BadObject` naming it."""
+    try:
+        lines = bytes(get(index)).decode("ascii").splitlines()
+        starts, stops = _tar(lines) if kind == "tar" else _tfrecord(lines)
+    except (ValueError, IndexError) as error:
+        raise BadObject(f"{index.key!r} is not the index of a {kind} file") from error
+    if len(starts) and (
+        starts[0] < 0 or (np.diff(starts) <= 0).any() or (stops <= starts).any() or stops[-1] > item.size
+    ):
+        raise BadObject(f"{index.key!r} does not fit {item.key!r}: it names bytes that are not there")
+    # Records share a unit of about UNIT_BYTES by where they begin; larger ones are their own.
+    changes = np.flatnonzero(np.diff(starts // UNIT_BYTES)) + 1
+    firsts = np.concatenate([[0], changes]) if len(starts) else np.zeros(0, dtype=np.int64)
+    lasts = np.concatenate([changes, [len(starts)]]) if len(starts) else firsts
+    parts = [(int(a), int(starts[a]), int(stops[b - 1] - starts[a]), "") for a, b in zip(firsts, lasts, strict=True)]
+    return FileFacts(len(starts), 1, 0, [], {}, {}, cuts=lasts.tolist(), parts=parts)
+
+
+def _tfrecord(lines: list[str]) -> tuple[_Numbers, _Numbers]:
+    found = np.array([line.split() for line in lines if line.strip()], dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 0] + found[:, 1]
+
+
+def _tar(lines: list[str]) -> tuple[_Numbers, _Numbers]:
+    version, count = lines[0].split()
+    step = {"v1.0": 3, "v1.1": 3, "v1.2": 4}[version]
+    stops = []
+    for line in lines[1 : 1 + int(count)]:
+        words = line.split(" ")
+        offset, size = int(words[len(words) - step + 1]), int(words[len(words) - step + 2])
+        stops.append(-(-(offset + size) // _TAR_RECORD) * _TAR_RECORD)
+    if len(stops) != int(count):
+        raise ValueError("fewer lines than its first one says")
+    # A sample begins where the one before it ends: long names stand before the header that an index names.
+    ends = np.array(stops, dtype=np.int64)
+    return np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)], ends
