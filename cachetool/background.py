@@ -42,8 +42,9 @@ from cachetool.engines.local import Child, stop
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CacheToolError, Interrupted, SourceError, Unreachable, UsageError
 from cachetool.options import PullOptions
+from cachetool.planning import source_id
 from cachetool.progress import Progress
-from cachetool.pull import pull, source_id
+from cachetool.pull import pull
 from cachetool.stores import redact
 
 __all__ = ["BackgroundPull", "follow"]

@@ -11,7 +11,7 @@ from cachetool.cache import Room, policy_names
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.sources import SourceOptions
-from cachetool.units import parse_duration, parse_fraction, parse_size
+from cachetool.units import parse_duration, parse_fraction, parse_rate, parse_size
 
 __all__ = ["PullOptions"]
 
@@ -31,7 +31,15 @@ class PullOptions:
     dataset: str = "default"
     seed: int | None = None
     """None: what this source is drawn with already, or 0."""
+    order: str | None = None
+    """``random`` or ``sequential``; None: as this source is drawn already, or random."""
+    refresh: bool = False
+    """List the source again, for what is new in it and what is gone."""
+    start_early: bool = False
+    """Draw from the first part of a listing while the rest comes."""
     workers: int = 2
+    max_rate: int | str | None = None
+    """Bytes a second that all workers together fetch at most; ``"200MB/s"``."""
     shard_size: int | str | None = None
     """Bytes of values in a shard."""
     policy: str = "oldest"
@@ -78,8 +86,12 @@ class PullOptions:
                 raise UsageError(f"{name} {value} is too large; it must be below 2**63")
         if (self.samples is not None) + self.everything + self.follow > 1:
             raise UsageError("only one of --samples, --all and --follow can be given")
+        if self.order not in (None, "random", "sequential"):
+            raise UsageError(f"--order is random or sequential, got {self.order!r}")
         if self.workers < 1:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        if self.max_rate is not None:
+            parse_rate(self.max_rate, what="--max-rate")
         if self.policy not in policy_names():
             raise UsageError(f"unknown eviction policy {self.policy!r}; there are {', '.join(policy_names())}")
         if self.on_error not in ("error", "skip"):

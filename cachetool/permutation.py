@@ -9,6 +9,8 @@ finaliser of splitmix64 (Steele, Lea and Flood, 2014). Good mixing for sampling;
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import numpy.typing as npt
 
 from cachetool.errors import UsageError
 
-__all__ = ["MAX_N", "Permutation"]
+__all__ = ["MAX_N", "Permutation", "SegmentedOrder"]
 
 MAX_N = 2**40
 _ROUNDS = 6
@@ -24,6 +26,7 @@ _ROUNDS = 6
 
 class Permutation:
     """The order of ``0 .. n - 1`` that ``seed`` and ``turn`` (the pass, the epoch) decide; same arguments, same order.
+    ``part`` makes orders that differ within one turn.
 
     ``order[positions]`` takes an int64 array of positions of any shape and gives the things at those positions, int64,
     same shape; a plain int gives an int. Memory is that of the positions asked for. Raises :class:`UsageError` for n
@@ -32,12 +35,13 @@ class Permutation:
 
     __slots__ = ("_half", "_keys", "n")
 
-    def __init__(self, n: int, *, seed: int = 0, turn: int = 0) -> None:
+    def __init__(self, n: int, *, seed: int = 0, turn: int = 0, part: int = 0) -> None:
         if not 0 <= n <= MAX_N:
             raise UsageError(f"cannot order {n} things: 0 to 2**40")
         self.n = n
         self._half = max(1, ((max(n - 1, 1)).bit_length() + 1) // 2)
-        digest = hashlib.sha256(f"cachetool order {seed} {turn}".encode()).digest()
+        name = f"cachetool order {seed} {turn}" + (f" {part}" if part else "")
+        digest = hashlib.sha256(name.encode()).digest()
         digest += hashlib.sha256(digest).digest()
         self._keys = np.frombuffer(digest[: 8 * _ROUNDS], dtype="<u8").astype(np.uint64)
 
@@ -71,3 +75,43 @@ class Permutation:
             mixed ^= mixed >> np.uint64(31)
             left, right = right, left ^ (mixed & mask)
         return (left << half) | right
+
+
+class SegmentedOrder:
+    """The order of ``0 .. n - 1`` segment by segment: what a pass goes through while its source still grows.
+
+    ``cuts`` are the places between segments, ascending. A segment is drawn in a seeded order of its own after all
+    before it, so that one more segment changes nothing of what came before. ``sequential`` leaves all in place.
+    Positions as for :class:`Permutation`, but arrays only.
+    """
+
+    __slots__ = ("_bounds", "_parts", "_sequential")
+
+    def __init__(self, n: int, *, seed: int = 0, turn: int = 0, cuts: Sequence[int] = (), sequential: bool = False):
+        bounds = [0, *cuts, n]
+        if any(a >= b for a, b in pairwise(bounds)) and n:
+            raise UsageError(f"the cuts {list(cuts)} do not ascend inside 0 .. {n}")
+        self._bounds = np.array(bounds, dtype=np.int64)
+        self._sequential = sequential
+        sizes = np.diff(self._bounds).tolist()
+        self._parts = [Permutation(size, seed=seed, turn=turn, part=part) for part, size in enumerate(sizes)]
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        at = np.asarray(positions, dtype=np.int64)
+        if at.size and (int(at.min()) < 0 or int(at.max()) >= len(self)):
+            raise IndexError(f"position outside 0 .. {len(self) - 1}")
+        if self._sequential:
+            return at.copy()
+        out = np.empty_like(at)
+        segments = np.searchsorted(self._bounds, at, side="right") - 1
+        for segment in np.unique(segments).tolist():
+            here, start = segments == segment, self._bounds[segment]
+            out[here] = self._parts[segment][at[here] - start] + start
+        return out
+
+    def whole(self, start: int, stop: int) -> int:
+        """Where a run from ``start`` to ``stop`` had better end: where it does, since nothing here belongs together."""
+        return stop

@@ -10,33 +10,39 @@ A pull that fails before the job leaves the cache as it was, byte for byte.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws
+from cachetool.cache.growth import grow_source
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, CapBlocked, CapTooSmall, Interrupted, UsageError
+from cachetool.errors import CacheToolError, CapBlocked, Interrupted, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
-from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
+from cachetool.planning import (
+    drawn_as,
+    format_of,
+    pace,
+    prepare,
+    refuse_small_cap,
+    samples_per_shard,
+    shard_bytes,
+    source_id,
+    source_row,
+)
 from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions
-from cachetool.stores import canonical
-from cachetool.units import format_size, parse_size
+from cachetool.sources.early import SEGMENT
 
-__all__ = ["PullResult", "pull", "source_id"]
-
-DEFAULT_SHARD = 64 * 10**6
-"""Bytes of values in a shard, unless a sixteenth of the cap is less."""
+__all__ = ["PullResult", "pull"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,12 @@ class PullResult:
     """Whether every sample of the source was drawn in this pass."""
     reason: str
     """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
+    added: int = 0
+    """Units that a refresh found beside those known."""
+    vanished: int = 0
+    """Units that a refresh did not find any more, or with another content."""
+    vanished_examples: tuple[str, ...] = ()
+    """Keys of the first 20 samples that vanished."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -108,30 +120,53 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     id = source_id(url, options)
     with ExitStack() as stack:
         known = cache.source(id)
-        if known is not None and options.source == SourceOptions(
-            stem=options.source.stem, read_as=options.source.read_as
-        ):
+        flight = options.source.concurrency
+        plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
+        if known is not None and replace(options.source, concurrency=None) == plain:
             # Pulled before, and nothing said now: the same fields by the same names.
-            options = replace(options, source=SourceOptions.from_json(known.options))
-        if known is not None and cache.listing(id).exists():
-            listing = cache.listing(id)
-        else:
-            # Outside of the cache until its size is known: what is in the cache is charged first.
-            listing = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-"))) / "listing"
-        seed = _seed(known, options.seed)
-        schema, found = _prepare(cache, url, options, listing, seed, known, report)
-        kind = get_format(options.to or _format_of(cache, options.dataset) or "lmdb")
-        shard_bytes = _shard_bytes(cache, options)
-        per_shard = _samples_per_shard(schema, shard_bytes, found["mean"], options.samples)
+            again = SourceOptions.from_json(known.options)
+            options = replace(options, source=replace(again, concurrency=flight))
+        # Outside of the cache until its size is known: what is in the cache is charged first.
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
+        listing = cache.listing(id) if known is not None and cache.listing(id).exists() else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
-        _refuse_small_cap(cache, schema, kind.name, per_shard, shard_bytes, mean=found["mean"], listing=new)
+        if known is not None and new is None and not known.whole and not options.start_early:
+            LocalEngine().run([_listing(cache, url, options, id)], _reported(report))
+            known = cache.source(id)
+        order, limit = drawn_as(known, options), pace(options, scratch)
+        schema, found = prepare(cache, url, options, listing, order, known, scratch, report)
+        kind = get_format(options.to or format_of(cache, options.dataset) or "lmdb")
+        nbytes = shard_bytes(cache, options)
+        per_shard = samples_per_shard(schema, nbytes, found["mean"], options.samples)
+        refuse_small_cap(cache, schema, kind.name, per_shard, nbytes, mean=found["mean"], listing=new)
         if known is None:
             stack.callback(_withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, schema)
-        if listing != cache.listing(id):
-            cache.add_source(_source_row(id, options, found, seed, known), listing)
+        row, change = source_row(id, options, found, order, known), found["change"]
+        if new is not None:
+            cache.add_source(row, new)
+        elif change is not None and (change["added"] or change["vanished"]):
+            segment = {name: change[name] for name in ("name", "units", "identity")}
+            grow_source(cache, row, scratch / "segment", whole=True, **segment)
         per_shard = max(1, per_shard // found["per_unit"])
-        return _draw(cache, url, options, id, schema, kind, shard_bytes, per_shard, found["per_unit"], began, report)
+        made = _draw(cache, url, options, id, schema, kind, nbytes, per_shard, found["per_unit"], began, report, limit)
+        if change is None:
+            return made
+        return replace(
+            made, added=change["added"], vanished=change["vanished"], vanished_examples=tuple(change["names"])
+        )
+
+
+def _listing(cache: CacheDir, url: str, options: PullOptions, id: str) -> Task:
+    """The rest of a listing that is not whole."""
+    root, source = str(cache.root.resolve()), options.source.to_json()
+    return Task(
+        "cachetool.lister:list_on", {"root": root, "url": url, "source": id, "options": source, "early": SEGMENT}
+    )
+
+
+def _reported(report: Report) -> Callable[[int, Message], None]:
+    return lambda _, message: report(Progress("list", message["listed"]))
 
 
 def _draw(
@@ -141,11 +176,12 @@ def _draw(
     id: str,
     schema: Schema,
     kind: Format,
-    shard_bytes: int,
+    nbytes: int,
     per_shard: int,
     per_unit: int,
     began: float,
     report: Report,
+    limit: Message | None,
 ) -> PullResult:
     """Open the job, run the workers, close it. ``per_unit``: samples that one draw brings, ``per_shard``: draws that
     make a shard."""
@@ -158,7 +194,8 @@ def _draw(
         mark = int(connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
     left = source.units - _drawn(cache, source)
     count = left if wanted is None else min(left, wanted)
-    workers = options.workers if options.follow else max(1, min(options.workers, -(-count // per_shard)))
+    endless = options.follow or not source.whole
+    workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
     task = Task(
         "cachetool.sampler:draw",
         {
@@ -170,19 +207,24 @@ def _draw(
             "dataset": options.dataset,
             "format": kind.name,
             "schema": schema.to_json(),
-            "shard_bytes": shard_bytes,
+            "shard_bytes": nbytes,
             "units_per_shard": per_shard,
             "per_unit": per_unit,
-            "seed": source.seed,
             "room": asdict(replace(options.room, job=job)),
             "follow": options.follow,
+            "pace": limit,
             "skip_bad": options.on_error == "skip",
         },
     )
+    tasks = [task] * workers if count or endless else []
+    if not source.whole:
+        tasks.append(_listing(cache, url, options, id))
     tally = _Tally()
-    target = None if options.follow else count * per_unit
+    target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
 
     def on_message(_: int, message: Message) -> None:
+        if "listed" in message:
+            return
         tally.add(message)
         note = message.get("waiting", f"{tally.shards} shards")
         report(Progress("pull", tally.arrived, target, tally.fetched, note))
@@ -190,8 +232,8 @@ def _draw(
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
-        outcomes = LocalEngine().run([task] * workers, on_message) if count or options.follow else []
-        full = [outcome["full"] for outcome in outcomes if outcome["full"]]
+        outcomes = LocalEngine().run(tasks, on_message)
+        full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -200,7 +242,8 @@ def _draw(
     finally:
         with cache.catalog.write() as connection:
             draws.close_job(connection, job)
-    complete = _drawn(cache, cache.source(id) or source) >= source.units
+    source = cache.source(id) or source
+    complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
         asked = source.samples if options.samples is None else options.samples
         raise CapBlocked(f"stopped at the cap with {tally.samples} of {asked} samples: {full[0]}")
@@ -226,110 +269,6 @@ def _withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
     """Take back what a pull declared when it came to nothing: else an empty dataset would bind the next one."""
     with suppress(CacheToolError):
         cache.withdraw(dataset, source)
-
-
-def source_id(url: str, options: PullOptions) -> str:
-    """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
-    text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _seed(known: SourceRow | None, wanted: int | None) -> int:
-    if known is None:
-        return wanted or 0
-    if wanted is not None and wanted != known.seed:
-        raise UsageError(
-            f"{known.url} is drawn with --seed {known.seed} in this cache; leave --seed out, or use another cache"
-        )
-    return known.seed
-
-
-def _prepare(
-    cache: CacheDir,
-    url: str,
-    options: PullOptions,
-    listing: Path,
-    seed: int,
-    known: SourceRow | None,
-    report: Report,
-) -> tuple[Schema, Message]:
-    """List and probe in a process of its own; gives the schema to use and what was found."""
-
-    def on_message(_: int, message: Message) -> None:
-        if "listed" in message:
-            report(Progress("list", message["listed"]))
-        else:
-            report(Progress("schema", 0, message["probing"]))
-
-    has = options.dataset in cache.datasets()
-    task = Task(
-        "cachetool.sampler:prepare",
-        {
-            "url": url,
-            "listing": str(listing),
-            "options": options.source.to_json(),
-            "seed": seed,
-            "turn": known.turn if known else 0,
-            "skip_bad": options.on_error == "skip",
-        },
-    )
-    found = LocalEngine().run([task], on_message)[0]
-    schema = Schema.from_json(found["schema"])
-    if has:
-        cache.check_schema(options.dataset, schema)
-    if known is not None and found["identity"] != known.identity:
-        raise UsageError(
-            f"the listing of {known.url} was lost and what is there now differs; draw it into another --dataset"
-        )
-    return schema, found
-
-
-def _source_row(id: str, options: PullOptions, found: Message, seed: int, known: SourceRow | None) -> SourceRow:
-    if known is not None:
-        return known
-    return SourceRow(
-        id=id,
-        url=found["url"],
-        options=options.source.to_json(),
-        identity=found["identity"],
-        dataset=options.dataset,
-        units=found["units"],
-        samples=found["samples"],
-        seed=seed,
-        turn=0,
-        frontier=0,
-        skipped=0,
-    )
-
-
-def _format_of(cache: CacheDir, dataset: str) -> str | None:
-    shards = cache.shards(dataset)
-    return shards[-1].format if shards else None
-
-
-def _shard_bytes(cache: CacheDir, options: PullOptions) -> int:
-    if options.shard_size is not None:
-        return parse_size(options.shard_size, what="--shard-size")
-    return max(1, min(DEFAULT_SHARD, cache.max_size // 16))
-
-
-def _samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int | None) -> int:
-    """How many samples a shard takes, by the mean size of those probed where they differ."""
-    size = schema.fixed_nbytes if schema.is_fixed else mean
-    most = max(1, shard_bytes // max(1, size))
-    return most if wanted is None else min(most, wanted)
-
-
-def _refuse_small_cap(
-    cache: CacheDir, schema: Schema, format: str, samples: int, shard_bytes: int, *, mean: int, listing: Path | None
-) -> None:
-    nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes, mean)
-    least = cache.least_cap(shard_bound(get_format(format), schema, samples, nbytes), schema, listing=listing)
-    if least > cache.max_size:
-        raise CapTooSmall(
-            f"a cap of {format_size(cache.max_size)} cannot hold one {format} shard of {format_size(nbytes)};"
-            f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
-        )
 
 
 def _drawn(cache: CacheDir, source: SourceRow) -> int:

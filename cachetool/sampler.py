@@ -1,6 +1,6 @@
-"""What a sampler process does: list a source, and draw shards out of it.
+"""What a sampler process does: draw shards out of a source.
 
-These are the targets of tasks (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are
+The target of a task (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are
 used in here and nowhere else, since their client hangs in a process that was forked after it was first used::
 
     claim positions -> units in drawn order -> fetch, decode -> blocks -> shard, reserved whole -> commit, draws done
@@ -13,7 +13,7 @@ No sample crosses between processes.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,45 +26,15 @@ from cachetool.errors import BadObject, CapBlocked
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.lister import pace_of
 from cachetool.schema import Schema
-from cachetool.sources import Skipped, Source, SourceOptions, list_source, open_source
+from cachetool.sources import Skipped, Source, SourceOptions, open_source
 
-__all__ = ["draw", "prepare"]
+__all__ = ["draw"]
 
-PROBED = 64
-"""The schema is fixed from this many first draws."""
 TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
-
-
-def prepare(
-    channel: Channel, *, url: str, listing: str, options: Message, seed: int, turn: int, skip_bad: bool
-) -> Message:
-    """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
-
-    Gives url (redacted), identity, units, samples, schema, ``mean``, the mean bytes of values of a sample, and
-    ``per_unit``, the samples of a unit.
-    """
-    folder, parsed = Path(listing), SourceOptions.from_json(options)
-    if not (folder / "listing.json").exists():
-        list_source(url, folder, parsed, progress=lambda count: channel.send({"listed": count}))
-    source = open_source(url, folder, parsed)
-    try:
-        count = min(PROBED, source.units)
-        channel.send({"probing": count})
-        probe = source.probe(source.order(seed=seed, turn=turn)[np.arange(count)], skip_bad=skip_bad)
-        return {
-            "url": source.url,
-            "identity": source.identity,
-            "units": source.units,
-            "samples": source.samples,
-            "schema": probe.schema.to_json(),
-            "mean": probe.mean_bytes,
-            "per_unit": probe.per_unit,
-        }
-    finally:
-        source.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +67,10 @@ def draw(
     shard_bytes: int,
     units_per_shard: int,
     per_unit: int,
-    seed: int,
     room: Message,
     follow: bool,
     skip_bad: bool,
+    pace: Message | None,
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had.
 
@@ -117,31 +87,44 @@ def draw(
         skip_bad,
         per_unit,
     )
+    parsed = SourceOptions.from_json(options)
     with CacheDir(Path(root)) as cache:
-        samples = open_source(url, cache.listing(source), SourceOptions.from_json(options))
+        samples: Source | None = None
+
+        def whole(turn: int, start: int, stop: int) -> int:
+            assert row is not None
+            assert samples is not None
+            order = samples.order(seed=row.seed, turn=turn, cuts=row.cuts, sequential=row.sequential)
+            return order.whole(start, stop)
+
         try:
-            while True:
+            row = cache.source(source)
+            while row is not None:
+                if samples is None or samples.units != row.units:
+                    if samples is not None:
+                        samples.close()  # it has grown
+                    samples = open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace))
                 with cache.catalog.write() as connection:
                     cache.holder.register(connection)
-                    held = draws.claim(
-                        connection,
-                        job,
-                        holder=cache.holder.id,
-                        most=units_per_shard,
-                        whole=lambda turn, start, stop: samples.order(seed=seed, turn=turn).whole(start, stop),
-                    )
+                    now, row = row, draws.source_row(connection, source)
+                    if row is None or row.units != now.units:
+                        continue
+                    held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
                     if held is None and follow:
                         draws.next_turn(connection, source)
+                    left = draws.job_row(connection, job).left
                 if held is not None:
-                    _Drawing(cache, samples, plan, held, seed, channel).run()
-                elif follow:
-                    time.sleep(0.2)  # other workers finish the pass
+                    _Drawing(cache, samples, plan, held, channel).run()
+                elif follow or not (row.whole or left == 0):
+                    time.sleep(0.2)  # other workers finish the pass, or more of the listing comes
                 else:
-                    return {"full": None}
+                    break
+            return {"full": None}
         except CapBlocked as error:
             return {"full": str(error)}
         finally:
-            samples.close()
+            if samples is not None:
+                samples.close()
             with cache.catalog.write() as connection:
                 draws.give_back(connection, cache.holder.id, job)
 
@@ -163,9 +146,15 @@ class _Waiting:
 class _Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
-    def __init__(self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, seed: int, channel: Channel) -> None:
+    def __init__(self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, channel: Channel) -> None:
         self._cache, self._source, self._plan, self._held = cache, source, plan, held
-        self._units = source.order(seed=seed, turn=held.turn)[np.arange(held.start, held.stop)]
+        row = held.source
+        order = source.order(seed=row.seed, turn=held.turn, cuts=row.cuts, sequential=row.sequential)
+        units = order[np.arange(held.start, held.stop)]
+        vanished = np.isin(units, source.vanished)
+        self._there = np.nonzero(~vanished)[0]
+        """Positions in the claim whose units are still in the source."""
+        self._units, self._vanished = units[self._there], np.cumsum(vanished)
         self._channel = channel
         self._from = held.start
         self._skipped: list[Skipped] = []
@@ -185,10 +174,10 @@ class _Drawing:
         )
         try:
             for piece in pieces:
-                self._skipped += piece.skipped
+                self._skipped += [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
                 self._fetched += piece.fetched
                 self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
-                block, at = piece.block, piece.draws
+                block, at = piece.block, self._there[piece.draws]
                 while len(block):
                     fit = self._fitting(block, at)
                     if fit == 0:
@@ -236,13 +225,13 @@ class _Drawing:
         """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
         plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
+        left_out = len(skipped), self._gone(upto) - self._gone(start)
+        counts = {"skipped": left_out[0], "vanished": left_out[1], "fetched": self._fetched}
         if files is None or staging is None:
             if upto == start:
                 return
             with self._cache.catalog.write() as connection:
-                draws.finish(
-                    connection, plan.job, self._held, upto, samples=0, skipped=len(skipped), fetched=self._fetched
-                )
+                draws.finish(connection, plan.job, self._held, upto, samples=0, **counts)
         else:
             facts = files.facts()
             self._files = None
@@ -250,13 +239,7 @@ class _Drawing:
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
                 origin=Origin(plan.source, self._source.url, self._held.turn, ((start, upto),)),
                 close=lambda connection: draws.finish(
-                    connection,
-                    plan.job,
-                    self._held,
-                    upto,
-                    samples=upto - start - len(skipped),
-                    skipped=len(skipped),
-                    fetched=self._fetched,
+                    connection, plan.job, self._held, upto, samples=upto - start - sum(left_out), **counts
                 ),
             )
             self._staging = None
@@ -266,6 +249,10 @@ class _Drawing:
         if skipped:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
+
+    def _gone(self, upto: int) -> int:
+        """How many of the claim's positions below ``upto`` have vanished."""
+        return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
         with self._cache.catalog.read() as connection:

@@ -175,8 +175,8 @@ def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_doe
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
     """A folder in which all objects that are not looked at beforehand are junk."""
+    from cachetool.lister import PROBED
     from cachetool.permutation import Permutation
-    from cachetool.sampler import PROBED
 
     folder = tmp_path / "bad"
     folder.mkdir()

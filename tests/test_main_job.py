@@ -385,8 +385,8 @@ def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
 
 
 def drawn_first(units: int) -> set[int]:
+    from cachetool.lister import PROBED
     from cachetool.permutation import Permutation
-    from cachetool.sampler import PROBED
 
     return set(Permutation(units, seed=0, turn=0)[np.arange(PROBED)].tolist())
 

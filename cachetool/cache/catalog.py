@@ -80,6 +80,12 @@ _MIGRATIONS = (
         error TEXT, started REAL, updated REAL
     ) WITHOUT ROWID;
     """,
+    # Sources that grow: the places between the segments of the present pass; whether all of them are there.
+    """
+    ALTER TABLE sources ADD COLUMN cuts TEXT NOT NULL DEFAULT '[]';
+    ALTER TABLE sources ADD COLUMN sequential INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE sources ADD COLUMN whole INTEGER NOT NULL DEFAULT 1;
+    """,
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 

@@ -5,6 +5,8 @@ A source's draws are the positions ``0 .. units - 1`` of one seeded order per tu
     0 ................ frontier ................ units
       done, but for rows in `claims`              never claimed yet
 
+A source that grows gets more positions behind those it has: draws that are done, claimed or open stay what they are.
+
 A claim has a holder while a worker is on it, none after that worker died or gave it back; claims without a holder are
 handed out before the frontier moves. So no draw is repeated or lost before the turn is complete. The order itself is
 computed by the sampler (:mod:`cachetool.permutation`); this module only counts.
@@ -33,6 +35,7 @@ __all__ = [
     "drawn",
     "finish",
     "give_back",
+    "grow",
     "job_row",
     "next_turn",
     "open_job",
@@ -61,16 +64,19 @@ class SourceRow:
     """Positions below it are done, or have a row in ``claims``."""
     skipped: int
     """Draws of this turn that could not be used."""
+    cuts: tuple[int, ...] = ()
+    """Places between the segments of this turn, each of which is drawn in an order of its own."""
+    sequential: bool = False
+    """Drawn in the order of the listing instead of a random one."""
+    whole: bool = True
+    """Whether the listing is: else more segments come."""
 
     @classmethod
     def of(cls, row: Row) -> SourceRow:
         """From a row of the table."""
-        return cls(
-            **{
-                name: json.loads(row["options"]) if name == "options" else row[name]
-                for name in cls.__dataclass_fields__
-            }
-        )
+        values = {name: row[name] for name in cls.__dataclass_fields__}
+        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
+        return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,11 @@ class Job:
     committed: int
     skipped: int
 
+    @property
+    def left(self) -> int | None:
+        """Samples that it may still commit, those under way included; None without a budget."""
+        return None if self.wanted is None else self.wanted - self.committed
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -93,6 +104,8 @@ class Claim:
     turn: int
     start: int
     stop: int
+    source: SourceRow
+    """As it was at that moment: its units and cuts say what the positions mean."""
 
 
 def source_row(connection: Connection, source: str) -> SourceRow | None:
@@ -103,13 +116,36 @@ def source_row(connection: Connection, source: str) -> SourceRow | None:
 
 def add_source(connection: Connection, row: SourceRow, nbytes: int) -> None:
     """Write a source, or what is new about a known one, with the bytes that its listing is charged."""
-    columns = {**asdict(row), "options": json.dumps(dict(row.options)), "bytes": nbytes, "created": time.time()}
+    columns = {
+        **asdict(row),
+        "options": json.dumps(dict(row.options)),
+        "cuts": json.dumps(row.cuts),
+        "bytes": nbytes,
+        "created": time.time(),
+    }
     names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
     connection.execute(
         f"INSERT INTO sources ({names}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET options = excluded.options,"
         " identity = excluded.identity, units = excluded.units, samples = excluded.samples, bytes = excluded.bytes",
         columns,
     )
+
+
+def grow(connection: Connection, source: SourceRow, *, units: int, identity: str, whole: bool) -> SourceRow:
+    """Append units to a source that is still as in ``source``: a segment of its present turn.
+
+    Raises :class:`UsageError` when another process was first.
+    """
+    now = source_row(connection, source.id)
+    if now is None or (now.units, now.identity) != (source.units, source.identity):
+        raise UsageError(f"another process lists {source.url} into this cache at this moment; try again later")
+    cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
+    connection.execute(
+        "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
+        (units, units, identity, whole, json.dumps(cuts), source.id),
+    )
+    event(connection, time.time(), "grown", source.url, f"{units} units, {units - now.units} of them new")
+    return source_row(connection, source.id) or now
 
 
 def drawn(connection: Connection, source: SourceRow) -> int:
@@ -207,20 +243,29 @@ def claim(
         )
         if stop < row["stop"]:
             _insert(connection, source, stop, row["stop"], None, None)
-        return Claim(row["id"], source.turn, start, stop)
+        return Claim(row["id"], source.turn, start, stop, source)
     start = source.frontier
     if start >= source.units:
         return None
     stop = end(start, source.units)
     connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
-    return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop)
+    return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop, source)
 
 
 def finish(
-    connection: Connection, job: str, held: Claim, upto: int, *, samples: int, skipped: int, fetched: int = 0
+    connection: Connection,
+    job: str,
+    held: Claim,
+    upto: int,
+    *,
+    samples: int,
+    skipped: int,
+    vanished: int = 0,
+    fetched: int = 0,
 ) -> None:
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
-    transaction that commits their samples, for which ``fetched`` bytes came over the wire."""
+    transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
+    source, as a refresh found, is no fault of the objects and counts for the source alone."""
     if upto >= held.stop:
         connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
@@ -231,7 +276,7 @@ def finish(
     connection.execute(
         "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ?"
         " WHERE id = (SELECT source FROM jobs WHERE id = ?)",
-        (skipped, fetched, job),
+        (skipped + vanished, fetched, job),
     )
 
 
@@ -264,10 +309,13 @@ def reopen(connection: Connection, source: SourceRow, turn: int, ranges: Iterabl
 def next_turn(connection: Connection, source: str) -> bool:
     """Begin the next pass over a source, in a new order, when the present one is complete; whether it was."""
     row = source_row(connection, source)
-    if row is None or drawn(connection, row) < row.units:
+    if row is None or not row.whole or drawn(connection, row) < row.units:
         return False
     connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
-    connection.execute("UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0 WHERE id = ?", (source,))
+    # The next pass goes through all units in one order.
+    connection.execute(
+        "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]' WHERE id = ?", (source,)
+    )
     event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins")
     return True
 

@@ -3,8 +3,10 @@
 ::
 
     a folder elsewhere  -- copied -->  listings/<source>.<holder>/  -- fsync, rename -->  listings/<source>/
+                                                                              or -->  listings/<source>/segment-0001/
 
-Killed in between, the copy is removed with everything else of a dead holder.
+What a source has grown by lies in further segments beside its first listing, which never changes. Killed in between,
+the copy is removed with everything else of a dead holder.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes
 
-__all__ = ["listing_bound", "remove_unfinished", "take_in"]
+__all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "take_in"]
 
 _BLOCK = 4096
 
@@ -28,7 +30,16 @@ def listing_bound(listing: Path) -> int:
 
 def take_in(layout: Layout, source: str, listing: Path, owner: str) -> int:
     """Copy a listing to where that of ``source`` lies, durably; gives its bytes on disk."""
-    target, aside = layout.listings / source, layout.listings / f"{source}.{owner}"
+    target, aside = layout.listings / source, copy_aside(layout, source, listing, owner)
+    remove_tree(target)
+    os.replace(aside, target)
+    fsync_folder(layout.listings)
+    return tree_bytes(target)
+
+
+def copy_aside(layout: Layout, source: str, listing: Path, owner: str) -> Path:
+    """Copy a listing, or a segment of one, beside the others, durably."""
+    aside = layout.listings / f"{source}.{owner}"
     remove_tree(aside)
     try:
         shutil.copytree(listing, aside)
@@ -39,13 +50,21 @@ def take_in(layout: Layout, source: str, listing: Path, owner: str) -> int:
             finally:
                 os.close(fd)
         fsync_folder(aside)
-        remove_tree(target)
-        os.replace(aside, target)
     except BaseException:
         remove_tree(aside)
         raise
+    return aside
+
+
+def append_segment(layout: Layout, source: str, aside: Path, name: str) -> int:
+    """Put a copied segment where it belongs; gives the bytes on disk of the whole listing. Under the catalog's lock:
+    what lies there already was never entered into it."""
+    target = layout.listings / source / name
+    remove_tree(target)
+    os.replace(aside, target)
+    fsync_folder(target.parent)
     fsync_folder(layout.listings)
-    return tree_bytes(target)
+    return tree_bytes(target.parent)
 
 
 def remove_unfinished(layout: Layout, owners: Collection[str]) -> None:

@@ -65,9 +65,24 @@ def pull(
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Decides the order of the draw. Default: 0.")
     ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option("--order", metavar="random|sequential", help="Draw at random (default), or in order of names."),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="List SOURCE again: what is new is drawn too, what is gone is named.")
+    ] = False,
+    start_early: Annotated[
+        bool,
+        typer.Option("--start-early", help="Draw while a long listing goes on, 2^20 names at a time (s3, gs, az)."),
+    ] = False,
     workers: WorkersOption = 2,
     concurrency: Annotated[
         int | None, typer.Option("--concurrency", min=1, metavar="N", help="Requests in flight in each worker.")
+    ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option("--max-rate", metavar="RATE", help="Most bytes a second of all workers together, as 200MB/s."),
     ] = None,
     shard_size: ShardSizeOption = None,
     fields: FieldsOption = None,
@@ -131,7 +146,11 @@ def pull(
             follow=follow,
             dataset=dataset,
             seed=seed,
+            order=order,
+            refresh=refresh,
+            start_early=start_early,
             workers=workers,
+            max_rate=max_rate,
             shard_size=shard_size,
             policy=policy,
             fields=field_names(fields),
@@ -156,6 +175,10 @@ def pull(
         f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"
     )
+    if result.added or result.vanished:
+        out.line(f"the source has {count(result.added, 'new sample')}, and {result.vanished} are gone or were changed")
+        for name in result.vanished_examples[:_SHOWN_SKIPS]:
+            out.line(f"  gone: {name}")
     if result.evicted_shards:
         out.line(f"evicted {count(result.evicted_shards, 'older shard')} to make room")
     if result.skipped:

@@ -8,7 +8,7 @@ number of samples nobody knows before it is fetched, it is the archive with all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,9 +72,12 @@ class Source(Protocol):
     """Number of samples, as far as the listing tells."""
     identity: str
     """Hexadecimal digest of the listing and of the options that decide what a unit number means."""
+    vanished: npt.NDArray[np.int64]
+    """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
-    def order(self, *, seed: int, turn: int) -> Order:
-        """The order of pass number ``turn``; kept, so that it may be asked for often."""
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+        """The order of pass number ``turn``, as :class:`cachetool.permutation.SegmentedOrder` has it; kept, so that it
+        may be asked for often."""
         ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:

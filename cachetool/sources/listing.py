@@ -25,6 +25,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,15 +36,17 @@ from cachetool.errors import BadObject, CorruptError
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
 
-__all__ = ["Listing", "write_listing"]
+__all__ = ["Listing", "Record", "write_listing", "write_sorted"]
 
 LISTING_FILE = "listing.json"
 RUN = 2**18
 """Keys that are sorted in memory at a time."""
 _VERSION = 1
 _HEAD = struct.Struct("<IIIq")
-_Record = tuple[bytes, bytes, int, bytes]
-"""Sample key, key, size, ETag."""
+Record = tuple[bytes, bytes, int, bytes]
+"""Sample key, key, size, ETag; as bytes, by which they are sorted."""
+CHUNK = 2**16
+"""Objects that :meth:`Listing.records` takes out of the maps at a time."""
 
 
 def write_listing(
@@ -63,7 +66,7 @@ def write_listing(
     folder.mkdir(parents=True, exist_ok=True)
     runs: list[Path] = []
     passed_over: Counter[str] = Counter()
-    records: list[_Record] = []
+    records: list[Record] = []
     seen = 0
     try:
         for page in pages:
@@ -81,12 +84,24 @@ def write_listing(
                 records = []
         records.sort()
         merged = heapq.merge(*(_take_back(run) for run in runs), records) if runs else iter(records)
-        facts = _Writer(folder, url).write(merged)
+        return write_sorted(folder, merged, stem=stem, url=url, left_out=lambda: passed_over + Counter(left_out()))
     finally:
         for run in runs:
             run.unlink()
-    passed_over.update(left_out())
-    facts |= {"version": _VERSION, "url": url, "stem": stem.rule, "left_out": dict(passed_over)}
+
+
+def write_sorted(
+    folder: Path,
+    records: Iterator[Record],
+    *,
+    stem: Stem,
+    url: str,
+    left_out: Callable[[], Mapping[str, int]] = dict,
+) -> Listing:
+    """:func:`write_listing` for records that are sorted already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = _Writer(folder, url).write(records)
+    facts |= {"version": _VERSION, "url": url, "stem": stem.rule, "left_out": dict(left_out())}
     aside = folder / f"{LISTING_FILE}.tmp"
     with open(aside, "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=1)
@@ -103,7 +118,7 @@ def _sync(fd: int) -> None:
     os.fsync(fd)
 
 
-def _put_aside(path: Path, records: list[_Record]) -> Path:
+def _put_aside(path: Path, records: list[Record]) -> Path:
     records.sort()
     with open(path, "wb") as file:
         for sample, key, size, etag in records:
@@ -111,7 +126,7 @@ def _put_aside(path: Path, records: list[_Record]) -> Path:
     return path
 
 
-def _take_back(path: Path) -> Iterator[_Record]:
+def _take_back(path: Path) -> Iterator[Record]:
     with open(path, "rb") as file:
         while head := file.read(_HEAD.size):
             sample, key, etag, size = _HEAD.unpack(head)
@@ -125,7 +140,7 @@ class _Writer:
     def __init__(self, folder: Path, url: str) -> None:
         self._folder, self._url = folder, url
 
-    def write(self, records: Iterator[_Record]) -> dict[str, Any]:
+    def write(self, records: Iterator[Record]) -> dict[str, Any]:
         key_offsets, etag_offsets, sizes, units = array("q", [0]), array("q", [0]), array("q"), array("q")
         digest = hashlib.sha256()
         last_sample, last_key = None, None
@@ -284,3 +299,27 @@ class Listing:
         if not 0 <= number < self.units:
             raise IndexError(f"unit {number} of {self.units}")
         return [self.object(index) for index in range(self.unit_starts[number], self.unit_starts[number + 1])]
+
+    def records(self, stem: Stem) -> Iterator[tuple[int, Record]]:
+        """Every object with the number of its unit, in their order; ``stem`` is the rule that grouped them."""
+        unit, ends = -1, iter(self.unit_starts.tolist())
+        begin = next(ends)
+        for start in range(0, self.objects, CHUNK):
+            stop = min(start + CHUNK, self.objects)
+            keys, etags = (
+                _cut(data, offsets[start : stop + 1])
+                for data, offsets in ((self._keys, self._key_offsets), (self._etags, self._etag_offsets))
+            )
+            for at, (key, size, etag) in enumerate(zip(keys, self.sizes[start:stop].tolist(), etags, strict=True)):
+                if start + at == begin:
+                    unit, begin = unit + 1, next(ends)
+                part = stem.split(_decode(key))
+                assert not isinstance(part, str), f"{key!r} was listed as part of a sample"
+                yield unit, (_encode(part.sample), key, size, etag)
+
+
+def _cut(data: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> list[bytes]:
+    """The byte strings that lie one after another."""
+    at = (offsets - offsets[0]).tolist()
+    blob = data[offsets[0] : offsets[-1]].tobytes()
+    return [blob[a:b] for a, b in pairwise(at)]

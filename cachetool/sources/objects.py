@@ -17,15 +17,16 @@ import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Skipped
 from cachetool.sources.decode import Value, decode
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.keys import CONTAINERS, Part, Stem
-from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.order import Order, order_of
+from cachetool.sources.order import Order
+from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
 
@@ -67,7 +68,7 @@ class _Shapes:
 class ObjectsSource:
     """Samples made of objects; see :class:`cachetool.sources.base.Source`."""
 
-    def __init__(self, store: Store, listing: Listing, options: SourceOptions) -> None:
+    def __init__(self, store: Store, listing: SegmentedListing, options: SourceOptions) -> None:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
         self._stem = Stem(options.stem)
@@ -75,13 +76,14 @@ class ObjectsSource:
         self._assembler = Assembler(options, store.url)
         self.units = self.samples = listing.units
         self.identity = listing.identity
+        self.vanished = listing.vanished
         threads = options.concurrency or store.concurrency
         self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
 
-    def order(self, *, seed: int, turn: int) -> Order:
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
         """Every unit is one sample."""
-        return order_of(self.units, seed=seed, turn=turn)
+        return SegmentedOrder(self.units, seed=seed, turn=turn, cuts=cuts, sequential=sequential)
 
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""

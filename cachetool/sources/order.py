@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cachetool.permutation import Permutation
 
-__all__ = ["Order", "SingleOrder", "UnitOrder", "order_of"]
+__all__ = ["Order", "SequentialOrder", "SingleOrder", "UnitOrder", "order_of"]
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -79,14 +79,38 @@ class UnitOrder:
 
     def whole(self, start: int, stop: int) -> int:
         """The last end of a unit up to ``stop``, or the first one behind ``start``."""
-        last = int(np.searchsorted(self._ends, stop, side="right")) - 1
-        if last >= 0 and self._ends[last] > start:
-            return int(self._ends[last])
-        return int(self._ends[np.searchsorted(self._ends, start, side="right")])
+        return _whole(self._ends, start, stop)
 
 
-def order_of(sizes: _Numbers | int, *, seed: int, turn: int) -> Order:
+class SequentialOrder:
+    """Everything in its place, unit after unit."""
+
+    def __init__(self, sizes: _Numbers | int) -> None:
+        self._ends = None if isinstance(sizes, int) else np.cumsum(sizes)
+        self._count = sizes if isinstance(sizes, int) else int(np.sum(sizes))
+
+    def __getitem__(self, positions: Any) -> _Numbers:
+        at = np.array(positions, dtype=np.int64)
+        if at.size and (int(at.min()) < 0 or int(at.max()) >= self._count):
+            raise IndexError(f"position outside 0 .. {self._count - 1}")
+        return at
+
+    def whole(self, start: int, stop: int) -> int:
+        """As :meth:`UnitOrder.whole`."""
+        return stop if self._ends is None else _whole(self._ends, start, stop)
+
+
+def _whole(ends: _Numbers, start: int, stop: int) -> int:
+    last = int(np.searchsorted(ends, stop, side="right")) - 1
+    if last >= 0 and ends[last] > start:
+        return int(ends[last])
+    return int(ends[np.searchsorted(ends, start, side="right")])
+
+
+def order_of(sizes: _Numbers | int, *, seed: int, turn: int, sequential: bool = False) -> Order:
     """The order of units of ``sizes`` samples, or of so many units of one sample each."""
+    if sequential:
+        return SequentialOrder(sizes)
     if isinstance(sizes, int):
         return SingleOrder(sizes, seed=seed, turn=turn)
     if (sizes == 1).all():

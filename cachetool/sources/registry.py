@@ -11,9 +11,11 @@ from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
+from cachetool.sources.pace import Pace, paced
+from cachetool.sources.segments import SegmentedListing
 from cachetool.stores import Limits, Object, open_store, redact
 
-__all__ = ["list_source", "open_source"]
+__all__ = ["list_source", "open_source", "refuse_empty"]
 
 TABLE_FILE = "table.json"
 """Beside the listing of files of many samples."""
@@ -64,16 +66,28 @@ def list_source(
             listing = list_files(store, folder, store.list(), kind, options, progress=progress)
     finally:
         store.close()
-    if listing.units == 0:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(listing.left_out.items()))
-        raise NotFound(f"no samples under {store.url}{f' (left out: {reasons})' if reasons else ''}")
+    refuse_empty(listing)
     return listing
 
 
+def refuse_empty(listing: Listing) -> None:
+    """Raise :class:`NotFound` when a listing has no sample, with what was left out."""
+    if listing.units == 0:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(listing.left_out.items()))
+        raise NotFound(f"no samples under {listing.url}{f' (left out: {reasons})' if reasons else ''}")
+
+
 def open_source(
-    url: str, folder: Path, options: SourceOptions | None = None, *, limits: Limits | None = None
+    url: str,
+    folder: Path,
+    options: SourceOptions | None = None,
+    *,
+    units: int | None = None,
+    pace: Pace | None = None,
+    limits: Limits | None = None,
 ) -> Source:
-    """The source at ``url`` as it was listed into ``folder``. Nothing is fetched yet.
+    """The source at ``url`` as it was listed into ``folder``, with the first ``units`` of its units where it has grown
+    since. Nothing is fetched yet. ``pace`` is asked before each request.
 
     Raises :class:`CorruptError` for a listing that is not whole, :class:`UsageError` for one grouped otherwise, and the
     errors of :func:`cachetool.stores.open_store`.
@@ -87,11 +101,11 @@ def open_source(
 
         found = locate(url)
         return open_files_source(
-            open_store(found[0] if found else url, limits=limits), folder, options, url=redact(url)
+            paced(open_store(found[0] if found else url, limits=limits), pace), folder, options, url=redact(url)
         )
-    listing = Listing.open(folder)
+    listing = SegmentedListing.open(folder, units=units)
     if listing.stem != options.stem:
         raise UsageError(
             f"{redact(url)} was listed with --stem {listing.stem}, not {options.stem}; use another --dataset or cache"
         )
-    return ObjectsSource(open_store(url, limits=limits), listing, options)
+    return ObjectsSource(paced(open_store(url, limits=limits), pace), listing, options)

@@ -1,7 +1,18 @@
 """Remote bytes by key, under one URL: local folders, object stores, HTTP servers."""
 
-from cachetool.stores.base import Limits, Object, Store
+from cachetool.stores.base import Limits, Object, OrderedStore, Store
 from cachetool.stores.redact import canonical, redact, scrub, split_url
 from cachetool.stores.registry import local_path, open_store
 
-__all__ = ["Limits", "Object", "Store", "canonical", "local_path", "open_store", "redact", "scrub", "split_url"]
+__all__ = [
+    "Limits",
+    "Object",
+    "OrderedStore",
+    "Store",
+    "canonical",
+    "local_path",
+    "open_store",
+    "redact",
+    "scrub",
+    "split_url",
+]

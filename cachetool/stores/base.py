@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, runtime_checkable
 
 from cachetool.errors import BadObject, UsageError
 
-__all__ = ["ZARR_METADATA", "Limits", "Object", "Pages", "Store", "Streaming", "check_identity", "check_length"]
+__all__ = [
+    "ZARR_METADATA",
+    "Limits",
+    "Object",
+    "OrderedStore",
+    "Pages",
+    "Store",
+    "Streaming",
+    "check_identity",
+    "check_length",
+]
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
 """Names that begin with a dot and yet are no hidden ones."""
@@ -112,6 +122,15 @@ class Streaming(Protocol):
     def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
         """Write the whole object into an empty file; ``progress`` is told how many bytes have come. Errors as for
         :meth:`Store.get`."""
+        ...
+
+
+@runtime_checkable
+class OrderedStore(Store, Protocol):
+    """A store that lists in the order of its keys, as bytes."""
+
+    def list_after(self, key: str | None) -> Pages:
+        """All objects behind ``key`` (None: all), ascending; otherwise as :meth:`list`."""
         ...
 
 

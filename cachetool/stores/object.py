@@ -126,10 +126,14 @@ class ObjectStore:
 
     def list(self) -> Pages:
         """All objects below the prefix, a page at a time."""
+        yield from self.list_after(None)
+
+    def list_after(self, key: str | None) -> Pages:
+        """Those behind ``key``, ascending."""
         self._refuse_fork()
         left_out: Counter[str] = Counter()
         try:
-            for page in self._listing.list(chunk_size=_LIST_CHUNK):
+            for page in self._listing.list(offset=key, chunk_size=_LIST_CHUNK):
                 batch = []
                 for meta in page:
                     # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.

@@ -13,7 +13,7 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -68,11 +68,12 @@ class FilesSource:
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._reader: Reader = reader_of(self._files, table, options)
         self._fetcher: Fetcher[Get, Body] = Fetcher(self._fetch, options.concurrency or store.concurrency)
-        self._order = functools.lru_cache(maxsize=2)(lambda seed, turn: order_of(self._sizes, seed=seed, turn=turn))
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
+        self.vanished = np.zeros(0, dtype=np.int64)
 
-    def order(self, *, seed: int, turn: int) -> Order:
-        """Units in a seeded order, then the rows of each."""
-        return self._order(seed, turn)
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+        """Units in a seeded order, then the rows of each. Files do not grow: there are no ``cuts``."""
+        return self._order(seed=seed, turn=turn, sequential=sequential)
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""

@@ -1,0 +1,59 @@
+"""A source that grows: one more segment of its listing, charged before it is copied, in force with one transaction.
+
+::
+
+    a folder elsewhere  -- charged, copied beside -->  transaction: the source is still what it was
+                                                       -> renamed into place, units and cuts in its row, record written
+
+Killed before the transaction ends, the source is what it was: what lies in the segment's place then is removed by the
+next that grows it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cachetool.cache.admission import admit
+from cachetool.cache.catalog import Connection, bump
+from cachetool.cache.draws import SourceRow, grow
+from cachetool.cache.layout import remove_tree
+from cachetool.cache.listings import append_segment, copy_aside, listing_bound
+from cachetool.cache.records import record_bound, write_source_record
+from cachetool.cache.room import Room
+from cachetool.cache.root import CacheDir
+
+__all__ = ["grow_source"]
+
+
+def grow_source(
+    cache: CacheDir, row: SourceRow, segment: Path, name: str, *, units: int, identity: str, whole: bool
+) -> SourceRow:
+    """Append the listing in the folder ``segment`` to that of a source, which then has ``units`` units.
+
+    Raises :class:`UsageError` when the source is not as ``row`` says any more, :class:`CapBlocked` for lack of room.
+    """
+    catalog, layout, holder = cache.catalog, cache.layout, cache.holder
+    more = listing_bound(segment)
+
+    def charge(connection: Connection) -> None:
+        connection.execute("UPDATE sources SET bytes = bytes + ? WHERE id = ?", (more, row.id))
+
+    admit(catalog, layout, holder, more, charge, room=Room(wait=0))
+    try:
+        aside = copy_aside(layout, row.id, segment, holder.id)
+        with catalog.write() as connection:
+            grown = grow(connection, row, units=units, identity=identity, whole=whole)
+            schema = connection.execute("SELECT schema FROM datasets WHERE name = ?", (row.dataset,)).fetchone()
+            nbytes = append_segment(layout, row.id, aside, name) + record_bound(json.loads(schema["schema"]))
+            connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (nbytes, row.id))
+            bump(connection)  # newer than any shard's record, which says what the source was before
+            write_source_record(connection, layout, row.id)
+        return grown
+    except BaseException:
+        remove_tree(layout.listings / f"{row.id}.{holder.id}")
+        with catalog.write() as connection:
+            connection.execute(
+                "UPDATE sources SET bytes = bytes - ? WHERE id = ? AND units = ?", (more, row.id, row.units)
+            )
+        raise

@@ -1,0 +1,171 @@
+"""What a pull settles before its workers start: which source, which order, which schema, how large its shards are.
+
+Nothing in here writes to the cache; what is found is taken in by :mod:`cachetool.pull`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from cachetool.cache import CacheDir, SourceRow
+from cachetool.engines import LocalEngine, Task
+from cachetool.engines.task import Message
+from cachetool.errors import CapTooSmall, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.shard import shard_bound
+from cachetool.options import PullOptions
+from cachetool.progress import Progress, Report
+from cachetool.schema import Schema
+from cachetool.sources.early import SEGMENT
+from cachetool.stores import canonical
+from cachetool.units import format_size, parse_rate, parse_size
+
+__all__ = [
+    "drawn_as",
+    "format_of",
+    "pace",
+    "prepare",
+    "refuse_small_cap",
+    "samples_per_shard",
+    "shard_bytes",
+    "source_id",
+    "source_row",
+]
+
+DEFAULT_SHARD = 64 * 10**6
+"""Bytes of values in a shard, unless a sixteenth of the cap is less."""
+
+
+def source_id(url: str, options: PullOptions) -> str:
+    """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
+    text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
+    """Seed, and whether sequential, that a source is drawn with. Raises :class:`UsageError` when it is another way."""
+    seed, order = options.seed, options.order
+    if known is None:
+        return seed or 0, order == "sequential"
+    drawn = "sequential" if known.sequential else "random"
+    for name, wanted, have in (("--seed", seed, known.seed), ("--order", order, drawn)):
+        if wanted is not None and wanted != have:
+            raise UsageError(
+                f"{known.url} is drawn with {name} {have} in this cache; leave {name} out, or use another cache"
+            )
+    return known.seed, known.sequential
+
+
+def prepare(
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    listing: Path,
+    order: tuple[int, bool],
+    known: SourceRow | None,
+    scratch: Path,
+    report: Report,
+) -> tuple[Schema, Message]:
+    """List and probe in a process of its own; gives the schema to use and what was found, as
+    :func:`cachetool.lister.prepare` has it. What a refresh finds lies in ``scratch / "segment"``."""
+
+    def on_message(_: int, message: Message) -> None:
+        if "listed" in message:
+            report(Progress("list", message["listed"]))
+        else:
+            report(Progress("schema", 0, message["probing"]))
+
+    has = options.dataset in cache.datasets()
+    task = Task(
+        "cachetool.lister:prepare",
+        {
+            "url": url,
+            "listing": str(listing),
+            "options": options.source.to_json(),
+            "order": {
+                "seed": order[0],
+                "sequential": order[1],
+                "turn": known.turn if known else 0,
+                "cuts": known.cuts if known else (),
+            },
+            "units": known.units if known else None,
+            "skip_bad": options.on_error == "skip",
+            "refresh": str(scratch) if options.refresh and known is not None and known.whole else None,
+            "pace": pace(options, scratch),
+            "early": SEGMENT if options.start_early else None,
+        },
+    )
+    found = LocalEngine().run([task], on_message)[0]
+    schema = Schema.from_json(found["schema"])
+    if has:
+        cache.check_schema(options.dataset, schema)
+    if known is not None and found["identity"] != known.identity:
+        raise UsageError(
+            f"the listing of {known.url} was lost and what is there now differs; draw it into another --dataset"
+        )
+    return schema, found
+
+
+def pace(options: PullOptions, scratch: Path) -> Message | None:
+    """The limit on bytes a second that all processes of this pull share by a file in ``scratch``."""
+    if options.max_rate is None:
+        return None
+    return {"path": str(scratch / "pace"), "rate": parse_rate(options.max_rate, what="--max-rate")}
+
+
+def source_row(
+    id: str, options: PullOptions, found: Message, order: tuple[int, bool], known: SourceRow | None
+) -> SourceRow:
+    """The row of a source that is taken in; that of a known one stays."""
+    if known is not None:
+        return known
+    return SourceRow(
+        id=id,
+        url=found["url"],
+        options=options.source.to_json(),
+        identity=found["identity"],
+        dataset=options.dataset,
+        units=found["units"],
+        samples=found["samples"],
+        seed=order[0],
+        turn=0,
+        frontier=0,
+        skipped=0,
+        sequential=order[1],
+        whole=found["whole"],
+    )
+
+
+def format_of(cache: CacheDir, dataset: str) -> str | None:
+    """Format of the newest shard."""
+    shards = cache.shards(dataset)
+    return shards[-1].format if shards else None
+
+
+def shard_bytes(cache: CacheDir, options: PullOptions) -> int:
+    """Most bytes of values in one shard."""
+    if options.shard_size is not None:
+        return parse_size(options.shard_size, what="--shard-size")
+    return max(1, min(DEFAULT_SHARD, cache.max_size // 16))
+
+
+def samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int | None) -> int:
+    """How many samples a shard takes, by the mean size of those probed where they differ."""
+    size = schema.fixed_nbytes if schema.is_fixed else mean
+    most = max(1, shard_bytes // max(1, size))
+    return most if wanted is None else min(most, wanted)
+
+
+def refuse_small_cap(
+    cache: CacheDir, schema: Schema, format: str, samples: int, shard_bytes: int, *, mean: int, listing: Path | None
+) -> None:
+    """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one such shard."""
+    nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes, mean)
+    least = cache.least_cap(shard_bound(get_format(format), schema, samples, nbytes), schema, listing=listing)
+    if least > cache.max_size:
+        raise CapTooSmall(
+            f"a cap of {format_size(cache.max_size)} cannot hold one {format} shard of {format_size(nbytes)};"
+            f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+        )

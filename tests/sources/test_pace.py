@@ -1,0 +1,75 @@
+"""The limit on bytes a second, counted on a clock of its own: no test here waits for a real one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cachetool.sources.pace import Pace, grant
+
+RATE = 1000.0
+
+
+class Clock:
+    """Time that passes only in the sleep of its own worker."""
+
+    def __init__(self, now: float = 50.0) -> None:
+        self.now = now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 5000), st.floats(0, 10)), min_size=1))
+def test_no_window_of_time_has_more_than_the_rate_and_one_request(steps: list[tuple[int, float]]) -> None:
+    due, now, begun = 0.0, 0.0, []
+    for nbytes, pause in steps:
+        begin, due = grant(due, now, nbytes, RATE)
+        begun.append((begin, nbytes))
+        now = begin + pause  # the worker goes on once it was let go
+    largest = max(nbytes for _, nbytes in begun)
+    for at, (start, _) in enumerate(begun):
+        for end, _ in begun[at:]:
+            granted = sum(nbytes for begin, nbytes in begun if start <= begin <= end)
+            assert granted <= RATE * (end - start) + largest + 1e-6
+
+
+@given(st.lists(st.integers(1, 5000), min_size=2))
+def test_a_worker_that_never_rests_gets_the_whole_rate(sizes: list[int]) -> None:
+    due, now = 0.0, 0.0
+    for nbytes in sizes:
+        now, due = grant(due, now, nbytes, RATE)
+    assert due == pytest.approx(sum(sizes) / RATE)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_share_one_rate_in_each_second_however_unequal_they_are(tmp_path: Path, workers: int) -> None:
+    """As workers do: whoever is furthest back in time asks next. Ten seconds, each within 10 % of the rate."""
+    clocks = [Clock() for _ in range(workers)]
+    paces = [Pace(tmp_path / "due", RATE, clock=lambda c=c: c.now, sleep=c.sleep) for c in clocks]  # type: ignore[misc]
+    rng = np.random.default_rng(workers)
+    begun: list[tuple[float, int]] = []
+    while min(clock.now for clock in clocks) < 60:
+        at = min(range(workers), key=lambda worker: clocks[worker].now)
+        nbytes = int(rng.integers(1, 20))
+        paces[at](nbytes)
+        begun.append((clocks[at].now, nbytes))
+        clocks[at].now += nbytes / RATE / 4 * (at + 1)  # the transfer itself; the last worker is the slowest
+    for second in range(50, 60):
+        assert sum(n for at, n in begun if second <= at < second + 1) == pytest.approx(RATE, rel=0.1)
+
+
+def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
+    waits: list[float] = []
+    pace = Pace(tmp_path / "due", RATE, clock=lambda: 7.0, sleep=waits.append)
+    threads = [threading.Thread(target=lambda: [pace(10) for _ in range(50)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(waits) == pytest.approx([10 * number / RATE for number in range(1, 400)])

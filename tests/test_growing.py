@@ -1,0 +1,253 @@
+"""Sources that grow: a refreshed listing keeps its numbers, and a pass over it repeats and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cachetool
+from cachetool import api, planning, pull
+from cachetool.api import read_sample
+from cachetool.cache import CacheDir
+from cachetool.permutation import Permutation, SegmentedOrder
+from cachetool.sources.early import EarlyListing, last_key
+from cachetool.sources.keys import Stem
+from cachetool.sources.listing import Listing, write_listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.segments import SegmentedListing, segment_name, write_changes
+from cachetool.stores import Object
+from tests.servers import Moto
+
+STEM = Stem("first")
+Contents = Mapping[str, int]
+"""Key to size."""
+
+
+def listed(folder: Path, contents: Contents) -> Listing:
+    shutil.rmtree(folder, ignore_errors=True)
+    objects = [Object(key, size, f"e{size}") for key, size in contents.items()]
+    return write_listing(folder, [objects], stem=STEM, url="u")
+
+
+def units_of(listing: SegmentedListing) -> dict[int, frozenset[tuple[str, int]]]:
+    """Every unit that has not vanished: its number, and its objects."""
+    gone = set(listing.vanished.tolist())
+    return {
+        number: frozenset((item.key, item.size) for item in listing.unit(number))
+        for number in range(listing.units)
+        if number not in gone
+    }
+
+
+NAMES = st.sampled_from(
+    [f"{stem}.{end}" for stem in ("a", "b", "b/a", "c", "d-", "d", "é", "zz") for end in ("x", "y")]
+)
+STORES = st.dictionaries(NAMES, st.integers(0, 2), min_size=1)
+
+
+@settings(max_examples=25)  # each writes and syncs some dozen files
+@given(history=st.lists(STORES, min_size=2, max_size=5))
+def test_after_each_refresh_a_listing_says_what_the_store_holds_and_no_number_means_another_thing(
+    history: list[Contents], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("l")
+    listed(root / "base", history[0])
+    meant: dict[int, frozenset[tuple[str, int]]] = {}
+    for number, contents in enumerate(history):
+        if number:
+            old = SegmentedListing.open(root / "base")
+            segment = root / "base" / segment_name(len(old.parts))
+            before = old.units
+            change = write_changes(segment, old, listed(root / "fresh", contents))
+            assert SegmentedListing.open(root / "base", units=before).units == before
+            assert SegmentedListing.open(root / "base").units == before + change.added
+        now = SegmentedListing.open(root / "base")
+        found = units_of(now)
+        samples: dict[str, set[tuple[str, int]]] = {}
+        for key, size in contents.items():
+            samples.setdefault(key.rpartition("/")[0] + "/" + key.rpartition("/")[2].partition(".")[0], set()).add(
+                (key, size)
+            )
+        assert sorted(map(sorted, found.values())) == sorted(map(sorted, samples.values()))
+        for unit, objects in meant.items():
+            assert frozenset((item.key, item.size) for item in now.unit(unit)) == objects
+        meant |= found
+        every = np.arange(now.units)
+        assert now.unit_bytes(every).tolist() == [sum(item.size for item in now.unit(unit)) for unit in every]
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9), turn=st.integers(0, 3))
+def test_a_further_segment_changes_nothing_of_the_order_before_it(sizes: list[int], seed: int, turn: int) -> None:
+    ends = np.cumsum(sizes).tolist()
+    whole = SegmentedOrder(ends[-1], seed=seed, turn=turn, cuts=ends[:-1])[np.arange(ends[-1])]
+    assert sorted(whole) == list(range(ends[-1]))
+    for number, end in enumerate(ends):
+        part = SegmentedOrder(end, seed=seed, turn=turn, cuts=ends[:number])[np.arange(end)]
+        assert part.tolist() == whole[:end].tolist()
+    first = Permutation(sizes[0], seed=seed, turn=turn)[np.arange(sizes[0])]
+    assert whole[: sizes[0]].tolist() == first.tolist()
+
+
+def write(folder: Path, numbers: Iterator[int] | range, *, value: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        np.save(folder / f"{number:04d}.x.npy", np.array([number, value]))
+
+
+def drawn(cache: CacheDir) -> list[tuple[str, int]]:
+    samples = [read_sample(cache, shard.id, at) for shard in cache.shards() for at in range(shard.samples)]
+    return [(sample["__key__"], int(sample["x"][1])) for sample in samples]
+
+
+def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_nothing(tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    write(remote, range(200))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=90, seed=5)
+        before = drawn(cache)
+        undrawn = sorted({f"{n:04d}" for n in range(200)} - {key for key, _ in before})
+        gone, changed = undrawn[0], undrawn[1]
+        (remote / f"{gone}.x.npy").unlink()
+        write(remote, range(int(changed), int(changed) + 1), value=1)
+        write(remote, range(200, 260))
+        result = cache.pull(str(remote), samples=20, refresh=True)
+        assert (result.added, result.vanished, result.vanished_examples) == (61, 2, (gone,))
+        assert (cache.stats().sources[0]["units"], cache.stats().sources[0]["drawn"]) == (261, 110)
+
+        again = cache.pull(str(remote), refresh=True, everything=True)
+        assert (again.added, again.vanished, again.pass_complete) == (0, 0, True)
+        expected = {(f"{n:04d}", 0) for n in range(260)} - {(gone, 0), (changed, 0)} | {(changed, 1)}
+        assert sorted(drawn(cache)) == sorted(expected)
+        source = cache.stats().sources[0]
+        assert (source["drawn"], source["skipped"], source["coverage"]) == (261, 2, 1.0)
+        shard = cache.shards()[0]
+        assert cache.catalog.rows("SELECT identity FROM sources")[0]["identity"] != ""
+        assert shard.samples > 0
+
+        # The next pass is one order over all, without what is gone.
+        result = cache.pull(str(remote), samples=200)
+        assert len(set(drawn(cache))) == 259
+        assert result.samples == 200
+
+
+def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
+    from cachetool.cache.agreement import contradiction
+    from cachetool.cache.rebuild import rebuild
+
+    remote = tmp_path / "remote"
+    write(remote, range(100))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=40)
+        write(remote, range(100, 130))
+        cache.pull(str(remote), samples=10, refresh=True)
+        assert contradiction(cache.catalog, cache.layout) is None
+        before = [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")]
+        layout = cache.layout
+    rebuild(layout)
+    with cachetool.open_cache(tmp_path / "cache") as cache:
+        assert [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")] == before
+        cache.pull(str(remote), everything=True)
+        assert sorted(drawn(cache)) == [(f"{n:04d}", 0) for n in range(130)]
+
+
+def test_sequential_order_is_the_order_of_names(tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    write(remote, range(60))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=25, order="sequential", workers=1)
+        cache.pull(str(remote), samples=25, workers=1)
+        assert [key for key, _ in drawn(cache)] == [f"{n:04d}" for n in range(50)]
+        with pytest.raises(cachetool.UsageError, match="--order sequential"):
+            cache.pull(str(remote), order="random")
+        with pytest.raises(cachetool.UsageError, match="random or sequential"):
+            cache.pull(str(remote), order="backwards")
+
+
+@pytest.fixture
+def s3(moto: Moto, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A bucket with 57 samples of two objects each, and one object that is no part of any."""
+    for name, value in moto.env.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"early-{abs(hash(request.node.name)) % 10**9}"
+    objects: dict[str, bytes] = {"0000-README": b"hello"}
+    for number in range(57):
+        array = np.array([number])
+        objects[f"{number:04d}.x.npy"] = _npy(array)
+        objects[f"{number:04d}.json"] = json.dumps({"n": number}).encode()
+    moto.put(bucket, objects)
+    return f"s3://{bucket}/"
+
+
+def _npy(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
+    import io
+
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def test_segments_end_behind_whole_samples_and_go_on_where_they_were_broken_off(s3: str, tmp_path: Path) -> None:
+    def segments(after: str | None, first: int, most: int) -> list[list[str]]:
+        keys = []
+        with EarlyListing(s3, SourceOptions(), size=25, after=after) as listing:
+            while not listing.ended and len(keys) < most:
+                folder = tmp_path / f"{first}-{len(keys)}"
+                part = listing.write(folder)
+                keys.append([item.key for unit in range(part.units) for item in part.unit(unit)])
+                assert all(len(part.unit(unit)) == 2 for unit in range(part.units))
+        return keys
+
+    every = segments(None, 0, 99)
+    assert len(every) == 5
+    assert sorted(key for part in every for key in part) == sorted(
+        f"{n:04d}.{end}" for n in range(57) for end in ("x.npy", "json")
+    )
+    again = segments(None, 1, 2)
+    assert again + segments(last_key(tmp_path / "1-1"), 2, 99) == every
+
+
+def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped_in_its_listing(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "SEGMENT", 25)
+    monkeypatch.setattr(pull, "SEGMENT", 25)
+
+    def keys(cache: CacheDir) -> list[str]:
+        shards = cache.shards()
+        return [read_sample(cache, shard.id, at)["__key__"] for shard in shards for at in range(shard.samples)]
+
+    with api.open_cache(tmp_path / "a", max_size="20MB") as cache:
+        result = cache.pull(s3, start_early=True, everything=True, seed=2)
+        assert (result.samples, result.pass_complete) == (57, True)
+        assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
+        row = cache.catalog.rows("SELECT units, whole, cuts FROM sources")[0]
+        assert (row["units"], row["whole"], len(json.loads(row["cuts"]))) == (57, 1, 4)
+        assert len(os.listdir(cache.listing(cache.catalog.rows("SELECT id FROM sources")[0]["id"]))) > 4
+    with api.open_cache(tmp_path / "b", max_size="20MB") as cache:
+        # A budget within the first segment is the same whatever comes behind it.
+        first = cache.pull(s3, start_early=True, samples=9, seed=2, workers=1)
+        assert first.samples == 9
+        nine = keys(cache)
+        assert cache.pull(s3, everything=True).pass_complete
+        assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
+        assert cache.catalog.rows("SELECT cuts FROM sources")[0]["cuts"] == row["cuts"]
+    with api.open_cache(tmp_path / "c", max_size="20MB") as cache:
+        cache.pull(s3, start_early=True, samples=9, seed=2, workers=3, shard_size=60)
+        assert sorted(keys(cache)) == sorted(nine)
+
+
+def test_starting_early_is_refused_where_names_come_in_no_order(digits: Path, tmp_path: Path) -> None:
+    with (
+        api.open_cache(tmp_path / "a", max_size="20MB") as cache,
+        pytest.raises(cachetool.UsageError, match="--start-early needs a store that lists in the order"),
+    ):
+        cache.pull(str(digits), start_early=True)
+    assert not (tmp_path / "a").exists()
