@@ -136,8 +136,14 @@ class Extents:
 
     @classmethod
     def _parse(cls, view: memoryview, schema: Schema) -> Extents:
-        if view[:8] != _MAGIC:
-            raise ValueError("wrong magic")
+        magic = bytes(view[:8])
+        if magic != _MAGIC:
+            newer = magic[:6] == _MAGIC[:6] and magic[6:].isdigit() and magic > _MAGIC
+            raise ValueError(
+                f"version {int(magic[6:])}, this cachetool reads version {int(_MAGIC[6:])}; update cachetool"
+                if newer
+                else "wrong magic"
+            )
         (length,) = struct.unpack("<Q", view[8:16])
         if length > len(view) - 16:
             raise ValueError("header cut short")

@@ -23,7 +23,7 @@ from cachetool.engines.task import Message
 from cachetool.errors import CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.shard import check_content, check_samples, open_shard
+from cachetool.formats.shard import check_content, check_samples, open_shard, side_folder, stored_checksums
 from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
@@ -175,7 +175,10 @@ class _Stored:
     def of_file(cls, path: Path) -> _Stored:
         """One file of ours, wherever it came from."""
         with open_alone(path) as reader:
-            return cls(reader.schema, [_Part(reader.samples, str(path), lambda: open_alone(path), None)])
+            schema, samples = reader.schema, reader.samples
+        known = side_folder(path).is_dir()  # it still lies where it was written
+        checksums = (lambda: stored_checksums(side_folder(path), schema)) if known else None
+        return cls(schema, [_Part(samples, str(path), lambda: open_alone(path), checksums)])
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         for part, low, high in self._inside(start, stop):

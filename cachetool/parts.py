@@ -81,7 +81,8 @@ def read_parts(folder: Path) -> tuple[Schema, list[PartFile]]:
         parts = []
         for part in value["parts"]:
             file, samples, content = str(part["file"]), int(part["samples"]), part.get("content")
-            if os.sep in file or file.startswith(".") or samples < 0 or not isinstance(content, str | None):
+            plain = os.sep not in file and not file.startswith(".") and file.endswith(kind.suffix)
+            if not plain or samples < 0 or not isinstance(content, str | None):
                 raise ValueError(f"a part called {file!r} of {samples} samples")
             parts.append(PartFile(folder / file, kind, schema, samples, content))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.api import Cache, open_cache
+from cachetool.api import Cache, open_cache, read_sample
 from cachetool.block import Block
 from cachetool.cache import Facts, Origin
 from cachetool.cache.layout import tree_bytes
@@ -136,7 +136,7 @@ def test_an_open_snapshot_keeps_its_shards_through_a_conversion(cache: Cache) ->
     assert sorted(os.listdir(cache.root / "shards")) == sorted(shard.id for shard in cache.shards())
 
 
-def test_a_flipped_bit_is_found_and_the_shard_left_as_it_was(cache: Cache) -> None:
+def test_a_flipped_bit_is_found_by_sample_and_the_shard_left_as_it_was(cache: Cache, tmp_path: Path) -> None:
     shard = cache.shards()[1]
     with open(shard.data, "r+b") as file:
         data = bytearray(file.read())
@@ -144,8 +144,15 @@ def test_a_flipped_bit_is_found_and_the_shard_left_as_it_was(cache: Cache) -> No
         data[at + 3] ^= 1
         file.seek(0)
         file.write(data)
-    with pytest.raises(CorruptError, match=shard.id):
+    damaged = rf"{shard.id}/data\.lmdb: sample 10, field '__key__' does not match its checksum"
+    with pytest.raises(CorruptError, match=rf"{damaged};\nshard {shard.id} was left as it is"):
         cache.convert(to="hdf5", workers=1)
+    with pytest.raises(CorruptError, match=damaged):
+        cache.convert(to="tfrecord", out=tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CorruptError, match=damaged):
+        read_sample(cache, shard.id, 10)
+    assert read_sample(cache, shard.id, 11)["__key__"] == "ä/51"
 
     assert shard.id in {each.id for each in cache.shards()}
     assert sum(each.samples for each in cache.shards()) == 120

@@ -161,3 +161,45 @@ def test_extents_that_are_not_those_of_their_field_are_refused(name: str, wrong:
 
     with pytest.raises(CorruptError, match=f"not extents of field '{name}'"):
         Extents.from_buffer(broken.to_bytes(), schema=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"start": -1},
+        {"start": 2**63},
+        {"stride": 2**62},  # five samples of which wrap around to a position inside of the file
+        {"stride": -(2**40)},
+        {"stride": 2**70},
+    ],
+)
+def test_numbers_that_lead_out_of_64_bits_or_before_the_file_are_refused(numbers: dict[str, int]) -> None:
+    extents = make()
+    for name, value in numbers.items():
+        object.__setattr__(extents.fields["image"], name, value)
+
+    with pytest.raises(CorruptError, match="not extents of field 'image'"):
+        Extents.from_buffer(extents.to_bytes(), schema=SCHEMA)
+
+
+@pytest.mark.parametrize("name", ["../data.lmdb", "/etc/passwd", "data.zarr/../../x", ""])
+def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
+    extents = make()
+    object.__setattr__(extents, "files", (name, "data.zarr/wave/c/0"))
+
+    with pytest.raises(CorruptError, match="is not a name inside of the folder"):
+        Extents.from_buffer(extents.to_bytes(), schema=SCHEMA)
+
+
+def test_a_newer_version_is_refused_with_both_versions() -> None:
+    raw = make().to_bytes().replace(b"CTEXT001", b"CTEXT012")
+
+    with pytest.raises(CorruptError, match="version 12, this cachetool reads version 1; update cachetool"):
+        Extents.from_buffer(raw, schema=SCHEMA)
+
+
+def test_a_header_that_nests_for_ever_is_refused() -> None:
+    text = b"[" * 100_000
+
+    with pytest.raises(CorruptError, match="is not a whole extents file"):
+        Extents.from_buffer(b"CTEXT001" + len(text).to_bytes(8, "little") + text, schema=SCHEMA)

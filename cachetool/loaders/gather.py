@@ -43,6 +43,7 @@ __all__ = [
     "Places",
     "Runs",
     "check_inside",
+    "check_shapes",
     "copied",
     "evicted_errors",
     "gather",
@@ -115,6 +116,12 @@ def check_inside(path: Path, size: int, field: Field, starts: Int64s, sizes: Int
         raise CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
 
 
+def check_shapes(path: Path, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
+    """Raise :class:`CorruptError` unless arrays of these ``shapes`` have these ``sizes`` in bytes."""
+    if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * field.numpy.itemsize != sizes).any()):
+        raise CorruptError(f"{path}: field {field.name!r} has a shape that does not fit its bytes")
+
+
 class _MappedPart:
     """A part read out of memory maps of its files, by its extents."""
 
@@ -136,7 +143,9 @@ class _MappedPart:
         check_inside(self._folder / self._extents.files[extents.file], len(buffer), field, starts, sizes)
         if field.kind == "fixed":
             return Runs(buffer, starts)
-        return Runs(buffer, starts, sizes, None if extents.shapes is None else extents.shapes[within])
+        shapes = None if extents.shapes is None else extents.shapes[within]
+        check_shapes(self._folder / self._extents.files[extents.file], field, sizes, shapes)
+        return Runs(buffer, starts, sizes, shapes)
 
     def close(self) -> None:
         self._maps.clear()
@@ -304,8 +313,6 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
             shapes[rows] = found.shapes
     starts = ends(sizes)
     itemsize = field.numpy.itemsize
-    if shapes is not None and (shapes.prod(axis=1) * itemsize != sizes).any():
-        raise CorruptError(f"field {field.name!r}: a shape that does not fit its bytes")
     values = empty(field, (int(starts[-1]) // itemsize,))
     for to, runs in located:
         found, rows = runs[field.name], slice(None) if to is None else to

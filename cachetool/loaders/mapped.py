@@ -35,6 +35,7 @@ from cachetool.loaders.gather import (
     Parts,
     Runs,
     check_inside,
+    check_shapes,
     copied,
     evicted_errors,
     gather,
@@ -213,6 +214,8 @@ class _Mapped:
             if field.kind != "fixed" and ((sizes < 0) | (sizes % field.numpy.itemsize != 0)).any():
                 raise CorruptError(f"{path}: field {field.name!r} has a size that is no whole value")
             check_inside(path, self._files[extents.file][1], field, starts, sizes)
+            if extents.shapes is not None:
+                check_shapes(path, field, extents.locate(np.arange(self.extents.samples))[1], extents.shapes)
             self._checked.add(field.name)
         return True
 

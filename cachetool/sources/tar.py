@@ -178,7 +178,8 @@ class _Member:
         """Its bytes, or the first ``most``."""
         count = self.size if most is None else min(most, self.size)
         check_allocation("it", count, stored=self.stored)
-        data = memoryview(self.stream.read(count))
+        with reading("the tar file is damaged"):
+            data = memoryview(self.stream.read(count))
         self.taken = len(data)
         if len(data) != count:
             raise BadObject(f"the tar file is cut short: {len(data)} of {count} bytes")
@@ -233,6 +234,8 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
             at += _skip(stream, member.taken, size)
         if len(head) < _RECORD:
             raise BadObject(f"{file} is cut short: it ends at byte {at} without an end mark")
+        while packed and stream.read(_SKIP):  # the checksum over all of it comes last
+            pass
 
 
 def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:

@@ -129,6 +129,20 @@ def test_a_value_that_reaches_past_the_file_is_corrupt(tmp_path: Path) -> None:
         KIND.open(path)
 
 
+@pytest.mark.parametrize("flag", [0x20, 0x40, 0x80, 0x4000, 0x8000])
+def test_a_page_that_lmdb_would_read_in_another_way_is_corrupt(tmp_path: Path, flag: int) -> None:
+    """A leaf page marked as one of keys of one size has no pointers, and LMDB gives what it never looked up."""
+    path = tmp_path / "data.lmdb"
+    write(KIND, path, block(EVERY_KIND, 20))
+    raw = bytearray(path.read_bytes())
+    pages = range(2 * 4096, len(raw), 4096)
+    (leaf, *_) = [at for at in pages if int.from_bytes(raw[at + 10 : at + 12], "little") == 2]
+    raw[leaf + 10 : leaf + 12] = (2 | flag).to_bytes(2, "little")
+    path.write_bytes(raw)
+    with pytest.raises(CorruptError, match=r"data\.lmdb.*a page of the wrong kind"):
+        KIND.open(path)
+
+
 def test_the_file_ends_with_its_last_page(tmp_path: Path) -> None:
     """Nothing of what was allocated too much stays."""
     path = tmp_path / "data.lmdb"

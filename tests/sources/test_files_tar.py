@@ -242,6 +242,22 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, suffix: str) -
             assert all(same(s[k], w[k]) for s, w in zip(found, whole, strict=True) for k in w), how
 
 
+def test_the_checksum_of_gzip_is_read_to_its_end(tmp_path: Path) -> None:
+    """It comes behind the last member; until then a changed byte is like any other, or ends the stream early."""
+    path = write(tmp_path / "x.tar.gz", [(f"{i:03d}.jpg", RANDOM.bytes(5000)) for i in range(100)])
+    whole = path.read_bytes()
+    for at in (len(whole) // 3, len(whole) // 2, len(whole) - 6):
+        raw = bytearray(whole)
+        raw[at] ^= 16
+        path.write_bytes(raw)
+        with pytest.raises(BadObject, match=r"x\.tar\.gz"):
+            open_files(path)
+    for size in (len(whole) // 3, len(whole) // 2, len(whole) - 6):
+        path.write_bytes(whole[:size])
+        with pytest.raises(BadObject, match=r"x\.tar\.gz"):
+            open_files(path)
+
+
 def test_a_damaged_header_in_the_middle_does_not_end_the_file_in_silence(tmp_path: Path) -> None:
     raw = bytearray(write(tmp_path / "x.tar", [(f"{i}.txt", b"x") for i in range(5)]).read_bytes())
     raw[2 * 1024] ^= 1

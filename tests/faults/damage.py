@@ -1,0 +1,243 @@
+"""Damaging a file at one place after another, and looking from a process that may die of it.
+
+Each case is looked at in a process that was forked from one with every library imported, so that thousands of cases
+cost no thousand imports; a case that kills its process, or never ends, is counted and the next process goes on behind
+it. Processes that the product starts for foreign files are forked likewise (:class:`Forked`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Case", "Forked", "Report", "applied", "cases", "look_at_all"]
+
+SILENCE = 60.0
+"""Seconds for one case, after which it is taken to hang; a reader of a foreign file is given up long before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way in which one file is damaged."""
+
+    file: Path
+    at: int
+    bit: int | None
+    """None: the file is cut at ``at``."""
+
+    def __str__(self) -> str:
+        return f"{self.file.name} cut at {self.at}" if self.bit is None else f"{self.file.name} {self.at}:{self.bit}"
+
+
+def cases(files: Sequence[Path], *, cuts: int, flips: int, seed: int) -> list[Case]:
+    """``cuts`` and ``flips`` over these files: one half evenly over all bytes, the other evenly over the files, so that
+    small ones, which describe the others, are not spared."""
+    chance = random.Random(seed)
+    sizes = [path.stat().st_size for path in files]
+    known = [path for path, size in zip(files, sizes, strict=True) if size]
+    size_of = dict(zip(files, sizes, strict=True))
+    weights = [size_of[path] for path in known]
+    out: list[Case] = []
+    for number in range(cuts + flips):
+        path = known[number // 2 % len(known)] if number % 2 else chance.choices(known, weights)[0]
+        at = chance.randrange(size_of[path])
+        out.append(Case(path, at, None if number < cuts else chance.randrange(8)))
+    return out
+
+
+@contextmanager
+def applied(case: Case) -> Iterator[None]:
+    """The file is damaged inside of the ``with`` block. It stays the same file, for catalogs that know its size."""
+    whole = case.file.read_bytes()
+    try:
+        if case.bit is None:
+            os.truncate(case.file, case.at)
+        else:
+            _write(case.file, case.at, bytes([whole[case.at] ^ 1 << case.bit]))
+        yield
+    finally:
+        if case.bit is None:
+            case.file.write_bytes(whole)
+        else:
+            _write(case.file, case.at, whole[case.at : case.at + 1])
+
+
+def _write(path: Path, at: int, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    os.pwrite(fd, data, at)
+    os.close(fd)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of all cases."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    """Cases that broke a promise, and how."""
+    main_mib: int = 0
+    """Most memory that looking took beyond what the process began with."""
+    guard_mib: int = 0
+    """The same of the processes that read foreign files."""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "cases": sum(self.outcomes.values()),
+            **dict(sorted(self.outcomes.items())),
+            "main_mib": self.main_mib,
+            "guard_mib": self.guard_mib,
+            "seconds": round(self.seconds, 1),
+            "bad": self.bad,
+        }
+
+
+def look_at_all(every: Sequence[Case], look: Callable[[Case], str], *, spare: Path) -> Report:
+    """``look`` at each case, damaged, in a process of its own. It gives the outcome in a word, and raises
+    AssertionError for a broken promise. ``spare`` is where the whole file is kept meanwhile."""
+    began, report, at = time.monotonic(), Report(), 0
+    while at < len(every):
+        at = _look_from(every, at, look, report, spare)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _look_from(every: Sequence[Case], first: int, look: Callable[[Case], str], report: Report, spare: Path) -> int:
+    """Look at the cases from ``first`` on until one kills the process; gives the number of the next one."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(told)
+        _child(every, first, look, tell, spare)
+    os.close(tell)
+    lines = b""
+    done = first
+    hung = False
+    with os.fdopen(told, "rb", buffering=0) as stream:
+        while True:
+            if not select.select([stream], [], [], SILENCE)[0]:
+                os.kill(pid, signal.SIGKILL)
+                hung = True
+                break
+            data = stream.read(65536)
+            if not data:
+                break
+            *whole, lines = (lines + data).split(b"\n")
+            for line in whole:
+                value = json.loads(line)
+                done = value["number"] + 1
+                report.outcomes[value["outcome"]] += 1
+                report.main_mib = max(report.main_mib, value["main"])
+                report.guard_mib = max(report.guard_mib, value["guard"])
+                if value["bad"]:
+                    report.bad.append(f"{every[value['number']]}: {value['bad']}")
+    _, status = os.waitpid(pid, 0)
+    if done < len(every):
+        how = "hung" if hung else f"died ({os.waitstatus_to_exitcode(status)})"
+        report.outcomes["hung" if hung else "crashed"] += 1
+        report.bad.append(f"{every[done]}: {how}")
+        every[done].file.write_bytes(spare.read_bytes())
+        done += 1
+    return done
+
+
+def _child(every: Sequence[Case], first: int, look: Callable[[Case], str], tell: int, spare: Path) -> None:
+    code = 1
+    try:
+        begun = _high_water()
+        for number in range(first, len(every)):
+            case, bad = every[number], ""
+            spare.write_bytes(case.file.read_bytes())
+            try:
+                with applied(case):
+                    outcome = look(case)
+            except AssertionError as error:
+                outcome, bad = "broken", " ".join(str(error).split())[:300] or "an assertion"
+            except Exception as error:  # noqa: BLE001 - whatever is raised here, a user would see as a traceback
+                outcome, bad = "traceback", f"{type(error).__name__}: {error}"[:300]
+            value = {"number": number, "outcome": outcome, "bad": bad, "main": _high_water() - begun}
+            os.write(tell, json.dumps({**value, "guard": Forked.most_mib}).encode() + b"\n")
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _high_water() -> int:
+    """MiB of memory that this process ever had at once."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) >> 10
+    return 0
+
+
+class Forked:
+    """Stands for ``subprocess.Popen`` in :mod:`cachetool.sources.guard`: the same function in a forked process, with
+    the same pipes and limits, without the imports."""
+
+    most_mib = 0
+    """Most memory that one of them took beyond this process's own."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        assert "cachetool.sources.guarded" in command[-1]
+        get, give = os.pipe()
+        take, put = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(get, 0)
+                os.dup2(put, 1)
+                os.closerange(3, 64)
+                sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
+                os.environ.clear()
+                os.environ.update(env)
+                from cachetool.sources.guarded import main
+
+                main()
+            finally:
+                os._exit(1)
+        os.close(get)
+        os.close(put)
+        self.stdin = os.fdopen(give, "wb")
+        self.stdout = os.fdopen(take, "rb", buffering=0)
+        self._begun = _resident()
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        """End it."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, or minus the signal."""
+        if self._code is None:
+            handle = os.pidfd_open(self.pid)
+            try:
+                if not select.select([handle], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a reader", timeout or 0.0)
+            finally:
+                os.close(handle)
+            _, status, used = os.wait4(self.pid, 0)
+            self._code = os.waitstatus_to_exitcode(status)
+            Forked.most_mib = max(Forked.most_mib, (used.ru_maxrss >> 10) - self._begun)
+        return self._code
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
