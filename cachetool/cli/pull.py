@@ -34,7 +34,8 @@ _SHOWN_SKIPS = 5
 
 def pull(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="Where the samples are: a folder, or s3://, gs://, az://, https://.")
+        str,
+        typer.Argument(metavar="SOURCE", help="A folder, a file, or s3://, gs://, az://, https://, sftp://, hf://."),
     ],
     to: Annotated[
         str | None,

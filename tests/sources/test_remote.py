@@ -465,3 +465,19 @@ def test_an_index_that_does_not_fit_is_named(tmp_path: Path, server: Http) -> No
         (tmp_path / "place" / "x.tfrecord.index").write_text(text)
         with pytest.raises(BadObject, match=r"'x\.tfrecord\.index'"):
             list_source(server.url, tmp_path / f"listing-{len(text)}")
+
+
+def test_files_whose_units_differ_in_size_are_numbered_one_after_another(tmp_path: Path, server: Http) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    numbers = np.arange(100)
+    for number, (start, stop, group) in enumerate([(0, 33, 10), (33, 33, 5), (33, 60, 4), (60, 100, 50)]):
+        table = pyarrow.table({"x": numbers[start:stop]})
+        parquet.write_table(table, tmp_path / "place" / f"{number}.parquet", row_group_size=group)
+    with source_of(server.url, tmp_path / "listing") as source:
+        assert source.units == 100
+        order = source.order(seed=5, turn=1)
+        assert sorted(order[np.arange(100)].tolist()) == numbers.tolist()
+        assert everything(source, numbers[::-1].copy()).columns["x"].tolist() == numbers[::-1].tolist()
+        assert keys(everything(source, np.array([99, 33])))[0] == "3.parquet#39"

@@ -87,7 +87,8 @@ class Table:
     parts: _Numbers
     starts: _Numbers
     """The number of the first sample of each file, and the number of samples."""
-    cut_starts: _Numbers
+    cut_bounds: _Numbers
+    """The first of the cuts of each file, and the one behind its last, (files, 2)."""
 
     @classmethod
     def open(cls, folder: Path) -> Table:
@@ -118,7 +119,11 @@ class Table:
             tuple((str(name), str(why)) for name, why in about["skipped"]),
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
-            cut_starts=np.searchsorted(np.cumsum(arrays["cuts"]), np.cumsum(counts) - counts, side="right"),
+            cut_bounds=np.searchsorted(
+                np.cumsum(arrays["cuts"]),
+                np.stack([np.cumsum(counts) - counts, np.cumsum(counts)], axis=1),
+                side="right",
+            ),
         )
 
     def refuse_others(self, options: SourceOptions, url: str) -> None:
@@ -138,14 +143,18 @@ class Table:
         for file in range(len(self.rows)):
             rows, chunk = int(self.rows[file]), int(self.chunk[file])
             if chunk == 0:
-                at = int(self.cut_starts[file])
-                sizes = self.cuts[at : at + int(np.searchsorted(np.cumsum(self.cuts[at:]), rows)) + 1]
+                sizes = self._cuts_of(file)
             else:
                 sizes = np.full(-(-rows // chunk), chunk, dtype=np.int64)
                 if rows % chunk:
                     sizes[-1] = rows % chunk
             parts.append(sizes)
         return np.concatenate(parts)
+
+    def _cuts_of(self, file: int) -> _Numbers:
+        """Samples of each unit of a file whose units differ."""
+        first, last = self.cut_bounds[file]
+        return self.cuts[first:last]
 
     def parts_of(self, run: Run) -> _Numbers:
         """Object, start and stop of what is known to be fetched for a run, (parts, 3)."""
@@ -165,10 +174,11 @@ class Table:
         stop = np.minimum(start + chunks, self.rows[files])
         for file in np.unique(files[chunks == 0]):
             mine = files == file
-            ends = np.cumsum(self.cuts[int(self.cut_starts[file]) :])
+            sizes = self._cuts_of(file)
+            ends = np.cumsum(sizes)
             at = np.searchsorted(ends, rows[mine], side="right")
             stop[mine] = ends[at]
-            start[mine] = ends[at] - self.cuts[int(self.cut_starts[file]) + at]
+            start[mine] = ends[at] - sizes[at]
         changes = np.flatnonzero((np.diff(files) != 0) | (np.diff(start) != 0)) + 1
         firsts = [0, *changes.tolist()] if len(samples) else []
         lasts = [*changes.tolist(), len(samples)]
