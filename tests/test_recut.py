@@ -23,6 +23,7 @@ from cachetool.formats.shard import open_shard
 from cachetool.regroup import Piece, cuts, groups, is_exact, origin_of
 from cachetool.replacement import replace_groups
 from cachetool.verify import verify
+from tests import test_convert
 from tests.faults import world
 from tests.faults.world import Oracle, Quiet
 
@@ -272,6 +273,21 @@ def test_a_rebuild_beside_old_shards_that_somebody_still_reads_finds_no_sample_t
     world.pull(str(tmp_path / "copy"), shards=1, format="lmdb", ledger=None)
     with open_cache(tmp_path / "copy") as rebuilt:
         assert len(set(numbers(rebuilt))) == 84
+
+
+@pytest.mark.parametrize("merging", [True, False])
+def test_samples_without_a_source_are_not_found_twice_either(tmp_path: Path, merging: bool) -> None:
+    """No draws tell that an old shard and the new ones are the same; what the new ones say of their past does."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.declare("default", test_convert.SCHEMA)
+        old = [test_convert.add(cache, test_convert.block(40, first), "lmdb") for first in (0, 40)]
+        before = test_convert.samples(cache)
+        with cache.snapshot():
+            replace(cache.root, [old] if merging else [[id] for id in old], most=None if merging else 5_000)
+            replace(cache.root, [[id] for id in ids(cache)], to="hdf5")
+            with lost(cache.root, tmp_path / "copy") as rebuilt:
+                assert ids(rebuilt) == ids(cache)
+                assert test_convert.samples(rebuilt) == before
 
 
 def test_parts_whose_commit_was_cut_off_give_way_to_the_shard_that_they_were_cut_from(
