@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
@@ -40,6 +39,8 @@ _SUFFIXES = {
 @functools.cache
 def _targets() -> dict[str, str]:
     """Every name and its ``module:Class``; a name of ours cannot be taken by somebody else's entry point."""
+    from importlib.metadata import entry_points  # 40 ms, which loaders of uncompressed shards do without
+
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
     return _BUILT_IN | {name: found[name] for name in sorted(found) if name not in _BUILT_IN}
 

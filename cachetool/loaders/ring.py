@@ -30,6 +30,7 @@ import numpy as np
 from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
 from cachetool.loaders.arena import map_at, reserve
+from cachetool.loaders.forks import Inherited, watch
 
 __all__ = ["HEAD", "Lease", "Ring", "RingWriter", "supported"]
 
@@ -175,12 +176,14 @@ class Ring:
         self._granted = 0
         self._regions: dict[int, tuple[int, Bytes, int]] = {}
         self._live: dict[int, _Watch] = {}
-        self._back = _returner(self._head, self._live)
+        watch()
+        self._inherited = Inherited(lambda live=self._live: list(live))  # type: ignore[misc]
+        self._back = _returner(self._head, self._live, self._inherited)
 
     @property
     def held(self) -> int:
         """Number of batches that somebody can still see."""
-        return len(self._live)
+        return len(self._live) + len(self._inherited)
 
     def poll(self) -> bool:
         """Whether a batch is there, which :meth:`take` must then be called for; keeps the GIL."""
@@ -188,7 +191,8 @@ class Ring:
 
     def wait(self, seconds: float) -> bool:
         """As :meth:`poll`, waiting without the GIL. May come back early, after a signal."""
-        if len(self._live) >= self._head.count[0] + self._granted:
+        self._look_for_ended()
+        if self.held >= self._head.count[0] + self._granted:
             self._grant(self._granted + 1)  # the feeder has no slot left: all of them are looked at here
         return _wait(self._head.filled, seconds)
 
@@ -197,7 +201,8 @@ class Ring:
         head = self._head
         slot = head.queue[self._taken % MOST]
         self._taken += 1
-        self._grant(max(0, len(self._live) - 1))
+        self._look_for_ended()
+        self._grant(max(0, self.held - 1))
         start, memory, base = self._regions.get(slot, (-1, None, 0))
         if memory is None or start != head.table[2 * slot] or len(memory) != head.table[2 * slot + 1]:
             start, memory = head.region(slot)
@@ -219,24 +224,36 @@ class Ring:
         while self._granted > kept and self._library.sem_trywait(self._head.free) == 0:
             self._granted -= 1
 
+    def _look_for_ended(self) -> None:
+        """Give back what was kept for children that have ended."""
+        if self._inherited:
+            for slot in self._inherited.ended():
+                _give_back(self._head, slot)
+
     def close(self) -> None:
         """Let go of the descriptor; the memory stays for as long as batches of it are seen."""
+        self._inherited.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-def _returner(head: _Head, live: dict[int, _Watch]) -> Callable[[_Watch], None]:
+def _give_back(head: _Head, slot: int) -> None:
+    head.states[slot : slot + 1] = _IDLE  # before the token, which says that there is one
+    _library(keeps_gil=True).sem_post(head.free)
+
+
+def _returner(head: _Head, live: dict[int, _Watch], inherited: Inherited) -> Callable[[_Watch], None]:
     """What is called at the end of a lease, in whatever thread. It keeps the head alive, not the ring."""
-    pid, library = os.getpid(), _library(keeps_gil=True)
+    pid = os.getpid()
 
     def back(watch: _Watch, getpid: Callable[[], int] = os.getpid) -> None:
         if getpid() != pid:
             return  # a forked child lost sight of its copy; the parent may still look at the batch
         slot = watch.slot
         live.pop(slot, None)
-        head.states[slot : slot + 1] = _IDLE  # before the token, which says that there is one
-        library.sem_post(head.free)
+        if not (inherited and inherited.keep(slot)):
+            _give_back(head, slot)
 
     return back
 

@@ -1,0 +1,99 @@
+"""Batches that a forked child inherited: their slots are not filled again before the child ends.
+
+A fork shares the memory of a ring with the child, in which a batch that is still referred to can be read at any time.
+The parent cannot see when the child drops it. So it notes, at each fork, which slots were looked at, and holds the
+reading end of a pipe whose other end lives in the child, its own children, and nowhere else: closed means all of them
+ended, or became other programs. No pipe is made while no batch is held.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from collections.abc import Callable, Collection
+
+__all__ = ["Inherited", "watch"]
+
+
+class Inherited:
+    """The slots of one ring that forked children may look at."""
+
+    def __init__(self, held: Callable[[], Collection[int]]) -> None:
+        self._held = held
+        self._children: list[tuple[int, frozenset[int]]] = []
+        self._kept: set[int] = set()
+        _all.add(self)
+
+    def __bool__(self) -> bool:
+        return bool(self._children)
+
+    def held(self) -> frozenset[int]:
+        """The slots that this process looks at now, or keeps for a child."""
+        return frozenset(self._held()) | self._kept
+
+    def note(self, pipe: int, slots: frozenset[int]) -> None:
+        """A child with the other end of ``pipe`` inherited these slots."""
+        self._children.append((pipe, slots))
+
+    def keep(self, slot: int) -> bool:
+        """Whether a slot that is not looked at here any more must be kept for a child."""
+        if not any(slot in slots for _, slots in self._children):
+            return False
+        self._kept.add(slot)
+        return True
+
+    def ended(self) -> list[int]:
+        """The kept slots that no child looks at any more."""
+        over = select.select([pipe for pipe, _ in self._children], [], [], 0)[0] if self._children else []
+        for pipe in over:
+            os.close(pipe)
+        self._children = [child for child in self._children if child[0] not in over]
+        free = [slot for slot in self._kept if not any(slot in slots for _, slots in self._children)]
+        self._kept.difference_update(free)
+        return free
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Let go of the pipes: no slot will be filled again."""
+        while self._children:
+            os.close(self._children.pop()[0])
+
+
+_all: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_forking: list[tuple[int, int, list[tuple[Inherited, frozenset[int]]]]] = []
+
+
+def _before() -> None:
+    found = [(each, slots) for each in list(_all) if (slots := each.held())]
+    if found:
+        _forking.append((*os.pipe(), found))
+
+
+def _in_parent() -> None:
+    while _forking:
+        reading, writing, found = _forking.pop()
+        os.close(writing)
+        for each, slots in found:
+            each.note(os.dup(reading), slots)
+        os.close(reading)
+
+
+def _in_child() -> None:
+    while _forking:
+        os.close(_forking.pop()[0])  # the other end stays open for as long as this process is what it is
+    for each in list(_all):
+        each.close()
+    _all.clear()
+
+
+def watch() -> None:
+    """See to it that forks of this process are noted; once is enough, and more do no harm."""
+    if not _watching:
+        _watching.append(True)
+        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+_watching: list[bool] = []

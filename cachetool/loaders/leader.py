@@ -1,0 +1,134 @@
+"""What the first feeder does beside its batches: the catalog's transactions, and telling the others what to read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cachetool.loaders.failure import described
+from cachetool.loaders.pipes import Lines, parent_fd, write_line
+from cachetool.loaders.plan import Begun, Plan, Settings
+from cachetool.loaders.produce import Mailbox
+from cachetool.loaders.turns import NotYet, Resume, Turns
+
+__all__ = ["Leader"]
+
+_POLL = 0.2
+_SOON = 0.05
+"""Seconds after the end of an epoch in which the next one is probably begun, which then has not to wait."""
+_TALK = 10.0
+"""Seconds between two lines that say what is waited for."""
+_GRACE = 0.5
+"""Seconds that the clean-up may take once the training process is gone."""
+
+
+class Leader:
+    """Does what the training process asks for, and what is due by itself."""
+
+    def __init__(
+        self, settings: Settings, mailbox: Mailbox, lines: Lines, answers: int, followers: Sequence[int]
+    ) -> None:
+        self._settings, self._mailbox, self._lines = settings, mailbox, lines
+        self._answers, self._followers = answers, followers
+        self._turns = Turns(settings, self._publish)
+        self._woken, self._wake = os.pipe()
+        self._made = 0
+        self._pending: tuple[dict[str, Any], float, float] | None = None
+
+    def exhausted(self, generation: int) -> None:
+        """Called by the main thread."""
+        self._made = generation
+        os.write(self._wake, b"\0")
+
+    def _publish(self, plan: Plan) -> None:
+        self._mailbox.put(plan)
+        if self._followers:
+            value = plan.to_json()
+            for fd in self._followers:
+                with contextlib.suppress(BrokenPipeError):  # a dead follower is noticed by whoever waits for its batch
+                    write_line(fd, value)
+
+    def run(self, parent: int) -> None:
+        """Until the training process ends."""
+        poll = select.poll()
+        gone = parent_fd(parent)
+        for fd in (self._lines.fd, self._woken, *gone):
+            poll.register(fd, select.POLLIN)
+        while True:
+            while (line := self._lines.next()) is not None:
+                self._pending = None  # whoever waited for it gave up
+                self._answer(json.loads(line))
+            if self._pending is not None:
+                self._answer(self._pending[0])
+            wait = _POLL if self._pending else self._turns.tick()
+            if self._turns.unsettled:
+                wait = min(wait or _SOON, _SOON)
+            ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
+            if not ready:
+                self._turns.settle()
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._turns.exhausted(self._made)
+            if self._lines.fd in ready:
+                self._lines.receive()
+            if self._lines.ended or not ready.isdisjoint(gone):
+                self._leave()
+
+    def _answer(self, asked: dict[str, Any]) -> None:
+        try:
+            result = self._do(asked)
+        except NotYet as short:
+            self._later(asked, short)
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever asked
+            result = {"error": described(error)}
+        self._pending = None
+        if result is not None:
+            with contextlib.suppress(BrokenPipeError):
+                write_line(self._answers, {"id": asked["id"], **result})
+        if asked["do"] == "begin":
+            self._turns.settle()
+            self._turns.exhausted(self._made)  # an epoch that was made whole while the one before was delivered
+
+    def _later(self, asked: dict[str, Any], short: NotYet) -> None:
+        now = time.monotonic()
+        _, until, talked = self._pending or (asked, now + self._settings.wait, 0.0)
+        if now >= until:
+            self._pending = None
+            write_line(self._answers, {"id": asked["id"], "error": described(self._turns.given_up(short))})
+            return
+        if now - talked >= _TALK:
+            print(f"cachetool: waiting for samples: {short}", file=sys.stderr, flush=True)  # noqa: T201 - talk
+            talked = now
+        self._pending = asked, until, talked
+
+    def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        match asked["do"]:
+            case "begin":
+                resume = asked.get("resume")
+                plan = self._turns.begin(asked["epoch"], Resume(**resume) if resume else None)
+            case "prepare":
+                plan = self._turns.prepare(asked["epoch"])
+            case "delivered":
+                self._turns.delivered(asked["generation"])
+                return None
+            case "state":
+                return {"state": asdict(self._turns.state(asked["reached"]))}
+            case unknown:
+                raise AssertionError(unknown)
+        return Begun.of(plan, self._settings).to_json()
+
+    def _leave(self) -> None:
+        """Give the leases back, if that is quick: they end with this process in any case."""
+        threading.Timer(_GRACE, os._exit, (0,)).start()
+        with contextlib.suppress(Exception):
+            self._turns.close()
+        os._exit(0)
