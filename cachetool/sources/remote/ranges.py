@@ -42,6 +42,7 @@ KEPT = 64 * 2**20
 _SMALL = 2**20
 """An object up to this size is kept: it may hold values of many samples."""
 _HEAD = struct.Struct("<q")
+_LONG = 70
 _ABSENT, _FAILED = -1, -2
 _MAX_REQUEST = 2**27
 
@@ -69,7 +70,9 @@ class RangeServer:
         """What the store raised last."""
         self.fetched = 0
         """Bytes that came over the wire."""
-        self._folder = tempfile.TemporaryDirectory(prefix="cachetool-")  # mode 0700
+        # Mode 0700. The name of a socket has room for about 100 bytes.
+        place = None if len(tempfile.gettempdir()) < _LONG else "/tmp"
+        self._folder = tempfile.TemporaryDirectory(prefix="cachetool-", dir=place)
         self.path = Path(self._folder.name) / "ranges"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(os.fspath(self.path))

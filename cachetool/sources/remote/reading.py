@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -190,6 +194,20 @@ class _Guarded:
         self._open = None
 
 
+@contextlib.contextmanager
+def _nameless() -> Iterator[tuple[int, Path]]:
+    """A file in memory and a path to it, also for another process; where there is no such thing, a temporary one."""
+    if sys.platform != "linux":
+        with tempfile.NamedTemporaryFile(prefix="cachetool-", buffering=0) as file:
+            yield file.fileno(), Path(file.name)
+        return
+    fd = os.memfd_create("archive", os.MFD_CLOEXEC)
+    try:
+        yield fd, Path(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
 class _Archives:
     """Files of records, whole or by those parts of them that an index names, in memory while they are read."""
 
@@ -216,23 +234,19 @@ class _Archives:
         item = self._files.item(run.file)
         if self._table.whole and item.size > MAX_WHOLE:
             raise BadObject(f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole")
-        fd = os.memfd_create("archive", os.MFD_CLOEXEC)
-        try:
+        with _nameless() as (fd, path):
             while bodies:
                 body = bodies.pop(0)
                 while body:
                     body = body[os.write(fd, body) :]
             if self._kind == "tar" and not self._table.whole:
                 os.write(fd, bytes(_TAR_END))
-            path = Path(f"/proc/{os.getpid()}/fd/{fd}")
             with renamed(path, item.key), self._opened(path) as found:
                 blocks = list(found.blocks())
                 block = Block.concat(blocks) if blocks else Block.from_samples(found.schema, [])
             if not self._table.whole and len(block) != run.stop - run.start:
                 raise BadObject(f"{item.key!r} holds other records than its index says")
             return block
-        finally:
-            os.close(fd)
 
     def _opened(self, path: Path) -> FileSource:
         asked = {name: value for name, value in self._options.to_json().items() if name != "concurrency"}
