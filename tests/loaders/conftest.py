@@ -19,8 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 Script = Callable[..., dict[str, Any]]
 
 
-def run_script(name: str, *arguments: object) -> Any:
-    """What a script in ``scripts/`` prints: one line of JSON."""
+def run_script(name: str, *arguments: object, seconds: float = 240) -> Any:
+    """What a script in ``scripts/`` prints within ``seconds``: one line of JSON."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
         "PYTHONPATH": str(REPOSITORY),
@@ -33,7 +33,7 @@ def run_script(name: str, *arguments: object) -> Any:
         text=True,
         check=False,
         env=environment,
-        timeout=240,
+        timeout=seconds,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

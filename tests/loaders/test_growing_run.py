@@ -33,7 +33,7 @@ def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, c
         array[0] = number
         np.save(source / f"{number:05d}.x.npy", array)
     cap = samples * (values * 4 + 128) // 5 + 2_000_000  # a fifth of the data, and the catalog's own
-    found = run_script("growing_run.py", kind, source, tmp_path / "cache", cap, RENEW, count)
+    found = run_script("growing_run.py", kind, source, tmp_path / "cache", cap, RENEW, count, seconds=1700)
     epochs = [set(numbers) for numbers in found["epochs"]]
 
     assert all(len(numbers) == len(set(numbers)) for numbers in found["epochs"]), "a sample twice in one epoch"
