@@ -46,6 +46,7 @@ class Replay:
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
+        self._folder = os.lstat(root / "shards").st_blocks * 512  # a block, or on tmpfs nothing
         self.files: dict[str, _File] = {}
         self.folders: set[str] = set()
         self._at: dict[int, int] = {}
@@ -65,7 +66,7 @@ class Replay:
     @property
     def rest(self) -> int:
         """Bytes of everything else now."""
-        return sum(file.bytes for file in self.files.values()) - self.catalog + _BLOCK * len(self.folders)
+        return sum(file.bytes for file in self.files.values()) - self.catalog + self._folder * len(self.folders)
 
     def follow(self, log: Path) -> None:
         """Go through the log; the peaks are the most that was ever there after one of its calls."""

@@ -64,10 +64,12 @@ def test_a_cap_of_one_shard_works_and_one_byte_less_is_refused_before_the_first(
     assert not root.exists()
     for cap in (least, least + 1):
         # One shard fits, and a pull never evicts its own: it says that it stopped there.
-        with pytest.raises(CapBlocked, match="stopped at the cap with 10 of 25 samples"):
+        with pytest.raises(CapBlocked) as stopped:
             pull(cap)
         with open_cache(root) as cache:
-            assert sum(shard.samples for shard in cache.shards()) == 10
+            samples = sum(shard.samples for shard in cache.shards())
+            assert f"stopped at the cap with {samples} of 25 samples" in str(stopped.value)
+            assert samples in (10, 20), "on tmpfs, where folders take nothing, there is room for one more"
             assert du(root) <= cache.usage().total <= cap
         shutil.rmtree(root)
 
