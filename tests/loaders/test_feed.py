@@ -273,10 +273,8 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(cache: Cach
         next(batches)
         victim = children()[0]
         os.kill(victim, signal.SIGKILL)
-        begin = time.monotonic()
         with pytest.raises(CacheToolError, match=rf"a feeder \(pid {victim}\) was killed by signal 9"):
             list(batches)
-        assert time.monotonic() - begin < 20  # a second where the machine is free
         assert children() == []
         assert len(list(loader)) == 30
     assert leases(cache) == []
