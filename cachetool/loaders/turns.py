@@ -98,20 +98,23 @@ class Turns:
 
     def exhausted(self, generation: int) -> None:
         """All batches of a plan are made: go on with the next epoch, provisionally."""
+        self._go_on(generation, follows=True)
+
+    def _go_on(self, generation: int, *, follows: bool) -> None:
         current = self._current
         if current is None or current.plan.generation != generation or self._ahead is not None:
             return
         following = current.plan.epoch + 1
         if self._settings.epochs is None or following < self._settings.epochs:
             try:
-                self._look_ahead(following, follows=True)
+                self._look_ahead(following, follows=follows)
             except CacheToolError:
                 return  # whoever begins that epoch will hear of it
 
     def delivered(self, generation: int) -> None:
         """The last batch of a plan was delivered: the next snapshot is made sure of; the epoch counts and its lease
         ends with :meth:`settle`."""
-        self.exhausted(generation)
+        self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
         if self._ahead is not None and self._moved(self._ahead):
             epoch = self._ahead.plan.epoch
             self._drop_ahead()

@@ -119,6 +119,22 @@ def until(condition: Any, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+def test_batches_beyond_the_steps_that_are_wanted_are_not_made(cache: CacheDir, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+
+    def note(sample: dict[str, Any]) -> dict[str, Any]:
+        with open(notes, "a") as file:
+            file.write(f"{sample['number']}\n")
+        return {"number": sample["number"]}
+
+    with Loader(cache, batch_size=1, steps=4, transform=note, workers=1, prefetch=2, epochs=5) as loader:
+        assert len(loader) == 4
+        epochs = [numbers(loader) for _ in range(5)]
+        assert loader.epoch == 5
+    assert [len(epoch) for epoch in epochs] == [4] * 5
+    assert len(notes.read_text().split()) <= 5 * (4 + 2 + 1)  # of 5 x 60
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_are_kept_stay_as_they_are(workers: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, fields=["x", "number", "words"], workers=workers) as loader:
@@ -449,16 +465,17 @@ def test_feeders_end_with_a_killed_trainer(forks: tuple[int, ...], script: Any, 
     assert leases(cache) == []
     process.stdout.close()
     process.stderr.close()
-    for pid in forked(process.pid):
+    for pid in forked(process):
         os.kill(pid, signal.SIGKILL)
 
 
-def forked(trainer: int) -> list[int]:
-    """Processes of the trainer's program that outlived it."""
+def forked(trainer: subprocess.Popen[str]) -> list[int]:
+    """Processes of this very trainer's program that outlived it; other tests run theirs beside."""
+    program = os.fsencode(trainer.args[1])  # type: ignore[index]
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            if b"program.py" in (entry / "cmdline").read_bytes() and int(entry.name) not in (trainer, os.getpid()):
+            if program in (entry / "cmdline").read_bytes() and int(entry.name) not in (trainer.pid, os.getpid()):
                 found.append(int(entry.name))
     return found
 
