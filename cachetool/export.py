@@ -184,8 +184,12 @@ def sized(source: Input, start: int, stop: int) -> tuple[Iterator[Block] | list[
 def _owned(aside: Path, plan: Message) -> Iterator[None]:
     """The folder that is filled, made or taken over; one process at a time."""
     wanted = json.loads(json.dumps(plan))
-    aside.mkdir(parents=True, exist_ok=True)
-    fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        fd = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (PermissionError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
+        why = os.strerror(error.errno or 0).lower()
+        raise UsageError(f"cannot write into {aside.parent}: {why}; name another --out") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

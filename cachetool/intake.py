@@ -64,9 +64,10 @@ def take_in(
         with tempfile.TemporaryDirectory(prefix="cachetool-") as listing:
             cache.add_source(row, Path(listing))
     room = Room(wait=wait)
+    holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
     with cache.catalog.write() as connection:
-        cache.holder.register(connection)
-        job, _ = draws.open_job(connection, id, holder=cache.holder.id, wanted=None, seed=None, room=room)
+        holder.register(connection)
+        job, _ = draws.open_job(connection, id, holder=holder.id, wanted=None, seed=None, room=room)
     task = Task(
         "cachetool.intake:write_shards",
         {

@@ -186,10 +186,11 @@ def _draw(
     """Open the job, run the workers, close it. ``per_unit``: samples that one draw brings, ``per_shard``: draws that
     make a shard."""
     wanted = None if options.samples is None else -(-options.samples // per_unit)
+    holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
     with cache.catalog.write() as connection:
-        cache.holder.register(connection)
+        holder.register(connection)
         job, source = draws.open_job(
-            connection, id, holder=cache.holder.id, wanted=wanted, seed=options.seed, room=options.room
+            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room
         )
         mark = int(connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
     left = source.units - _drawn(cache, source)

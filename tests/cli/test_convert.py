@@ -147,3 +147,12 @@ def test_without_a_cache_nothing_is_made(here: Run, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "no cache" in ran.error
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("parent", ["taken.npy", "taken.npy/below"])
+def test_an_output_that_cannot_be_made_is_named(run: Run, tmp_path: Path, parent: str) -> None:
+    np.save(tmp_path / "taken.npy", np.arange(12.0).reshape(4, 3))
+
+    ran = run("convert", tmp_path / "taken.npy", "--to", "hdf5", "--out", tmp_path / parent / "out")
+
+    assert (ran.code, "cannot write into" in ran.error, "a bug" in ran.error) == (2, True, False)

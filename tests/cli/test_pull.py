@@ -219,3 +219,13 @@ def test_a_signal_stops_a_follow_cleanly(remote: Path, tmp_path: Path, number: s
     assert labels(cache)
     with cachetool.open_cache(cache, create=False) as opened:
         assert {path.name for path in (cache / "shards").iterdir()} == {shard.id for shard in opened.shards()}
+
+
+def test_a_new_cap_takes_effect_with_a_source_that_is_known(run: Run, remote: Path) -> None:
+    assert run("pull", remote, "--samples", "4", "--max-size", "8MB").code == 0
+
+    for cap in (9_000_000, 7_000_000):
+        ran = run("pull", remote, "--samples", "1", "--max-size", str(cap))
+
+        assert ran.code == 0, ran.stderr
+        assert run("stats", "--json").document["max_size"] == cap
