@@ -141,18 +141,20 @@ def convert(
     cache: str | Path | None = None,
     out: str | Path | None = None,
     max_size: int | str | None = None,
+    notify: Callable[[str], None] | None = None,
     **options: Any,
 ) -> ConvertResult:
     """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
 
-    With ``source`` and ``out`` no cache is touched. Without ``source`` the cache must exist.
+    With ``source`` and ``out`` no cache is touched. Without ``source`` the cache must exist. ``notify`` hears the cap
+    that a new cache got.
     """
     if source is not None and out is not None:
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         made = ConvertOptions(to, files=FileOptions(**options), **known)
         return convert_into(made, source=source, out=Path(out), report=report)
-    with open_cache(cache, max_size=max_size, create=source is not None) as opened:
+    with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:
         return opened.convert(source, to=to, out=out, **options)
 
 

@@ -23,7 +23,7 @@ from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import (
     stored_checksums,
 )
-from cachetool.inputs import survey
+from cachetool.inputs import Survey, survey
 from cachetool.intake import take_in
 from cachetool.progress import Report, silent
 from cachetool.remote import described
@@ -111,6 +111,10 @@ class ConvertResult:
     seconds: float
     verified: bool
     """Whether everything was read back through the format's own library."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """What of the input was not taken: name and reason."""
+    present: int = 0
+    """Samples of the input that the cache had before."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -143,8 +147,9 @@ def convert(
     if cache is None and (source is None or out is None):
         raise UsageError("name a cache, or both an input and --out")
     wait = parse_duration(options.wait)
+    found: Survey | None = None
     if out is not None:
-        dataset, (parts, digest) = _to_files(options, cache, source, out, report)
+        dataset, (parts, digest, found) = _to_files(options, cache, source, out, report)
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         made = [(int(part["samples"]), 0) for part in parts]
     else:
@@ -166,7 +171,7 @@ def convert(
             dataset = options.dataset or "default"
             before = {shard.id for shard in cache.shards(dataset)}
             with described(source, options.files, beside=cache.root, report=report) as description:
-                take_in(
+                found = take_in(
                     cache,
                     description,
                     dataset=dataset,
@@ -181,25 +186,28 @@ def convert(
             new = [shard for shard in cache.shards(dataset) if shard.id not in before]
         made, size = [(shard.samples, shard.bytes) for shard in new], sum(shard.bytes for shard in new)
         digest = content_digest(cache.shards(dataset))
+    samples = sum(count for count, _ in made)
     return ConvertResult(
         to=options.to,
         dataset=dataset,
         shards=len(made),
-        samples=sum(samples for samples, _ in made),
+        samples=samples,
         bytes=size,
         digest=digest,
         out=None if out is None else str(out),
         seconds=round(time.monotonic() - began, 3),
         verified=options.verify,
+        skipped=found.skipped if found else (),
+        present=found.samples - samples if found and out is None else 0,
     )
 
 
 def _to_files(
     options: ConvertOptions, cache: CacheDir | None, source: str | Path | None, out: Path, report: Report
-) -> tuple[str | None, tuple[list[Message], str]]:
+) -> tuple[str | None, tuple[list[Message], str, Survey]]:
     """Plain files out of an input, or of a cache's dataset while its shards are leased."""
 
-    def write(description: Message) -> tuple[list[Message], str]:
+    def write(description: Message) -> tuple[list[Message], str, Survey]:
         return export(
             description,
             out,

@@ -27,7 +27,7 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import ContentDigest
 from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
-from cachetool.inputs import Input, identity, open_input, survey
+from cachetool.inputs import Input, Survey, identity, open_input, survey
 from cachetool.parts import DATASET_FILE, LAYOUT
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
@@ -54,8 +54,9 @@ def export(
     workers: int,
     verify: bool,
     report: Report,
-) -> tuple[list[Message], str]:
-    """Write the input that ``description`` opens into the new folder ``out``; gives its parts and the content digest.
+) -> tuple[list[Message], str, Survey]:
+    """Write the input that ``description`` opens into the new folder ``out``; gives its parts, the content digest and
+    what was found in the input.
 
     A run that was interrupted is gone on with: parts that are whole stay. Raises :class:`UsageError` when ``out``
     exists or another process is writing it.
@@ -99,7 +100,7 @@ def export(
         fsync_folder(aside)
         os.rename(aside, out)
         fsync_folder(out.parent)
-    return parts, digest
+    return parts, digest, found
 
 
 def _task(

@@ -18,7 +18,7 @@ from cachetool.export import sized
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
-from cachetool.inputs import Input, identity, open_input, survey
+from cachetool.inputs import Input, Survey, identity, open_input, survey
 from cachetool.progress import Progress, Report
 from cachetool.units import format_size
 
@@ -37,8 +37,8 @@ def take_in(
     verify: bool,
     wait: float,
     report: Report,
-) -> int:
-    """Commit all samples of the input that ``description`` opens; gives how many were committed by this run.
+) -> Survey:
+    """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds.
 
     Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
     the input does not fit; what was committed stays.
@@ -98,7 +98,7 @@ def take_in(
     finally:
         with cache.catalog.write() as connection:
             draws.close_job(connection, job)
-    return committed
+    return found
 
 
 def write_shards(

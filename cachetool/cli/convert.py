@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from cachetool.conversion import Preview
 
 __all__ = ["convert"]
+
+_SHOWN = 3
+"""Names in the note of what was left out."""
 
 
 def convert(
@@ -144,10 +148,16 @@ def convert(
             wait=wait,
             max_size=max_size,
             progress=report,
+            notify=output.note,
             **made,
         )
+    if lost := _left_out(result.skipped):
+        output.note(lost)
     if as_json:
         output.document(result.as_dict())
+        return
+    if result.present and not result.samples:
+        output.line(f"all {count(result.present, 'sample')} of {source} are in the cache already")
         return
     where = f"; the files are in {result.out}" if result.out else ""
     output.line(
@@ -155,6 +165,19 @@ def convert(
         f" {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f"{', verified' if result.verified else ''}{where}"
     )
+
+
+def _left_out(skipped: Sequence[tuple[str, str]]) -> str:
+    """What of an input was not taken although nobody said so, in a line; empty for nothing."""
+    from cachetool.sources.filebase import NOT_ASKED
+
+    lost = [each for each in skipped if each[1] != NOT_ASKED]
+    lost.sort(key=lambda each: not each[1].startswith("its first dimension"))  # rows lost before single values
+    names = [f"{name} ({reason})" for name, reason in lost]
+    if not names:
+        return ""
+    more = f"; and {len(names) - _SHOWN} more; --dry-run lists them" if len(names) > _SHOWN else ""
+    return f"left out: {'; '.join(names[:_SHOWN])}{more}"
 
 
 def _show(output: Output, found: Preview) -> None:

@@ -109,6 +109,47 @@ def test_a_file_goes_into_plain_files_without_a_cache_and_into_a_new_cache(
     assert (ran.document["samples"], ran.document["dataset"]) == (20, "theirs")
 
 
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Five rows of ``y``, and arrays that are no rows of theirs."""
+    others = {f"z{number}": np.int64(number) for number in range(3)}
+    np.savez(tmp_path / "mixed.npz", x=np.zeros((4, 2)), y=np.zeros((5, 2)), **others)
+    return tmp_path / "mixed.npz"
+
+
+@pytest.mark.parametrize("place", [["--out", "plain"], ["--max-size", "8MB"]])
+def test_what_is_left_out_of_an_input_is_said(here: Run, mixed: Path, place: list[str]) -> None:
+    ran = here("convert", mixed, "--to", "hdf5", *place, "--json")
+
+    assert ran.code == 0, ran.stderr
+    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("left out: ")]
+    assert line.startswith("left out: x (its first dimension is 4, not 5); z0 (a single number, without rows); z1 (")
+    assert line.endswith("; and 1 more; --dry-run lists them")
+    assert {name for name, _ in ran.document["skipped"]} == {"x", "z0", "z1", "z2"}
+
+
+def test_fields_that_nobody_asked_for_are_no_news(here: Run, mixed: Path) -> None:
+    assert "left out" not in here("convert", mixed, "--to", "hdf5", "--out", "a", "--fields", "y").stderr
+    assert here("convert", mixed, "--to", "hdf5", "--out", "b", "--quiet").stderr == ""
+
+
+def test_a_new_cache_says_its_cap_and_a_second_run_that_all_is_there(here: Run, foreign: Path) -> None:
+    first = here("convert", foreign, "--to", "hdf5", "--cache", "new")
+    again = here("convert", foreign, "--to", "hdf5", "--cache", "new")
+
+    assert "new cache new, cap " in first.stderr
+    assert "half of the free disk" in first.stderr
+    assert again.stdout == f"all 20 samples of {foreign} are in the cache already\n"
+
+
+def test_a_cache_is_no_input(here: Run, filled: Path, tmp_path: Path) -> None:
+    ran = here("convert", filled, "--to", "lmdb", "--out", "plain")
+
+    assert ran.code == 2
+    assert ran.error == f"{filled} is a cache; give it by --cache, without INPUT"
+    assert not (tmp_path / "plain").exists()
+
+
 @pytest.mark.parametrize(
     "option", [["--dry-run"], ["--fields", "x"], ["--rename", "a=b"], ["--value-format", "npy"], ["--max-size", "1GB"]]
 )
