@@ -71,13 +71,13 @@ def decode(
             yield part.field, data
 
 
-def parse_npy(data: memoryview) -> np.ndarray[Any, Any]:
+def parse_npy(data: memoryview, *, text: bool = False) -> np.ndarray[Any, Any]:
     """The array in a ``.npy`` file; a view of ``data``.
 
     Layout: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. The file must hold exactly the
-    array: bytes that are missing or left over are refused.
+    array: bytes that are missing or left over are refused. ``text``: also strings of one width.
     """
-    dtype, fortran, shape, start = npy_layout(data)
+    dtype, fortran, shape, start = npy_layout(data, text=text)
     if start + math.prod(shape) * dtype.itemsize != len(data):
         raise BadObject(
             f"{len(data) - start} bytes follow the header of a {dtype} array {shape},"

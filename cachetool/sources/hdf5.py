@@ -102,7 +102,7 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
     """All datasets below ``root`` that lie in this file, with their names."""
     with reading(f"{path} is not a whole HDF5 file"):
         info = h5py.h5o.get_info(root.id)
-    seen = {(info.fileno, info.addr)}
+    seen = {(info.fileno, info.addr): "/"}
     folders = [("", root)]
     count = 0
     while folders:
@@ -122,10 +122,11 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
                     skipped.append((prefix + name, found))
                     continue
                 info = h5py.h5o.get_info(found.id)
-            if (info.fileno, info.addr) in seen:
-                skipped.append((prefix + name, "the same as another one"))
+            first = seen.setdefault((info.fileno, info.addr), prefix + name)
+            named = options.fields is not None and options.wants(prefix + name) and isinstance(found, h5py.Dataset)
+            if first != prefix + name and not named:
+                skipped.append((prefix + name, f"the same as {quoted(first)}"))
                 continue
-            seen.add((info.fileno, info.addr))
             if isinstance(found, h5py.Group):
                 if prefix.count("/") >= _MAX_DEPTH:
                     raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(prefix)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +34,7 @@ def open_npy(path: Path, options: FileOptions) -> ColumnFile:
         size = path.stat().st_size
         view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
         try:
-            array = parse_npy(view)
+            array = parse_npy(view, text=True)
         except BadObject as error:
             raise BadObject(f"{path}: {error}") from error
     if array.ndim == 0:
@@ -44,6 +45,11 @@ def open_npy(path: Path, options: FileOptions) -> ColumnFile:
         return np.ascontiguousarray(array[start:stop], dtype=little)
 
     column = StoredColumn(path.stem, little.str, array.shape, array.nbytes, read)
+    if array.dtype.kind in "SU":
+        if array.ndim > 1:
+            raise UsageError(f"{path} holds texts in {array.ndim} dimensions; its rows should be samples of one text")
+        kind = "str" if array.dtype.kind == "U" else "bytes"
+        column = replace(column, dtype=kind, read=lambda start, stop: unpadded(read(start, stop)))
     return ColumnFile(path, [column], options, stored=size)
 
 

@@ -234,7 +234,20 @@ def test_groups_that_hold_each_other_end(tmp_path: Path) -> None:
 
     with open_files(tmp_path / "x.h5") as source:
         assert source.schema.names == ("g/x",)
-        assert dict(source.skipped) == dict.fromkeys(("g/up", "g/self"), "the same as another one")
+        assert dict(source.skipped) == {"g/up": "the same as '/'", "g/self": "the same as 'g'"}
+
+
+def test_a_dataset_of_two_names_is_one_field_or_what_is_asked_for(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a/b"] = np.arange(4)
+        file["hl"] = file["a/b"]
+
+    with open_files(tmp_path / "x.h5") as source:
+        assert (source.schema.names, source.skipped) == (("hl",), (("a/b", "the same as 'hl'"),))
+    for names in (("a/b",), ("a/b", "hl")):
+        with open_files(tmp_path / "x.h5", FileOptions(fields=names)) as source:
+            assert source.schema.names == names
+            assert all(same(read(source, 0, 4).columns[name], np.arange(4)) for name in names)
 
 
 def test_one_dataset_a_sample_is_refused_with_advice(tmp_path: Path) -> None:

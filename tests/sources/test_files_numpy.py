@@ -114,7 +114,7 @@ def test_pickled_arrays_are_refused_and_nothing_is_run(tmp_path: Path, canary: A
     ("array", "message"),
     [
         (np.zeros(3, dtype=[("a", "i4"), ("b", "f4")]), "plain numbers"),
-        (np.array(["a", "b"]), "cannot be stored"),
+        (np.array([["a", "b"]]), "texts in 2 dimensions"),
         (np.zeros(()), "single number"),
         (np.zeros(3, dtype=np.longdouble), "cannot be stored"),
     ],
@@ -228,6 +228,14 @@ def test_texts_of_an_npz_are_str_and_bytes(tmp_path: Path) -> None:
         {"name": "bü", "raw": b"", "x": 1},
         {"name": "", "raw": b"c\0d", "x": 2},
     ]
+
+
+@pytest.mark.parametrize("dtype", ["<U3", ">U3", "S3"])
+def test_texts_of_an_npy_are_str_or_bytes(tmp_path: Path, dtype: str) -> None:
+    array = np.array(["a", "bc", "", "def"], dtype=dtype)
+    np.save(tmp_path / "x.npy", array)
+
+    assert samples(tmp_path / "x.npy") == [{"x": text} for text in array.tolist()]
 
 
 def test_members_that_are_no_arrays_are_left_out(tmp_path: Path) -> None:
