@@ -31,6 +31,7 @@ from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.options import PullOptions
+from cachetool.planning import source_id
 from cachetool.progress import Progress, Report, silent
 from cachetool.pull import pull
 from cachetool.schema import Schema
@@ -291,6 +292,10 @@ def _pull_again(cache: CacheDir, result: Verified, source: str, count: int, repo
         dataset=row.dataset,
         source=SourceOptions.from_json(row.options),
     )
+    if source_id(row.url, options) != source:
+        # Of a URL with a query, or a path of another working directory, the catalog does not have all that it was.
+        result.notes.append(f"{row.url} could not be pulled again: what it names is not known here; pull it by its URL")
+        return
     try:
         result.repulled += pull(cache, row.url, options, report=report).samples
     except CacheToolError as error:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -289,3 +290,27 @@ def test_a_network_file_system_is_refused_unless_it_is_allowed_loudly(
 def test_another_unknown_file_system_is_allowed(tmp_path: Path, objects: Path, shim: Path) -> None:
     words = ("pull", objects, "--cache", tmp_path / "cache", "--max-size", "20MB", "--samples", 3)
     assert run(*words, LD_PRELOAD=str(shim), FAKE_F_TYPE="abcdef").returncode == 0
+
+
+def test_rows_of_a_file_are_pulled_again_from_that_file_wherever_the_repair_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "x.npy", np.full((60, 5), value))
+    monkeypatch.chdir(tmp_path / "a")
+    with open_cache(tmp_path / "c", max_size="8MB") as cache:
+        cache.pull("x.npy", everything=True, workers=1, to="hdf5", shard_size=2000)
+        shard = cache.shards()[0]
+        with open(shard.path / "data.h5", "r+b") as file:
+            file.truncate(1000)
+
+    monkeypatch.chdir(tmp_path / "b")
+    assert run("verify", "--cache", tmp_path / "c", "--repair").returncode == 0
+
+    with open_cache(tmp_path / "c") as cache:
+        assert [source["url"] for source in cache.stats().sources] == [str(tmp_path / "a" / "x.npy")]
+        assert cache.stats().samples == 60
+        for shard in cache.shards():
+            with h5py.File(shard.path / "data.h5") as file:
+                assert (file["x"][:] == 1.0).all()

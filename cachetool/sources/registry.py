@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,7 +102,10 @@ def open_source(
 
         found = locate(url)
         return open_files_source(
-            paced(open_store(found[0] if found else url, limits=limits), pace), folder, options, url=redact(url)
+            paced(open_store(found[0] if found else url, limits=limits), pace),
+            folder,
+            options,
+            url=redact(url if "://" in url else os.path.abspath(url)),
         )
     listing = SegmentedListing.open(folder, units=units)
     if listing.stem != options.stem:

@@ -18,8 +18,10 @@ SHORT, WHOLE = (400, 8192, 5), (8000, 32768, 10)
 @pytest.mark.parametrize(
     ("kind", "samples", "values", "count"),
     [
-        pytest.param("torch", *SHORT, id="torch, short"),
-        pytest.param("tensorflow", *SHORT, id="tensorflow, short"),
+        # Not by default: what an epoch of so little data brings depends on which of both processes is faster, and a
+        # puller that is through with the source draws it again.
+        pytest.param("torch", *SHORT, id="torch, short", marks=pytest.mark.soak),
+        pytest.param("tensorflow", *SHORT, id="tensorflow, short", marks=pytest.mark.soak),
         *(pytest.param(kind, *WHOLE, id=kind, marks=pytest.mark.soak) for kind in ("torch", "loader", "tensorflow")),
     ],
 )
