@@ -275,7 +275,8 @@ class _Desk:
         changed = phase != self._phase
         if changed:
             self._phase = phase
-            self._channel.send({"phase": phase})
+            if self.starting:  # afterwards nobody reads, and a full pipe would stop the pull
+                self._channel.send({"phase": phase})
         return changed
 
     def note(self, phase: str, *, listed: int = 0, error: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ _SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window
 _STATE = 1
 
 
-class BaseLoader(Generic[T]):
+class BaseLoader(ABC, Generic[T]):
     """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
 
     def __init__(
@@ -122,9 +123,9 @@ class BaseLoader(Generic[T]):
         """How many steps all ranks take, when this one could take ``steps``."""
         return steps
 
+    @abstractmethod
     def _finish(self, batch: Batch) -> T:
         """The batch as the framework has it."""
-        raise NotImplementedError
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
