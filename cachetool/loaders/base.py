@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.loaders.feed import Feed, Processes
+from cachetool.loaders.files import located
 from cachetool.loaders.order import Shuffle
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.slot import Batch
@@ -20,9 +21,11 @@ from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
 
-__all__ = ["BaseLoader", "Epoch"]
+__all__ = ["BaseLoader", "CacheOrPaths", "Epoch"]
 
 T = TypeVar("T")
+CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
+"""An open cache, its folder, or one or several shards outside any cache."""
 
 _SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
 _STATE = 1
@@ -33,7 +36,7 @@ class BaseLoader(ABC, Generic[T]):
 
     def __init__(
         self,
-        cache: CacheDir | str | Path,
+        cache_or_paths: CacheOrPaths,
         *,
         batch_size: int,
         fields: Sequence[str] | None = None,
@@ -72,12 +75,18 @@ class BaseLoader(ABC, Generic[T]):
                 "missing": (missing in ("error", "skip"), missing, "'error' or 'skip'"),
             }
         )
+        if isinstance(cache_or_paths, CacheDir):
+            _ = cache_or_paths.catalog  # the feeders must find it on disk
+        root, paths = located(cache_or_paths)
+        if paths and dataset is not None:
+            raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
         run = run or launched_run() or self._shared_run(world_size)
         if world_size > 1 and run is None:
             raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
         least = world_size * (1 if split == "validation" else batch_size)
         self._settings = Settings(
-            root=_root(cache),
+            root=str(root),
+            paths=tuple(map(str, paths)),
             dataset=dataset,
             run=run,
             fields=None if fields is None else tuple(fields),
@@ -267,10 +276,3 @@ def _check(values: dict[str, tuple[bool, Any, str]]) -> None:
     for name, (good, value, wanted) in values.items():
         if not good:
             raise UsageError(f"{name}={value!r} cannot be used: {wanted}")
-
-
-def _root(cache: CacheDir | str | Path) -> str:
-    if isinstance(cache, CacheDir):
-        _ = cache.catalog  # the feeders must find it on disk
-        return str(cache.root.absolute())
-    return str(Path(cache).absolute())

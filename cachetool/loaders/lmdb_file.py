@@ -12,8 +12,8 @@ from cachetool.errors import UsageError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.files import map_file
 from cachetool.formats.runs import Int64s, ends
+from cachetool.loaders.files import FileSubscription
 from cachetool.loaders.gather import OpenPart, Runs, open_by_library
-from cachetool.loaders.subscription import FileSubscription
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 

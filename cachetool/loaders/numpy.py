@@ -27,8 +27,9 @@ class Loader(BaseLoader[dict[str, Any]]):
     one, :class:`Strings` for str and bytes; k is at most ``batch_size``. Nothing is copied in this process; memory is
     used again once nothing sees it any more.
 
-    - ``cache``: a cache or its folder, or a folder that ``cachetool convert --out`` wrote. ``dataset`` names one of
-      several, ``fields`` chooses and orders the fields.
+    - ``cache_or_paths``: a cache or its folder; or a folder that ``cachetool convert --out`` wrote, one of its files,
+      or a list of such: a fixed set, no lease. ``dataset`` names one of several of a cache, ``fields`` chooses and
+      orders the fields.
     - ``shuffle``: ``"full"``, ``"window"`` (neighbours are read together: for small samples on a cold disk) or False
       (in the order they arrived). The order is decided by ``seed``, the epoch and the snapshot.
     - ``drop_last``: batches of ``batch_size`` only; else sizes differ by at most one. ``steps``: batches of an epoch at

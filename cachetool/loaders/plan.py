@@ -22,7 +22,9 @@ class Settings:
     """What a loader was made with and its feeders need to know."""
 
     root: str
-    """Folder of the cache, or of files that ``cachetool convert --out`` wrote."""
+    """Folder of the cache, or the first of the paths."""
+    paths: tuple[str, ...] = ()
+    """Where shards outside any cache are."""
     dataset: str | None = None
     run: str | None = None
     fields: tuple[str, ...] | None = None
@@ -51,7 +53,7 @@ class Settings:
     def from_json(cls, value: dict[str, Any]) -> Self:
         """What :meth:`to_json` gave."""
         fields = value["fields"]
-        return cls(**{**value, "fields": None if fields is None else tuple(fields)})
+        return cls(**{**value, "fields": None if fields is None else tuple(fields), "paths": tuple(value["paths"])})
 
 
 @dataclass(frozen=True, slots=True)

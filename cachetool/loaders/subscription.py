@@ -6,23 +6,20 @@ catalog through a connection of its own, and takes its own lease if it is asked 
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from cachetool.cache import CacheDir, Snapshot, open_cache
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import EXTENTS_FILE
-from cachetool.loaders.view import Part, View
+from cachetool.errors import UsageError
+from cachetool.loaders.files import located, shards_at
+from cachetool.loaders.view import View
 from cachetool.loaders.waiting import wait_for_samples
-from cachetool.schema import Schema
 
-__all__ = ["DATASET_FILE", "CacheSubscription", "FileSubscription", "Subscription", "launched_run", "subscribe"]
-
-DATASET_FILE = "dataset.json"
+__all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 
 
 class Subscription(Protocol):
@@ -168,63 +165,18 @@ def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
     thread.join(1.0)
 
 
-class FileSubscription:
-    """Files outside any cache: one view that never changes."""
-
-    def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
-        self._view = View(1, "", schema, parts)
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
-        """The files that ``cachetool convert --out`` wrote. Raises :class:`CorruptError` for a damaged list of them."""
-        about = folder.absolute() / DATASET_FILE
-        try:
-            value = json.loads(about.read_bytes())
-            parts = tuple(
-                Part(
-                    id=each["file"],
-                    format=value["format"],
-                    samples=int(each["samples"]),
-                    content="",
-                    folder=about.parent,
-                    extents=about.parent / ".extents" / each["file"] / EXTENTS_FILE,
-                    file=each["file"],
-                )
-                for each in value["parts"]
-            )
-            return cls(Schema.from_json(value["schema"]), parts)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"{about} is not what cachetool convert writes: {error}") from error
-
-    def newest(self, *, epoch: int | None = None) -> View:
-        """The view."""
-        return self._view
-
-    def at(self, version: int) -> View:
-        """The view, whatever the version: there is no other."""
-        return self._view
-
-    def moved(self, view: View) -> bool:
-        """Never."""
-        return False
-
-    def served(self) -> None:
-        """Nobody counts."""
-
-    def release(self) -> None:
-        """Nothing to give back."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-def subscribe(cache: CacheDir | str | Path, *, dataset: str | None, run: str | None) -> Subscription:
-    """Follow a dataset of a cache; or read a folder of plain files that ``cachetool convert --out`` wrote."""
-    if not isinstance(cache, CacheDir) and (Path(cache) / DATASET_FILE).is_file():
-        if dataset is not None:
-            raise UsageError(f"{cache} is a folder of plain files, which hold one dataset; leave out dataset=")
-        return FileSubscription.of_folder(Path(cache))
-    return CacheSubscription(cache, dataset=dataset, run=run)
+def subscribe(
+    cache_or_paths: CacheDir | str | Path | Sequence[str | Path], *, dataset: str | None, run: str | None
+) -> Subscription:
+    """Follow a dataset of a cache; or read shards outside any, such as ``cachetool convert --out`` writes."""
+    root, paths = located(cache_or_paths)
+    if not paths:
+        return CacheSubscription(
+            cache_or_paths if isinstance(cache_or_paths, CacheDir) else root, dataset=dataset, run=run
+        )
+    if dataset is not None:
+        raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
+    return shards_at(paths)
 
 
 def launched_run() -> str | None:

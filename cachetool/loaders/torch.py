@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
+from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.order import decode, encode, order, share
@@ -143,9 +144,10 @@ class _MapDataset(Dataset[Sample]):
 class CacheDataset(_MapDataset):
     """The samples of a dataset of a cache, in any format: uncompressed shards straight out of memory maps.
 
-    ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. ``fields`` chooses and
-    orders the fields of a sample. ``dataset`` is needed when the cache holds several. ``run`` names the training run
-    when several processes share it (default: from torchrun's or Slurm's environment).
+    ``cache_or_paths`` is a cache or its folder; or a folder that ``cachetool convert --out`` wrote, one of its files,
+    or a list of such. ``fields`` chooses and orders the fields of a sample. ``dataset`` is needed when the cache holds
+    several. ``run`` names the training run when several processes share it (default: from torchrun's or Slurm's
+    environment).
 
     It holds a lease until :meth:`close`, the end of the ``with`` block, its collection, or the end of the process. It
     belongs to one thread at a time; it may be forked and pickled, and a copy holds no lease.
@@ -155,14 +157,14 @@ class CacheDataset(_MapDataset):
 
     def __init__(
         self,
-        cache: CacheDir | str | Path,
+        cache_or_paths: CacheOrPaths,
         *,
         fields: Sequence[str] | None = None,
         dataset: str | None = None,
         run: str | None = None,
     ) -> None:
         self.run = run or launched_run()
-        super().__init__(subscribe(cache, dataset=dataset, run=self.run), open_by_extents, fields)
+        super().__init__(subscribe(cache_or_paths, dataset=dataset, run=self.run), open_by_extents, fields)
 
 
 class LMDBDataset(_MapDataset):

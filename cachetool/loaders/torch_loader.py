@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
 from cachetool.block import Ragged
-from cachetool.cache import CacheDir
-from cachetool.loaders.base import BaseLoader, Epoch
+from cachetool.loaders.base import BaseLoader, CacheOrPaths, Epoch
 from cachetool.loaders.columns import Strings
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import DevicePrefetcher
@@ -35,14 +33,14 @@ class Loader(BaseLoader[dict[str, Any]]):
     """
 
     def __init__(
-        self, cache: CacheDir | str | Path, *, device: torch.device | str | int | None = None, **options: Any
+        self, cache_or_paths: CacheOrPaths, *, device: torch.device | str | int | None = None, **options: Any
     ) -> None:
         self.device = None if device is None else torch.device(device)
         self._collective = (
             options.get("rank") is None and distributed.is_available() and distributed.is_initialized()
         )  # fmt: skip
         self._fixed_steps = options.get("steps") is not None
-        super().__init__(cache, **options)
+        super().__init__(cache_or_paths, **options)
 
     def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
         return world(rank, world_size)

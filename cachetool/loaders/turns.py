@@ -16,14 +16,13 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cachetool.cache import open_cache
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.split import Split
-from cachetool.loaders.subscription import DATASET_FILE, Subscription, subscribe
+from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.view import Part, View
 from cachetool.loaders.waiting import failed_pull
 
@@ -243,8 +242,8 @@ class Turns:
             raise short
 
     def _open(self) -> Subscription:
-        root, dataset = self._settings.root, self._settings.dataset
-        if not (Path(root) / DATASET_FILE).is_file():
+        root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
+        if not paths:
             with open_cache(root, create=False) as cache:
                 names = cache.datasets()
                 known = bool(names) and dataset in (None, *names)
@@ -253,7 +252,7 @@ class Turns:
                         raise error
                     there = f" (there is {', '.join(names)})" if names and not known else ""
                     raise NotYet(f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}{there}")
-        return subscribe(root, dataset=dataset, run=self._settings.run)
+        return subscribe(paths or root, dataset=dataset, run=self._settings.run)
 
     def _drop_current(self) -> None:
         turn, self._current = self._current, None

@@ -10,7 +10,8 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CorruptError, UsageError
-from cachetool.loaders.subscription import CacheSubscription, FileSubscription, launched_run, subscribe
+from cachetool.loaders.files import shards_at
+from cachetool.loaders.subscription import CacheSubscription, launched_run, subscribe
 from tests.loaders.numbered import leases, put
 
 
@@ -95,8 +96,8 @@ def test_a_damaged_list_of_files_is_refused(tmp_path: Path) -> None:
 
     for text in ("{", "[]", json.dumps({**about, "parts": [{"file": "part-00000.lmdb"}]})):
         (tmp_path / "dataset.json").write_text(text)
-        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool convert writes"):
-            FileSubscription.of_folder(tmp_path)
+        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool writes"):
+            shards_at([tmp_path])
 
 
 def test_a_launcher_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

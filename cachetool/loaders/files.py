@@ -1,0 +1,180 @@
+"""Shards outside any cache: folders that ``cachetool convert --out`` wrote, single files of them, folders of shards.
+
+::
+
+    DIR                   all parts that DIR/dataset.json lists
+    DIR/part-00003.h5     one of them
+    shards/<id>           the shard of a cache or a copy of it: no lease keeps it there
+
+They are read without a cache and never change: one view, nothing leased, nothing counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir
+from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.records import read_shard_json
+from cachetool.errors import CorruptError, UsageError
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats import get_format
+from cachetool.loaders.view import Part, View
+from cachetool.schema import Schema
+
+__all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
+
+DATASET_FILE = "dataset.json"
+
+
+class FileSubscription:
+    """A :class:`~cachetool.loaders.subscription.Subscription` of files: one view that never changes."""
+
+    def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
+        self._view = View(1, "", schema, parts)
+
+    def newest(self, *, epoch: int | None = None) -> View:
+        """The view."""
+        return self._view
+
+    def at(self, version: int) -> View:
+        """The view, whatever the version: there is no other."""
+        return self._view
+
+    def moved(self, view: View) -> bool:
+        """Never."""
+        return False
+
+    def served(self) -> None:
+        """Nobody counts."""
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def is_shards(path: Path) -> bool:
+    """Whether the path names shards by itself, and not a cache that is there or may come to be."""
+    return path.is_file() or any((path / name).is_file() for name in (DATASET_FILE, SHARD_FILE)) or _listed(path)
+
+
+def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tuple[Path, tuple[Path, ...]]:
+    """The folder of a cache, or where shards are: then that of the first of them too, and all of them.
+
+    A folder that is empty or not there yet is one of a cache. Raises what :func:`shards_at` raises.
+    """
+    if isinstance(cache_or_paths, CacheDir):
+        return cache_or_paths.root.absolute(), ()
+    if isinstance(cache_or_paths, str | Path):
+        path = Path(cache_or_paths).absolute()
+        if not is_shards(path):
+            try:
+                Layout(path).check()
+            except UsageError:
+                _look(path)
+                raise
+            return path, ()
+        cache_or_paths = [path]
+    paths = tuple(Path(path).absolute() for path in cache_or_paths)
+    shards_at(paths)
+    return paths[0], paths
+
+
+def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
+    """All samples of the shards at these paths, in this order.
+
+    Raises :class:`UsageError` for a path that is no shard, one that comes twice, and shards of different schemas;
+    :class:`CorruptError` for a damaged ``dataset.json`` or ``shard.json``.
+    """
+    if not paths:
+        raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
+    schema: Schema | None = None
+    parts: dict[Path, Part] = {}
+    for path in (Path(each).absolute() for each in paths):
+        found, more = _look(path)
+        if schema is not None and found != schema:
+            raise UsageError(
+                f"{path} and {paths[0]} hold different fields: {found.describe()} and {schema.describe()}; load them"
+                " apart"
+            )
+        schema = found
+        for part in more:
+            where = part.folder / part.file
+            if where in parts:
+                raise UsageError(f"{where} comes twice; name it once")
+            parts[where] = part if len(paths) == 1 else _renamed(part, str(where))
+    assert schema is not None
+    return FileSubscription(schema, tuple(parts.values()))
+
+
+def _renamed(part: Part, id: str) -> Part:
+    """The part under a name that no part of another folder has."""
+    return Part(id, part.format, part.samples, part.content, part.folder, part.extents, part.file, part.digest)
+
+
+def _look(path: Path) -> tuple[Schema, list[Part]]:
+    if (path / DATASET_FILE).is_file():
+        return _dataset(path)
+    if (path / SHARD_FILE).is_file():
+        return _shard(path)
+    if _listed(path):
+        schema, parts = _dataset(path.parent)
+        return schema, [part for part in parts if part.file == path.name]
+    if not path.exists():
+        raise UsageError(f"there is nothing at {path}")
+    if Layout(path).marker.is_file():
+        raise UsageError(f"{path} is a cache; give it alone, not in a list of shards")
+    raise UsageError(
+        f"{path} is no shard: neither {DATASET_FILE} nor {SHARD_FILE} tells of it; cachetool convert {path.name} --to"
+        " lmdb --out DIR makes shards of it"
+    )
+
+
+def _listed(path: Path) -> bool:
+    """Whether the folder of this part tells of it."""
+    if not path.exists() or not (path.parent / DATASET_FILE).is_file():
+        return False
+    return any(part.file == path.name for part in _dataset(path.parent.absolute())[1])
+
+
+def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
+    """What ``cachetool convert --out`` wrote."""
+    about = folder / DATASET_FILE
+
+    def parse() -> tuple[Schema, list[Part]]:
+        value = json.loads(about.read_bytes())
+        name = get_format(value["format"]).name
+        return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
+
+    return _parsed(about, parse)
+
+
+def _part(folder: Path, format: str, value: dict[str, Any]) -> Part:
+    file = value["file"]
+    if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
+        raise ValueError(f"{file!r} is not the name of a file")
+    extents = folder / ".extents" / file / EXTENTS_FILE
+    return Part(file, format, int(value["samples"]), str(value.get("content", "")), folder, extents, file)
+
+
+def _shard(folder: Path) -> tuple[Schema, list[Part]]:
+    def parse() -> tuple[Schema, list[Part]]:
+        value = read_shard_json(folder)
+        name = get_format(value["format"]).name
+        samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
+        part = Part(value["id"], name, samples, content, folder, folder / EXTENTS_FILE, digest=digest)
+        return Schema.from_json(value["schema"]), [part]
+
+    return _parsed(folder / SHARD_FILE, parse)
+
+
+def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[Part]]]) -> tuple[Schema, list[Part]]:
+    try:
+        return parse()
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise CorruptError(f"{path} is not what cachetool writes: {error}") from error

@@ -1,0 +1,131 @@
+"""Shards outside any cache: what ``convert --out`` wrote, read by paths alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cachetool
+from cachetool.cache import CacheDir, open_cache
+from cachetool.errors import CorruptError, UsageError
+from cachetool.loaders.numpy import Loader
+from tests.loaders.conftest import run_script
+from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put, sample
+
+FORMATS = (
+    *(("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None)),
+    *(("hdf5", "gzip"), ("zarr", "zstd"), ("tfrecord", "gzip")),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str | None], Path]:
+    """The samples 0 to 39 with every kind of field, as several files of each format."""
+    base = tmp_path_factory.mktemp("files")
+    with open_cache(base / "cache", max_size="50MB") as cache:
+        put(cache, range(40), schema=EVERY)
+    out = {}
+    for name, compression in FORMATS:
+        out[name, compression] = base / f"{name}-{compression}"
+        cachetool.convert(
+            cache=base / "cache", to=name, compression=compression, out=out[name, compression], shard_size=20_000
+        )
+    return out
+
+
+def seen(loader: Loader, schema: Any = EVERY) -> list[str]:
+    """Digests of the samples of one epoch, sorted."""
+    return sorted(
+        digest(schema, {name: column[i] for name, column in batch.items()})
+        for batch in loader
+        for i in range(len(next(iter(batch.values()))))
+    )
+
+
+@pytest.mark.parametrize(("name", "compression"), FORMATS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_that_convert_wrote_is_read_without_a_cache(
+    name: str, compression: str | None, workers: int, folders: dict[Any, Path]
+) -> None:
+    folder = folders[name, compression]
+    assert len(list(folder.glob("part-*"))) > 1
+    with Loader(folder, batch_size=7, workers=workers) as loader:
+        assert len(loader) == 6
+        assert seen(loader) == seen(loader) == digests(EVERY, range(40))
+
+
+def test_the_loader_for_pytorch_takes_paths_too(folders: dict[Any, Path]) -> None:
+    paths = [path for (_, compression), path in folders.items() if compression is None]
+
+    assert (
+        run_script("torch_paths.py", *paths)
+        == [sorted(sample(EVERY, n)["words"] for n in range(40) for _ in paths)] * 2
+    )
+
+
+def test_a_list_of_folders_and_single_files_is_one_set(folders: dict[Any, Path]) -> None:
+    """Files of different folders have the same names, and formats may be mixed."""
+    hdf5 = sorted(folders["hdf5", None].glob("part-*"))
+    zarr = sorted(folders["zarr", None].glob("part-*"))
+    with Loader([hdf5[0], zarr[1], folders["lmdb", None]], batch_size=7, workers=1) as loader:
+        found = seen(loader)
+        state = (next(iter(loader)), loader.state_dict())[1]
+    with Loader(hdf5[0], batch_size=7, workers=1) as loader:
+        first = seen(loader)
+    with Loader([str(zarr[1])], batch_size=7, workers=0) as loader:
+        second = seen(loader)
+
+    assert found == sorted(first + second + digests(EVERY, range(40)))
+    assert first != second
+    json.dumps(state)
+
+
+def test_one_shard_of_a_cache_is_read_by_its_folder_without_a_lease(cache: CacheDir) -> None:
+    shard = cache.shards()[1]
+    with Loader(shard.path, batch_size=4, workers=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert leases(cache) == []
+        assert seen(loader, SMALL) == digests(SMALL, range(20, 40))
+    assert [each.epochs for each in cache.shards()] == [0, 0, 0]
+
+
+def test_what_is_no_shard_is_refused_when_the_loader_is_made(
+    cache: CacheDir, folders: dict[Any, Path], tmp_path: Path
+) -> None:
+    lmdb = folders["lmdb", None]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("no shard")
+    cachetool.convert(cache=cache.root, to="hdf5", out=tmp_path / "small")
+    for paths, message in (
+        ([], "the list of shards is empty"),
+        ([lmdb, tmp_path / "gone"], f"there is nothing at {tmp_path / 'gone'}"),
+        ([lmdb, lmdb], "comes twice"),
+        ([lmdb, min(lmdb.glob("part-*"))], "comes twice"),
+        ([cache.root], "is a cache; give it alone"),
+        (other, f"{other} is no shard: .*cachetool convert other --to lmdb"),
+        (other / "notes.txt", "notes.txt is no shard"),
+        ([lmdb, tmp_path / "small"], "hold different fields"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Loader(paths, batch_size=4)
+    with pytest.raises(UsageError, match="leave out dataset="):
+        Loader(lmdb, batch_size=4, dataset="default")
+
+
+def test_a_damaged_description_is_named(cache: CacheDir, tmp_path: Path) -> None:
+    cachetool.convert(cache=cache.root, to="lmdb", out=tmp_path / "out")
+    about = tmp_path / "out" / "dataset.json"
+    value = json.loads(about.read_text())
+    for part in ({**value["parts"][0], "file": "../../elsewhere.lmdb"}, {"file": "part-00000.lmdb"}):
+        about.write_text(json.dumps({**value, "parts": [part]}))
+        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool writes"):
+            Loader(tmp_path / "out", batch_size=4)
+    shard = cache.shards()[0].path
+    (shard / "shard.json").write_text((shard / "shard.json").read_text().replace('"samples": 20', '"samples": 21'))
+    with pytest.raises(CorruptError, match=r"shard\.json is not what cachetool writes"):
+        Loader(shard, batch_size=4)
