@@ -119,6 +119,9 @@ class Cache(CacheDir):
 
 
 def _path(name: str | Path | None) -> Path | None:
+    """A folder to write. Raises :class:`UsageError` for an empty name, which ``Path`` takes for the present folder."""
+    if name is not None and not str(name).strip():
+        raise UsageError("the name of the folder to write is empty; name one with --out")
     return None if name is None else Path(name)
 
 
@@ -146,14 +149,21 @@ def convert(
 ) -> ConvertResult:
     """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
 
-    With ``source`` and ``out`` no cache is touched. Without ``source`` the cache must exist. ``notify`` hears the cap
-    that a new cache got.
+    With ``source`` and ``out`` no cache is touched, and none may be named. Without ``source`` the cache must exist.
+    ``notify`` hears the cap that a new cache got.
     """
     if source is not None and out is not None:
+        if cache is not None or max_size is not None:
+            name = "--max-size" if cache is None else "--cache"
+            raise UsageError(
+                f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
+            )
+        out = _path(out)
+        assert out is not None
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         made = ConvertOptions(to, files=FileOptions(**options), **known)
-        return convert_into(made, source=source, out=Path(out), report=report)
+        return convert_into(made, source=source, out=out, report=report)
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:
         return opened.convert(source, to=to, out=out, **options)
 

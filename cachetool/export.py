@@ -22,7 +22,7 @@ from cachetool.block import Block
 from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import UsageError
+from cachetool.errors import CacheToolError, UsageError, from_json, to_json
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import ContentDigest
@@ -66,7 +66,7 @@ def export(
     schema, samples, cuts = found.schema, found.samples, found.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
     aside = out.with_name(f".{out.name}.partial")
-    with _owned(aside, plan):
+    with _owned(aside, plan), _resumable(aside, len(cuts)):
         finished = _finished(aside)
         todo = [(n, *cut) for n, cut in enumerate(cuts) if _name(n, kind) not in finished]
         done = sum(part["samples"] for part in finished.values())
@@ -207,6 +207,23 @@ def _owned(aside: Path, plan: Message) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _resumable(aside: Path, parts: int) -> Iterator[None]:
+    """Around the writing: an error says what was kept of it. Without one part that is whole nothing is kept."""
+    try:
+        yield
+    except CacheToolError as error:
+        if not (kept := len(_finished(aside))):
+            remove_tree(aside)
+            raise
+        told = to_json(error)
+        told["message"] += (
+            f";\n{aside} keeps {kept} of {parts} parts: the same command goes on from there while the input is as"
+            " it was; the folder may be deleted instead"
+        )
+        raise from_json(told) from error
 
 
 def _same_plan(aside: Path, wanted: Message) -> bool:

@@ -21,7 +21,7 @@ from cachetool.block import Block
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import Layout
 from cachetool.engines.task import Message
-from cachetool.errors import CorruptError, UsageError
+from cachetool.errors import CorruptError, NotFound, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.shard import check_content, check_samples, open_shard, side_folder, stored_checksums
@@ -102,7 +102,22 @@ class Survey:
 
 
 def survey(description: Message, part_bytes: int) -> Survey:
-    """Look at the input that ``description`` opens. Errors are those of :func:`open_input`."""
+    """Look at the input that ``description`` opens. Errors are those of :func:`open_input`, and :class:`NotFound` when
+    it holds no samples at all."""
+    found = _survey(description, part_bytes)
+    if not found.samples:
+        raise NotFound(f"{_place(description)}: no samples in it")
+    return found
+
+
+def _place(description: Message) -> str:
+    """What an input is called in messages."""
+    if description["kind"] == "cache":
+        return f"dataset {description['dataset']!r} of cache {description['root']}"
+    return str(description.get("shown") or description["path"])
+
+
+def _survey(description: Message, part_bytes: int) -> Survey:
     if description["kind"] == "remote":  # its store may only be used in a child process, where it was looked at
         schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])

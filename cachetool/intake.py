@@ -13,7 +13,7 @@ from pathlib import Path
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.errors import CapBlocked, CapTooSmall
 from cachetool.export import sized
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
@@ -46,8 +46,6 @@ def take_in(
     found = survey(description, shard_bytes)
     schema, samples, cuts = found.schema, found.samples, found.runs
     place = description.get("shown") or f"file://{description['path']}"
-    if not samples:
-        raise UsageError(f"{place} holds no samples")
     step = cuts[0][1] - cuts[0][0]
     nbytes = step * schema.fixed_nbytes if schema.is_fixed else shard_bytes
     least = cache.least_cap(shard_bound(kind, schema, step, nbytes), schema)

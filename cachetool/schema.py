@@ -53,6 +53,11 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
         raise UsageError(f"dtype {dtype!r} is not a NumPy dtype") from error
     if found.kind == "O":
         raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")
+    if found.names:
+        parts = f"{', '.join(found.names[:5])}{', ...' if len(found.names) > 5 else ''}"
+        raise UsageError(
+            f"dtype {str(found)[:100]} is a compound type; save each part of it ({parts}) as an array of its own"
+        )
     if found.kind not in "biufcmM" or found.hasobject or found.itemsize > 16 or found.char in "gG":
         raise UsageError(f"dtype {found} cannot be stored; use bool, int, uint, float, complex or datetime64")
     if found.kind in "mM" and np.datetime_data(found)[0] == "generic":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,7 +46,7 @@ def convert(
     *,
     to: FormatOption,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
     ] = None,
     cache: CacheOption = None,

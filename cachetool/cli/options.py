@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,7 +46,7 @@ def complete_policy(incomplete: str) -> list[str]:
 
 
 CacheOption = Annotated[
-    Path | None,
+    str | None,  # no Path: that takes an empty name for the present folder
     typer.Option(
         "--cache",
         metavar="DIR",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachetool.block import BLOCK_BYTES, Block, Column
-from cachetool.errors import UsageError
+from cachetool.errors import BadObject, UsageError
 from cachetool.schema import Field
 from cachetool.sources.filebase import ClosingFile, FileOptions, because, bounded, field_names, make_schema, reading
 from cachetool.sources.limits import check_claims, quoted
@@ -70,8 +70,8 @@ class ColumnFile(ClosingFile):
         """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
         go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size.
 
-        Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` for
-        arrays that are larger than their file can hold.
+        Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
+        there were none, or larger ones than their file can hold.
         """
         self.path = path
         self._close, self.cuts = close, cuts
@@ -140,6 +140,8 @@ def _common_length(
     path: Path, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
 ) -> int:
     """The first dimension that most arrays have; of several the one that holds most bytes."""
+    if not columns and not skipped:
+        raise BadObject(f"{path}: no samples in it")
     if not columns:
         raise UsageError(f"{path}: nothing in it can be taken as samples{because(skipped)}")
     weight: dict[int, tuple[int, int]] = {}

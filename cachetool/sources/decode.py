@@ -110,13 +110,16 @@ def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[i
         header = ast.literal_eval(raw.decode("latin-1").strip())
         descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
         sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
-        if not (isinstance(descr, str) and isinstance(fortran, bool) and sizes and len(header) == 3):
+        if isinstance(descr, list):
+            descr = np.dtype(descr)  # a compound type, to be named when it is refused
+        known = isinstance(descr, str | np.dtype) and isinstance(fortran, bool)
+        if not (known and sizes and len(header) == 3):
             raise ValueError("unexpected entries")
-    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+    except (ValueError, SyntaxError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise BadObject("not a .npy file of plain numbers (its header names no dtype and shape)") from error
     if len(shape) > MAX_RANK:
         raise BadObject(f"an array of {len(shape)} dimensions, at most {MAX_RANK}")
-    if not (text and re.fullmatch("[<>|][SU][1-9][0-9]{0,8}", descr)):
+    if not (text and isinstance(descr, str) and re.fullmatch("[<>|][SU][1-9][0-9]{0,8}", descr)):
         try:
             storage_dtype(descr)
         except UsageError as error:

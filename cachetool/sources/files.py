@@ -27,6 +27,7 @@ from typing import Literal, cast
 from cachetool.errors import UsageError
 from cachetool.sources.filebase import FileOptions, FileSource, RandomAccess, reading
 from cachetool.sources.joined import JoinedFiles
+from cachetool.sources.limits import is_lmdb
 
 __all__ = [
     "FileOptions",
@@ -54,7 +55,6 @@ _PART = re.compile(r"-\d{5,}-of-\d{5,}\Z")
 _ZARR = ("zarr.json", ".zarray", ".zgroup")
 _LMDB = "data.mdb"
 _HEAD = 512
-_LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 
 
 def open_files(path: str | Path, options: FileOptions | None = None) -> FileSource:
@@ -177,7 +177,7 @@ def _by_content(path: Path) -> Kind | None:
         return "npy"
     if head[257:262] == b"ustar":
         return "tar"
-    if _LMDB_MAGIC in (head[16:20], head[24:28]):
+    if is_lmdb(head):
         return "lmdb"
     return "tfrecord" if is_tfrecord(head[:12]) else None
 

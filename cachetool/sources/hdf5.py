@@ -190,7 +190,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
     try:
         little = storage_dtype(element)
     except UsageError as error:
-        return "a compound type" if element.names else str(error)
+        return str(error)
     row = math.prod((*dataset.shape[1:], *inner)) * element.itemsize
 
     def fetch(start: int, stop: int) -> Array:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cachetool.errors import BadObject
 from cachetool.units import format_size
 
-__all__ = ["FREE_VALUE", "check_allocation", "check_claims", "disk_bytes", "quoted"]
+__all__ = ["FREE_VALUE", "LMDB_HEAD", "check_allocation", "check_claims", "disk_bytes", "is_lmdb", "quoted"]
 
 MAX_VALUE = 4 * 2**30
 """Bytes of the largest single value, chunk or record that is read."""
@@ -20,6 +20,8 @@ _ENOUGH_FILES = 100_000
 FREE_TOTAL = 4 * 2**30
 TOTAL_RATIO = 1000
 """The same for all samples together: sparse and empty data compress far better as a whole than one value does."""
+LMDB_HEAD = 32
+_LMDB_MAGIC = b"\xde\xc0\xef\xbe"
 
 
 def check_allocation(what: str, nbytes: int, *, stored: int) -> None:
@@ -65,6 +67,12 @@ def disk_bytes(path: Path) -> int:
                     total += entry.stat(follow_symlinks=False).st_size
                     count += 1
     return total
+
+
+def is_lmdb(head: bytes) -> bool:
+    """Whether a file that begins with ``head`` (:data:`LMDB_HEAD` bytes) is one of LMDB: its magic number stands behind
+    the header of the first page, of 16 bytes (engine 0.9) or 24 (1.0)."""
+    return _LMDB_MAGIC in (head[16:20], head[24:28])
 
 
 def quoted(name: str) -> str:

@@ -34,7 +34,7 @@ from cachetool.schema import KEY, Field
 from cachetool.sources.decode import npy_layout, parse_npy
 from cachetool.sources.filebase import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 from cachetool.sources.images import decode_image, image_shape
-from cachetool.sources.limits import FREE_VALUE, disk_bytes
+from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, disk_bytes, is_lmdb
 from cachetool.sources.rows import joined
 
 __all__ = ["LMDBFile", "check_value_format"]
@@ -133,6 +133,7 @@ class LMDBFile(ClosingFile):
     def _open(self) -> Any:
         if self._env is None:
             folder = self.path.is_dir()
+            _refuse_others(self.path / "data.mdb" if folder else self.path)
             self._env = lmdb.open(os.fspath(self.path), subdir=folder, readonly=True, lock=False, max_dbs=1)
             file = self.path / "data.mdb" if folder else self.path
             if file.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
@@ -266,6 +267,15 @@ class LMDBFile(ClosingFile):
         except BadObject as error:
             raise BadObject(f"{self.path}: the value of {batch.key(index)}: {error}") from error
         return {self._name: array}
+
+
+def _refuse_others(file: Path) -> None:
+    """Raise :class:`BadObject` for a file that does not begin as LMDB writes one: the library's words are about its
+    own calls."""
+    with file.open("rb") as opened:
+        head = opened.read(LMDB_HEAD)
+    if not is_lmdb(head):
+        raise BadObject(f"{file} is not an LMDB file: it {'does not begin like one' if head else 'is empty'}")
 
 
 def _is_note(key: memoryview) -> bool:

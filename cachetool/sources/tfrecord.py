@@ -1,4 +1,4 @@
-"""TFRecord files of ``tf.train.Example`` records, plain or gzip, by whomever: several are one input.
+"""TFRecord files of ``tf.train.Example`` records, plain, gzip or zlib, by whomever: several are one input.
 
 A file does not say what its records hold, so all of them are looked at first:
 
@@ -22,11 +22,12 @@ import gzip
 import io
 import os
 import struct
+import zlib
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import BadObject, UsageError
@@ -45,6 +46,7 @@ _HEAD = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
 _BUFFER = 2**20
 _GZIP = b"\x1f\x8b"
+_PIECE = 2**16
 _DTYPES = {FLOAT: "<f4", INT64: "<i8"}
 
 
@@ -207,9 +209,12 @@ def _records(file: Path) -> Generator[memoryview]:
         stored = left = os.fstat(raw.fileno()).st_size
         head = raw.read(_HEAD.size)
         raw.seek(0)
-        # A plain file may begin with gzip's two bytes too, as a length; then its checksum holds.
-        plain = head[:2] != _GZIP or is_tfrecord(head)
-        stream: IO[bytes] = raw if plain else io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER)
+        # A plain file may begin with the two bytes of gzip or zlib too, as a length; then its checksum holds.
+        plain = is_tfrecord(head) or not (head[:2] == _GZIP or _is_zlib(head))
+        stream: IO[bytes] = raw
+        if not plain:
+            inflated = gzip.GzipFile(fileobj=raw) if head[:2] == _GZIP else _Zlib(raw)
+            stream = io.BufferedReader(inflated, _BUFFER)
         while head := stream.read(_HEAD.size):
             what = f"{file}: record {number}"
             size = _length(head)
@@ -227,6 +232,37 @@ def _records(file: Path) -> Generator[memoryview]:
                 raise BadObject(f"{what} does not match its checksum")
             yield data[:size]
             number += 1
+
+
+def _is_zlib(head: bytes) -> bool:
+    """Whether bytes begin as RFC 1950 has it: deflate, a window of at most 32 KiB, no dictionary, a multiple of 31."""
+    return (
+        len(head) > 1
+        and head[0] & 15 == 8
+        and head[0] >> 4 < 8
+        and not head[1] & 32
+        and not (head[0] << 8 | head[1]) % 31
+    )
+
+
+class _Zlib(io.RawIOBase):
+    """What a zlib stream unpacks to. Raises as gzip does: ``zlib.error``, ``EOFError`` when its end is missing."""
+
+    def __init__(self, packed: IO[bytes]) -> None:
+        self._packed, self._inflate = packed, zlib.decompressobj()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        data = b""
+        while not data and not self._inflate.eof:
+            given = self._inflate.unconsumed_tail or self._packed.read(_PIECE)
+            if not given:
+                raise EOFError("its zlib stream does not end")
+            data = self._inflate.decompress(given, len(out))
+        out[: len(data)] = data
+        return len(data)
 
 
 def _length(head: bytes) -> int | None:

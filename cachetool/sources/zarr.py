@@ -249,7 +249,7 @@ def _column(
     try:
         little = storage_dtype(dtype)
     except UsageError as error:
-        return "a compound type" if dtype.names else str(error)
+        return str(error)
     row = math.prod(array.shape[1:]) * dtype.itemsize
     slab = Slab(
         lambda start, stop: np.ascontiguousarray(rows(start, stop), dtype=little),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import h5py
+import lmdb
 import numpy as np
 import pytest
+import zarr
 
 from tests.cli.folders import labels, tree
 
@@ -188,6 +191,118 @@ def test_without_a_cache_nothing_is_made(here: Run, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "no cache" in ran.error
     assert not (tmp_path / "cache").exists()
+
+
+def write_empty(folder: Path, name: str) -> Path:
+    """An input of that name, whole as its kind has it, that holds not one sample."""
+    path = folder / name
+    if name == "folder":
+        path.mkdir()
+    elif name == "rows.npy":
+        np.save(path, np.zeros((0, 3)))
+    elif name.endswith(".npz"):
+        np.savez(path, **({"a": np.zeros((0, 3))} if name == "rows.npz" else {}))
+    elif name.endswith(".h5"):
+        with h5py.File(path, "w") as file:
+            if name == "rows.h5":
+                file["a"] = np.zeros((0, 3))
+    elif name.endswith(".zarr"):
+        group = zarr.open_group(path, mode="w")
+        if name == "rows.zarr":
+            group.create_array("a", shape=(0, 3), dtype="f4")
+    elif name == "members.tar":
+        tarfile.open(path, "w").close()
+    elif name == "entries.lmdb":
+        lmdb.open(str(path), subdir=False).close()
+    else:
+        path.touch()
+    return path
+
+
+EMPTY = (
+    *("folder", "bytes.npy", "rows.npy", "arrays.npz", "rows.npz", "arrays.h5", "rows.h5", "arrays.zarr", "rows.zarr"),
+    *("bytes.tar", "members.tar", "records.tfrecord", "bytes.lmdb", "entries.lmdb"),
+)
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_input_without_samples_is_an_error_of_the_source_in_one_line(here: Run, tmp_path: Path, name: str) -> None:
+    """Whatever it is, and wherever it shall go; nothing is made for it."""
+    path = write_empty(tmp_path, name)
+    before = sorted(tmp_path.iterdir())
+    for where in (["--out", "plain"], ["--max-size", "8MB"], ["--dry-run"]):
+        ran = here("convert", path, "--to", "lmdb", *where)
+
+        assert ran.code == 3, (where, ran.stdout, ran.stderr)
+        assert str(path) in ran.error
+        assert len(ran.stderr.splitlines()) == 1
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dataset_without_samples_is_no_input_either(here: Run, filled: Path) -> None:
+    assert here("evict", "--max-size", str(here("stats", "--json").document["used"] - 3 * 40960)).code == 0
+    assert here("ls", "--json").document["shards"] == []
+
+    ran = here("convert", "--to", "hdf5", "--out", "plain")
+    assert (ran.code, "dataset 'default' of cache" in ran.error) == (3, True)
+
+
+def damaged_part(folder: Path) -> tuple[Path, bytes]:
+    """Five Zarr arrays of 20 rows in a folder, the chunk of the last damaged; gives that chunk and what was in it."""
+    for number in range(5):
+        zarr.create_array(folder / f"{number}.zarr", data=np.arange(200.0).reshape(20, 10), chunks=(20, 10), name="x")
+    chunk = next(path for path in (folder / "4.zarr").rglob("0") if path.is_file())
+    whole = chunk.read_bytes()
+    chunk.write_bytes(bytes(len(whole)))
+    return chunk, whole
+
+
+def test_an_error_says_which_parts_are_kept_and_the_same_command_goes_on(here: Run, tmp_path: Path) -> None:
+    chunk, whole = damaged_part(tmp_path / "many")
+    line = ("convert", "many", "--to", "hdf5", "--out", "plain", "--shard-size", "1600", "--workers", "1", "--quiet")
+    ran = here(*line)
+
+    assert ran.code == 3
+    assert ".plain.partial keeps 4 of 5 parts: the same command goes on from there" in ran.error
+    assert "may be deleted" in ran.error
+    stamps = {part.name: part.stat().st_mtime_ns for part in (tmp_path / ".plain.partial").glob("part-*.h5")}
+    assert len(stamps) == 4
+
+    before = chunk.stat()
+    chunk.write_bytes(whole)  # a disk that reads it right this time
+    os.utime(chunk, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert here(*line).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many", "plain"]
+    assert {name: (tmp_path / "plain" / name).stat().st_mtime_ns for name in stamps} == stamps, "made once"
+
+
+def test_an_error_before_the_first_whole_part_leaves_nothing(here: Run, tmp_path: Path) -> None:
+    damaged_part(tmp_path / "many")
+    ran = here("convert", "many", "--to", "hdf5", "--out", "plain")
+
+    assert ran.code == 3
+    assert "partial" not in ran.error
+    assert [entry.name for entry in tmp_path.iterdir()] == ["many"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--out", "plain", "--cache", "elsewhere"], "--cache"),
+        (["--out", "plain", "--max-size", "8MB"], "--max-size"),
+        (["--out", ""], "--out"),
+        (["--out", " "], "--out"),
+        (["--cache", ""], "--cache"),
+    ],
+)
+def test_a_place_that_means_nothing_is_refused(
+    here: Run, foreign: Path, tmp_path: Path, words: list[str], says: str
+) -> None:
+    ran = here("convert", foreign, "--to", "hdf5", *words)
+
+    assert ran.code == 2
+    assert says in ran.error
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 @pytest.mark.parametrize("parent", ["taken.npy", "taken.npy/below"])

@@ -115,7 +115,7 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
         "mean": "first dimension is 3, not 5",
         "version": "single value",
         "nothing": "empty",
-        "table": "compound",
+        "table": "is a compound type; save each part of it",
         "big_lists": "big-endian numbers, which h5py reads wrongly",
         "kind": "enumeration",
         "pointer": "references",

@@ -220,6 +220,19 @@ def test_an_empty_database_has_no_samples(tmp_path: Path) -> None:
         open_files(write(tmp_path / "x.lmdb", {}))
 
 
+@pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"hello " * 1000, "it does not begin like one")])
+@pytest.mark.parametrize("name", ["x.lmdb", "folder/data.mdb"])
+def test_what_is_no_lmdb_file_is_said_to_be_none(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    """Not in the library's words about its own calls, and with the path once."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+
+    with pytest.raises(BadObject) as caught:
+        open_files(path if name == "x.lmdb" else path.parent)
+    assert str(caught.value) == f"{path} is not an LMDB file: {why}"
+
+
 def test_files_of_a_folder_are_one_input(tmp_path: Path) -> None:
     for k in range(3):
         write(tmp_path / f"{k}.lmdb", {b"%d%d" % (k, i): b"%d" % i for i in range(5)})

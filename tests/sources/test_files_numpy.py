@@ -113,7 +113,10 @@ def test_pickled_arrays_are_refused_and_nothing_is_run(tmp_path: Path, canary: A
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(3, dtype=[("a", "i4"), ("b", "f4")]), "plain numbers"),
+        (
+            np.zeros(3, dtype=[("a", "i4"), ("b", "f4")]),
+            r"x\.npy: dtype \[\('a', '<i4'\), \('b', '<f4'\)\] is a compound type; save each part of it \(a, b\)",
+        ),
         (np.array([["a", "b"]]), "texts in 2 dimensions"),
         (np.zeros(()), "single number"),
         (np.zeros(3, dtype=np.longdouble), "cannot be stored"),

@@ -9,6 +9,7 @@ import gzip
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def split(written: Any, name: str) -> list[Any]:
     return np.split(written[name], np.cumsum(written[f"{name}_sizes"])[:-1])
 
 
-@pytest.mark.parametrize("name", ["plain.tfrecord", "packed.tfrecord.gz"])
+@pytest.mark.parametrize("name", ["plain.tfrecord", "packed.tfrecord.gz", "zlib.tfrecord"])
 @pytest.mark.parametrize("block_bytes", [1000, 2**23])
 def test_what_tensorflow_wrote(tensorflow_folder: Path, name: str, block_bytes: int) -> None:
     """Scalars, fixed lists, ragged lists, byte strings, negative and large numbers, lists that are not there."""
@@ -223,12 +224,36 @@ def test_a_record_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) ->
         open_files(tmp_path / "x.tfrecord.gz")
 
 
-@pytest.mark.parametrize("suffix", [".tfrecord", ".tfrecord.gz"])
+@pytest.mark.parametrize("level", [1, 6, 9])
+def test_a_file_compressed_by_zlib_is_read(tmp_path: Path, level: int) -> None:
+    """``TFRecordOptions(compression_type="ZLIB")``: the three levels write three different beginnings."""
+    raw = b"".join(frame(example(a=INTS, b=BYTES, c=FLOAT)) for _ in range(5000))
+    (tmp_path / "plain.tfrecord").write_bytes(raw)
+    (tmp_path / "x.tfrecord").write_bytes(zlib.compress(raw, level))
+
+    found, wanted = samples(tmp_path / "x.tfrecord"), samples(tmp_path / "plain.tfrecord")
+    assert len(found) == 5000
+    assert all(same(sample[key], plain[key]) for sample, plain in zip(found, wanted, strict=True) for key in plain)
+
+
+def test_a_plain_file_may_begin_like_zlib(tmp_path: Path) -> None:
+    """0x78 0x01 is also the length of a record of 376 bytes."""
+    content = b"".join(
+        entry(name, b"\x0a" + bytes([size - 2, 0x0A, size - 4]) + bytes(size - 4))
+        for name, size in zip("abcd", (100, 100, 100, 45), strict=True)
+    )
+    path = write(tmp_path / "x.tfrecord", b"\x0a" + bytes([len(content) & 127 | 128, len(content) >> 7]) + content)
+
+    assert path.read_bytes()[:2] == b"\x78\x01"
+    assert len(samples(path)) == 1
+
+
+@pytest.mark.parametrize("suffix", [".tfrecord", ".tfrecord.gz", ".tfrecord.zlib"])
 def test_a_damaged_file_never_gives_a_wrong_sample(tmp_path: Path, suffix: str) -> None:
     """Every cut that is not between two records, and every flipped bit, is an error that names the file."""
     raw = b"".join(frame(example(a=INTS, b=BYTES, c=FLOAT)) for _ in range(20))
-    path = tmp_path / f"x{suffix}"
-    path.write_bytes(raw if suffix == ".tfrecord" else gzip.compress(raw))
+    path = tmp_path / f"x{suffix.removesuffix('.zlib')}"
+    path.write_bytes({"d": raw, "z": gzip.compress(raw), "b": zlib.compress(raw)}[suffix[-1]])
     whole = samples(path)
 
     for how, copy in damaged(path, cuts=200, flips=600):

@@ -120,7 +120,10 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
         assert dict(source.skipped) == {
             "mean": "its first dimension is 3, not 5",
             "single": "a single value, without rows",
-            "table": "a compound type",
+            "table": (
+                "dtype [('a', '<i4'), ('b', '<f8')] is a compound type;"
+                " save each part of it (a, b) as an array of its own"
+            ),
             "grid": "texts in 2 dimensions",
             "link": "a link to a folder",
         }
@@ -240,7 +243,7 @@ def test_damaged_metadata_and_chunks_are_errors_that_name_the_array(tmp_path: Pa
         (tmp_path / "x.zarr" / "scalar" / "zarr.json").write_text(raw)
         found = outcome(tmp_path / "x.zarr")
         assert isinstance(found, str)
-        assert "scalar" in found or "nothing in it" in found
+        assert "scalar" in found or "no samples in it" in found
 
 
 def test_folders_of_a_folder_are_one_input(tmp_path: Path) -> None:
@@ -255,7 +258,7 @@ def test_a_folder_without_metadata_is_no_zarr(tmp_path: Path) -> None:
     assert file_kind(tmp_path / "x.zarr") == "zarr"
     shutil.rmtree(tmp_path / "x.zarr" / "n")
 
-    with pytest.raises(UsageError, match=r"x\.zarr: nothing in it can be taken as samples"):
+    with pytest.raises(BadObject, match=r"x\.zarr: no samples in it"):
         open_files(tmp_path / "x.zarr")
     (tmp_path / "x.zarr" / "zarr.json").unlink()
     assert file_kind(tmp_path / "x.zarr") is None

@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     tokens = [chance.integers(0, 50000, int(n)) for n in chance.integers(0, 9, count)]
     scores = [chance.normal(size=int(n)).astype(np.float32) for n in chance.integers(0, 4, count)]
     images = [chance.bytes(int(n)) for n in chance.integers(0, 3000, count)]
-    for name, compression in (("plain.tfrecord", None), ("packed.tfrecord.gz", "GZIP")):
+    for name, compression in (("plain.tfrecord", None), ("packed.tfrecord.gz", "GZIP"), ("zlib.tfrecord", "ZLIB")):
         with tf.io.TFRecordWriter(str(folder / name), compression) as writer:
             for i in range(count):
                 features = {key: feature(column[i]) for key, column in columns.items()}
