@@ -4,18 +4,15 @@ Keys are ``b"%012d" % sample``; then ``__len__`` (the count as text) and ``__sch
 shape). A value is the sample's fields packed as :mod:`cachetool.formats.lmdb_values` has it; ``docs/formats.md`` has a
 reader without cachetool.
 
-The file is written through a memory map (``writemap``) after it was allocated whole: without that a full disk kills
-the process, with it writing is 3-5 times faster. No lock file is made or left behind: a shard has one writer, and its
-readers never meet it.
+Its pages are made by :mod:`cachetool.formats.lmdb_tree`; LMDB opens the file when it is complete, before it counts as
+written. No lock file is made or left behind: a shard has one writer, and its readers never meet it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block
-from cachetool.errors import CapacityError, CorruptError, UsageError
+from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import FieldExtents
-from cachetool.formats.files import allocate, allocated_bound, capacity_errors, create_exclusive, map_file
-from cachetool.formats.lmdb_file import KEY, LEN_KEY, PUTS, SCHEMA_KEY, map_size, read_header, schema_json
-from cachetool.formats.lmdb_pages import read_leaves
+from cachetool.formats.files import BulkFile, allocated_bound, map_file
+from cachetool.formats.lmdb_file import KEY, LEN_KEY, SCHEMA_KEY, file_bound, keys_of, read_header, schema_json
+from cachetool.formats.lmdb_tree import TreeWriter
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.reading import check_indices, check_range, field_extents
-from cachetool.formats.runs import Int64s, ends
+from cachetool.formats.runs import Bytes, Int64s, ends
 from cachetool.formats.writing import ShardWriter
 from cachetool.schema import Schema
 
@@ -50,7 +47,7 @@ class LMDB:
 
     def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
         """Upper bound on disk. A value above about half a page takes whole pages, 16 bytes of which are a header."""
-        return allocated_bound(map_size(schema, samples, nbytes))
+        return allocated_bound(file_bound(schema, samples, nbytes))
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None
@@ -58,107 +55,63 @@ class LMDB:
         """Begin a shard; see :meth:`cachetool.formats.base.Format.create`."""
         if compression is not None:
             raise UsageError(f"lmdb has no compression, got {compression!r}; use hdf5, zarr or tfrecord")
-        return LMDBWriter.create(path, schema, samples=samples, nbytes=nbytes, size=map_size(schema, samples, nbytes))
+        file = BulkFile.create(path, file_bound(schema, samples, nbytes))
+        return LMDBWriter(path, schema, file, samples=samples, nbytes=nbytes)
 
     def open(self, path: Path, *, schema: Schema | None = None) -> LMDBReader:
         """Read a shard; the schema is in the file, ``schema`` only checks it."""
         return LMDBReader.open(path, schema=schema)
 
 
-@contextlib.contextmanager
-def _lmdb_errors(path: Path, nbytes: int) -> Iterator[None]:
-    """LMDB's errors while writing, as ours."""
-    with capacity_errors(path, nbytes):
-        try:
-            yield
-        except lmdb.Error as error:
-            # LMDB tells the causes of a failed system call apart by their text alone.
-            if isinstance(error, lmdb.MemoryError) or "No space left" in str(error) or "quota" in str(error).lower():
-                raise CapacityError(f"no room for {nbytes} bytes at {path}: {error}; lower --shard-size") from error
-            raise
-
-
 class LMDBWriter(ShardWriter):
     """Writes one LMDB file; see :class:`cachetool.formats.base.Writer`."""
 
-    def __init__(self, path: Path, schema: Schema, *, samples: int, nbytes: int, fd: int, env: Any, size: int) -> None:
+    def __init__(self, path: Path, schema: Schema, file: BulkFile, *, samples: int, nbytes: int) -> None:
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
         self._layout = ValueLayout(schema)
-        self._fd = fd
-        self._env = env
-        self._size = size
-        self._txn = env.begin(write=True)
-        self._puts = 0
+        self._file = file
+        self._tree = TreeWriter(file)
         self._variable: list[Int64s] = []
         self._shapes: dict[str, list[Int64s]] = {f.name: [] for f in schema if f.kind == "ragged"}
 
-    @classmethod
-    def create(cls, path: Path, schema: Schema, *, samples: int, nbytes: int, size: int) -> LMDBWriter:
-        """Make the file and allocate ``size`` bytes for it."""
-        fd = create_exclusive(path)
-        try:
-            with _lmdb_errors(path, size):
-                # The first opening writes the two meta pages; LMDB would not take a file of zeros for a new one.
-                lmdb.open(str(path), subdir=False, map_size=min(size, 2**20), lock=False, lib_version=0).close()
-                allocated = allocate(fd, path, size)
-                env = lmdb.open(
-                    str(path),
-                    subdir=False,
-                    map_size=size,
-                    lock=False,
-                    writemap=allocated,
-                    map_async=True,
-                    sync=False,
-                    metasync=False,
-                    meminit=False,
-                )
-            return cls(path, schema, samples=samples, nbytes=nbytes, fd=fd, env=env, size=size)
-        except BaseException:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-
     def _put(self, block: Block) -> None:
-        values, starts = self._layout.encode(block)
-        sizes = np.diff(starts)
-        if int(sizes.max()) > _MAX_VALUE:
-            raise UsageError(f"{self.path.name}: a sample of {int(sizes.max())} bytes; lmdb holds at most {_MAX_VALUE}")
-        view, keys = values.data, [KEY % n for n in range(self.samples, self.samples + block.samples)]
-        for first in range(0, block.samples, PUTS):
-            part = slice(first, first + PUTS)
-            bounds = starts[first : first + PUTS + 1].tolist()
-            self._append(list(zip(keys[part], [view[a:b] for a, b in itertools.pairwise(bounds)], strict=True)))
+        totals = self._layout.totals(block)
+        if int(totals.max()) > _MAX_VALUE:
+            raise UsageError(
+                f"{self.path.name}: a sample of {int(totals.max())} bytes; lmdb holds at most {_MAX_VALUE}"
+            )
+
+        def place(out: Bytes, starts: Int64s, part: slice) -> None:
+            self._layout.place(block.slice(part.start, part.stop), out, starts)
+
+        self._tree.append(keys_of(self.samples, block.samples), totals, place)
         if self._layout.variable:
             self._variable.append(self._layout.variable_sizes(block))
         for name, shapes in self._shapes.items():
             column = block.columns[name]
             shapes.append(np.array(column.shapes))  # type: ignore[union-attr]
 
-    def _append(self, items: list[tuple[bytes, Any]]) -> None:
-        with _lmdb_errors(self.path, self._size):
-            if self._puts + len(items) > PUTS:
-                self._txn.commit()
-                self._txn = self._env.begin(write=True)
-                self._puts = 0
-            self._puts += len(items)
-            with self._txn.cursor() as cursor:
-                cursor.putmulti(items, append=True)
-
     def _close(self) -> tuple[tuple[str, ...], dict[str, FieldExtents]]:
-        self._append([(LEN_KEY, b"%d" % self.samples), (SCHEMA_KEY, schema_json(self.schema))])
-        with _lmdb_errors(self.path, self._size):
-            self._txn.commit()
-            used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-            self._env.close()
-            os.ftruncate(self._fd, used)
-            os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-        return (self.path.name,), self._locate()
+        for key, value in ((LEN_KEY, b"%d" % self.samples), (SCHEMA_KEY, schema_json(self.schema))):
+            self._append_text(key, np.frombuffer(value, dtype=np.uint8))
+        starts = self._tree.finish()[: self.samples]
+        self._file.finish()
+        self._check()
+        return (self.path.name,), self._locate(starts)
 
-    def _locate(self) -> dict[str, FieldExtents]:
-        nodes = read_leaves(map_file(self.path), name=str(self.path))
-        starts = nodes.starts[: self.samples]
+    def _append_text(self, key: bytes, value: Bytes) -> None:
+        def place(out: Bytes, starts: Int64s, _part: slice) -> None:
+            out[starts[0] : starts[0] + len(value)] = value
+
+        self._tree.append(np.frombuffer(key, dtype=np.uint8)[None], np.array([len(value)]), place)
+
+    def _check(self) -> None:
+        """That LMDB finds in the file what was put there; the samples are read back through their extents."""
+        with contextlib.closing(open_environment(self.path)) as environment, environment.env.begin() as txn:
+            if txn.stat()["entries"] != self.samples + 2 or txn.get(LEN_KEY) != b"%d" % self.samples:
+                raise CorruptError(f"{self.path} just written: LMDB does not find its {self.samples} samples")
+
+    def _locate(self, starts: Int64s) -> dict[str, FieldExtents]:
         fields = self.scalar_extents()
         for name, offset in self._layout.fixed.items():
             if name not in fields:
@@ -177,13 +130,7 @@ class LMDBWriter(ShardWriter):
         return fields
 
     def _abort(self) -> None:
-        try:
-            self._txn.abort()
-            self._env.close()
-        finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        self._file.close()
 
 
 class Environment:

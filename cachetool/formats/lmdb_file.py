@@ -7,27 +7,23 @@ so that a shard is written by appending alone.
 from __future__ import annotations
 
 import json
-import mmap
 
 import numpy as np
 
 from cachetool.errors import CorruptError
-from cachetool.formats.lmdb_pages import PAGE_HEADER, last_keys, read_leaves
+from cachetool.formats.lmdb_pages import LARGEST_NODE, NODE_HEADER, PAGE, PAGE_HEADER, last_keys, read_leaves
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.runs import Bytes, Int64s, windows
 from cachetool.schema import Schema
 
-__all__ = ["KEY", "LEN_KEY", "PUTS", "SCHEMA_KEY", "is_ours", "map_size", "read_header", "schema_json"]
+__all__ = ["KEY", "LEN_KEY", "SCHEMA_KEY", "file_bound", "is_ours", "keys_of", "read_header", "schema_json"]
 
 KEY = b"%012d"
 LEN_KEY, SCHEMA_KEY = b"__len__", b"__schema__"
-PUTS = 50_000
-"""Samples a transaction; LMDB keeps track of at most 131,071 changed pages in one."""
 _KEY_BYTES = 12
-_PSIZE = min(mmap.PAGESIZE, 0x8000)
-_NODE = 8 + _KEY_BYTES + 2  # header, key, and the pointer to it
-_LARGEST_NODE = ((_PSIZE - PAGE_HEADER) // 2 & -2) - 2  # me_nodemax of mdb.c: larger ones go to overflow pages
-_INLINE = _LARGEST_NODE - 8 - _KEY_BYTES
+_POWERS = 10 ** np.arange(_KEY_BYTES - 1, -1, -1, dtype=np.int64)
+_NODE = NODE_HEADER + _KEY_BYTES + 2  # and the pointer to it
+_INLINE = LARGEST_NODE - NODE_HEADER - _KEY_BYTES
 
 
 def schema_json(schema: Schema) -> bytes:
@@ -35,32 +31,37 @@ def schema_json(schema: Schema) -> bytes:
     return json.dumps(schema.to_json(), separators=(",", ":")).encode()
 
 
-def map_size(schema: Schema, samples: int, nbytes: int) -> int:
+def keys_of(first: int, count: int) -> Bytes:
+    """The keys of ``count`` samples from ``first``, (samples, 12)."""
+    numbers = np.arange(first, first + count, dtype=np.int64)
+    return (numbers[:, None] // _POWERS % 10 + ord("0")).astype(np.uint8)
+
+
+def file_bound(schema: Schema, samples: int, nbytes: int) -> int:
     """Upper bound of the size of a file of at most ``samples`` samples and ``nbytes`` bytes of values, in whole pages.
 
     A value above about half a page takes whole pages, 16 bytes of which are a header.
     """
     layout = ValueLayout(schema)
-    room = _PSIZE - PAGE_HEADER
+    room = PAGE - PAGE_HEADER
     if schema.is_fixed:
         if schema.fixed_nbytes:
             samples = min(samples, nbytes // schema.fixed_nbytes)
         inline = layout.head <= _INLINE
         node = _NODE + (layout.head + layout.head % 2 if inline else 8)
         leaves = -(-samples // (room // node))
-        pages = leaves + (0 if inline else samples * -(-(PAGE_HEADER + layout.head) // _PSIZE))
+        pages = leaves + (0 if inline else samples * -(-(PAGE_HEADER + layout.head) // PAGE))
     else:
         # Any mixture of sizes: the smaller of two bounds that are linear in bytes and samples. Leaf pages may be
         # half empty; an overflow page holds at least `_INLINE` bytes; a value wastes less than a page.
         total = nbytes + samples * layout.overhead
-        small = total * _PSIZE // _INLINE + samples * 3 * _NODE
-        large = total + samples * (_PSIZE + 4 * _NODE)
-        pages = min(small, large) // _PSIZE + 1
+        small = total * PAGE // _INLINE + samples * 3 * _NODE
+        large = total + samples * (PAGE + 4 * _NODE)
+        pages = min(small, large) // PAGE + 1
         leaves = min(pages, samples + 1)
     branches = leaves // 64 + 4
-    commits = 1 + samples // PUTS
-    extra = 2 + 16 * commits + len(schema_json(schema)) // _PSIZE + 2
-    return (pages + branches + extra) * _PSIZE
+    extra = 2 + 2 + len(schema_json(schema)) // PAGE + 2
+    return (pages + branches + extra) * PAGE
 
 
 def is_ours(buffer: Bytes) -> bool:
@@ -93,8 +94,7 @@ def read_header(buffer: Bytes, *, name: str) -> tuple[int, Schema]:
     good = (nodes.key_sizes[:samples] == _KEY_BYTES).all() and count == samples
     if good and samples:
         digits = windows(buffer, _KEY_BYTES)[nodes.key_starts[:samples]].astype(np.int64) - ord("0")
-        powers = 10 ** np.arange(_KEY_BYTES - 1, -1, -1, dtype=np.int64)
-        good = ((digits >= 0) & (digits <= 9)).all() and np.array_equal(digits @ powers, np.arange(samples))
+        good = ((digits >= 0) & (digits <= 9)).all() and np.array_equal(digits @ _POWERS, np.arange(samples))
     if not good:
         raise CorruptError(f"{name}: its keys are not the numbers of its {count} samples")
     return samples, schema

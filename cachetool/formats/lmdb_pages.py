@@ -27,16 +27,36 @@ import numpy.typing as npt
 from cachetool.errors import CorruptError
 from cachetool.formats.runs import Bytes, Int64s, ends, windows
 
-__all__ = ["PAGE_HEADER", "LeafNodes", "last_keys", "read_leaves"]
+__all__ = [
+    "BIG",
+    "BRANCH",
+    "DB",
+    "LARGEST_NODE",
+    "LEAF",
+    "MAGIC",
+    "META",
+    "META_PAGE",
+    "NODE_HEADER",
+    "OVERFLOW",
+    "PAGE",
+    "PAGE_HEADER",
+    "VERSION",
+    "LeafNodes",
+    "last_keys",
+    "read_leaves",
+]
 
-PAGE_HEADER = 16
-_MAGIC = 0xBEEFC0DE
-_VERSION = 1
-_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
+PAGE = 4096
+"""Bytes of a page of the files that we write; those of others are read with any page size."""
+PAGE_HEADER, NODE_HEADER = 16, 8
+LARGEST_NODE = ((PAGE - PAGE_HEADER) // 2 & -2) - 2
+"""Header, key and value of the largest entry that is whole in a leaf (me_nodemax of mdb.c)."""
+MAGIC, VERSION = 0xBEEFC0DE, 1
+BRANCH, LEAF, OVERFLOW, META_PAGE = 1, 2, 4, 8
+BIG = 1
+META = struct.Struct("<IIQQ")
+DB = struct.Struct("<IHHQQQQQ")
 _FLAGS = 0xFFFF ^ 0x10  # all but "dirty", which may stay on disk; any other has LMDB read the page in another way
-_BIG = 1
-_META = struct.Struct("<IIQQ")
-_DB = struct.Struct("<IHHQQQQQ")
 _MAX_DEPTH = 32
 
 
@@ -98,11 +118,11 @@ class _Tree:
         raw = self.buffer[at + PAGE_HEADER : at + PAGE_HEADER + 136].tobytes()
         if len(raw) < 136:
             return None
-        magic, version, _address, _mapsize = _META.unpack_from(raw)
-        psize, *_ = _DB.unpack_from(raw, 24)
-        _pad, flags, depth, _b, _l, _o, entries, root = _DB.unpack_from(raw, 72)
+        magic, version, _address, _mapsize = META.unpack_from(raw)
+        psize, *_ = DB.unpack_from(raw, 24)
+        _pad, flags, depth, _b, _l, _o, entries, root = DB.unpack_from(raw, 72)
         last, txn = struct.unpack_from("<QQ", raw, 120)
-        if magic != _MAGIC or version != _VERSION or psize not in [1 << bits for bits in range(9, 17)]:
+        if magic != MAGIC or version != VERSION or psize not in [1 << bits for bits in range(9, 17)]:
             return None
         if flags or at not in (0, psize) or last >= 1 << 48:
             return None
@@ -116,15 +136,15 @@ class _Tree:
         _require(self.root < self.pages, f"root page {self.root}")
         level = np.array([self.root], dtype=np.int64)
         for _ in range(self.depth - 1):
-            at, head, _limit = self._nodes(level, _BRANCH)
+            at, head, _limit = self._nodes(level, BRANCH)
             del at
             level = head[:, 0] | head[:, 1] << 16 | head[:, 2] << 32
             _require(len(level) <= self.pages and (level < self.pages).all() and (level > 1).all(), "child page")
-        at, head, limit = self._nodes(level, _LEAF)
+        at, head, limit = self._nodes(level, LEAF)
         _require(len(at) == self.entries, f"{len(at)} entries, {self.entries} announced")
         sizes = head[:, 0] | head[:, 1] << 16
         starts = at + 8 + head[:, 3]
-        big = head[:, 2] == _BIG
+        big = head[:, 2] == BIG
         _require((big | (head[:, 2] == 0)).all(), "an entry that is no plain value")
         _require((starts + np.where(big, 8, sizes) <= limit).all(), "an entry that reaches past its page")
         if big.any():
@@ -136,10 +156,10 @@ class _Tree:
         _require(self.entries > 0 and 0 < self.depth <= _MAX_DEPTH and self.root < self.pages, "no tree")
         page = np.array([self.root], dtype=np.int64)
         for _ in range(self.depth - 1):
-            _at, head, _limit = self._nodes(page, _BRANCH)
+            _at, head, _limit = self._nodes(page, BRANCH)
             page = (head[:, 0] | head[:, 1] << 16 | head[:, 2] << 32)[-1:]
             _require((page < self.pages).all(), "child page")
-        at, head, _limit = self._nodes(page, _LEAF)
+        at, head, _limit = self._nodes(page, LEAF)
         return at, head
 
     def _nodes(self, pages: Int64s, kind: int) -> tuple[Int64s, Int64s, Int64s]:
@@ -169,7 +189,7 @@ class _Tree:
         need = -(-(sizes + PAGE_HEADER) // self.psize)
         _require((first + need <= self.pages).all(), "a value that reaches past the file")
         head = self._gather(first * self.psize, PAGE_HEADER)
-        _require((head.view("<u2")[:, 5] & _FLAGS == _OVERFLOW).all(), "a value on a page of the wrong kind")
+        _require((head.view("<u2")[:, 5] & _FLAGS == OVERFLOW).all(), "a value on a page of the wrong kind")
         _require((head.view("<u4")[:, 3] >= need).all(), "a value on too few pages")
         return first * self.psize + PAGE_HEADER
 

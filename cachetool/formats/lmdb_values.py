@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cachetool.block import Block, Column, Ragged
 from cachetool.errors import CorruptError
-from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, windows
+from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, put_rows, windows
 from cachetool.schema import Field, Schema
 
 __all__ = ["ValueLayout"]
@@ -47,14 +47,16 @@ class ValueLayout:
         """Offset of each fixed field."""
         self.variable = tuple(f for f in schema if f.kind != "fixed")
         """The other fields, in the order of their tables and bytes."""
+        self._gaps: list[tuple[int, int]] = []  # padding between fixed fields, and before the table
         at = 0
         for field in schema:
             if field.kind == "fixed":
-                at = _align(at, min(field.numpy.itemsize, 8))
-                self.fixed[field.name] = at
-                at += field.nbytes
+                self.fixed[field.name] = to = _align(at, min(field.numpy.itemsize, 8))
+                self._gaps += [(at, to - at)] * (to > at)
+                at = to + field.nbytes
         self.table = _align(at, 8) if self.variable else at
         """Offset of the table."""
+        self._gaps += [(at, self.table - at)] * (self.table > at)
         self._columns: dict[str, slice] = {}
         column = 0
         for field in self.variable:
@@ -89,30 +91,32 @@ class ValueLayout:
             out[:, column] = ragged.sizes * ragged.values.itemsize
         return out
 
-    def encode(self, block: Block) -> tuple[Bytes, Int64s]:
-        """The values of a canonical block, one after another, and where each begins, (samples + 1,)."""
+    def totals(self, block: Block) -> Int64s:
+        """Bytes of the value of each sample, (samples,)."""
+        return self.positions(self.variable_sizes(block))[1]
+
+    def place(self, block: Block, out: Bytes, starts: Int64s) -> None:
+        """Pack the samples of a canonical block into ``out``, each from ``starts[i]``, padding included."""
         count = block.samples
         sizes = self.variable_sizes(block)
-        within, totals = self.positions(sizes)
-        starts = ends(totals)
-        first = block.columns[self.schema.names[0]]
-        if len(self.schema) == 1 and isinstance(first, np.ndarray):
-            return as_bytes(first), starts  # the value is the field: nothing to pack
-        out = np.zeros(int(starts[-1]), dtype=np.uint8)
-        rows = out.reshape(count, self.head) if not self.variable else windows(out, self.head)
-        at = slice(None) if not self.variable else starts[:-1]
+        within, _totals = self.positions(sizes)
+        for at, nbytes in self._gaps:
+            put_rows(out, starts + at, np.zeros((count, nbytes), dtype=np.uint8))
+        for column_index in range(len(self.variable)):
+            # Padding is what these eight bytes keep once the rest of the value is written.
+            put_rows(out, starts + within[:, column_index] - 8, np.zeros((count, 8), dtype=np.uint8))
         for name, offset in self.fixed.items():
-            field, column = self.schema[name], block.columns[name]
-            if isinstance(column, np.ndarray) and field.nbytes:
-                rows[at, offset : offset + field.nbytes] = as_bytes(column).reshape(count, field.nbytes)
-        if self.variable:
-            rows[at, self.table : self.head] = as_bytes(self._tables(block)).reshape(count, self.head - self.table)
+            column, nbytes = block.columns[name], self.schema[name].nbytes
+            if isinstance(column, np.ndarray) and nbytes:
+                row = np.arange(count, dtype=np.int64) * nbytes
+                copy_runs(out, starts + offset, as_bytes(column), row, np.full(count, nbytes))
+        if not self.variable:
+            return
+        put_rows(out, starts + self.table, as_bytes(self._tables(block)).reshape(count, self.head - self.table))
         for column_index, field in enumerate(self.variable):
             ragged = _ragged(block.columns[field.name])
-            to = starts[:-1] + within[:, column_index]
             source = ragged.offsets[:-1] * ragged.values.itemsize
-            copy_runs(out, to, as_bytes(ragged.values), source, sizes[:, column_index])
-        return out, starts
+            copy_runs(out, starts + within[:, column_index], as_bytes(ragged.values), source, sizes[:, column_index])
 
     def _tables(self, block: Block) -> npt.NDArray[np.int64]:
         parts = []

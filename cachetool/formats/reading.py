@@ -18,7 +18,7 @@ from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file, write_durably
-from cachetool.formats.runs import Bytes, Int64s, copy_runs, ends, inside, windows
+from cachetool.formats.runs import Bytes, Int64s, copy_rows, copy_runs, ends, inside
 from cachetool.schema import Field, Schema
 
 __all__ = [
@@ -157,7 +157,8 @@ class ExtentsReader:
             if extents.stride == extents.nbytes:
                 return rows.reshape(-1).view(field.numpy).reshape(len(at), *field.sizes)
         else:
-            rows = windows(buffer, extents.nbytes)[offsets]
+            rows = np.empty((len(at), extents.nbytes), dtype=np.uint8)
+            copy_rows(rows.reshape(-1), None, buffer, offsets, extents.nbytes)
         if extents.nbytes == 0:
             return np.empty((len(at), *field.sizes), dtype=field.numpy)
         return rows.view(field.numpy).reshape(len(at), *field.sizes)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "inside", "windows"]
+__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "inside", "put_rows", "windows"]
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -88,6 +88,13 @@ def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbyt
             target[at:stop] = found[starts[at:stop]]
         else:
             target[to[at:stop]] = found[starts[at:stop]]
+
+
+def put_rows(out: Bytes, starts: Int64s, rows: npt.NDArray[np.uint8]) -> None:
+    """Copy row i of the contiguous ``rows`` to ``out[starts[i] : ...]``. No position is checked."""
+    if rows.size:
+        nbytes = rows.shape[1]
+        _overlapping(out, nbytes)[starts] = rows.view(_value(nbytes))[:, 0]
 
 
 def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, sizes: Int64s) -> None:

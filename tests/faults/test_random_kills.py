@@ -1,6 +1,6 @@
 """kill -9 at random moments of two pullers and an evictor on one cache, with an oracle outside of it (fault 2).
 
-Also what system calls do not show: LMDB's writes through a memory map. Zero failures in n kills bound the rate at about
+Also a shard of LMDB in the middle of its writes, wherever the moment falls. Zero failures in n kills bound the rate at about
 3/n: the soak makes 500 rounds of three kills, and 200 kills of LMDB writers alone.
 """
 
@@ -62,7 +62,7 @@ def test_random_kills_lose_nothing_and_commit_nothing_twice(
 
 @pytest.mark.parametrize("kills", [pytest.param(6, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(3000)
-def test_a_write_through_a_memory_map_is_whole_or_nothing_whenever_it_is_killed(
+def test_a_large_shard_is_whole_or_nothing_whenever_its_writer_is_killed(
     tmp_path: Path, children: Children, figures: Figures, kills: int
 ) -> None:
     """Shards of 1,500 samples in LMDB, killed within a moment of the making of one's file."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb import LMDB, open_environment
-from cachetool.formats.lmdb_file import PUTS, map_size, read_header
-from cachetool.formats.lmdb_pages import LeafNodes, read_leaves
+from cachetool.formats.lmdb_file import file_bound, read_header
+from cachetool.formats.lmdb_pages import read_leaves
+from cachetool.formats.lmdb_tree import TreeWriter
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, blocks, on_disk, sample, write
@@ -48,13 +51,24 @@ def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_more_samples_than_one_transaction_takes(tmp_path: Path) -> None:
-    """Several commits leave one tree, with every sample in order."""
-    count = 2 * PUTS + 77
+def packed(layout: ValueLayout, content: Block) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a block, one after another, and where each begins, (samples + 1,)."""
+    starts = np.append(0, np.cumsum(layout.totals(content)))
+    out = np.full(int(starts[-1]), 0xAB, dtype=np.uint8)
+    layout.place(content, out, starts[:-1])
+    other = np.full(int(starts[-1]), 0xCD, dtype=np.uint8)
+    layout.place(content, other, starts[:-1])
+    np.testing.assert_array_equal(out, other)  # no byte of an earlier sample stays
+    return out, starts
+
+
+def test_many_small_samples_in_a_deep_tree(tmp_path: Path) -> None:
+    """Three levels of pages, with every sample in order."""
+    count = 100_077
     schema = Schema((Field("n", "<i4"),))
     content = Block(schema, {"n": np.arange(count, dtype="<i4")})
     path = tmp_path / "data.lmdb"
-    written = write(KIND, path, content, cuts=(1000, PUTS + 1))
+    written = write(KIND, path, content, cuts=(1000, 50_001))
     assert on_disk(path) <= KIND.bound(schema, count, content.nbytes)
     assert written.extents is not None
     with KIND.open(path) as reader:
@@ -77,7 +91,7 @@ def test_the_bound_holds_at_the_edges_of_pages(
     np.cumsum(wanted, out=offsets[1:])
     content = Block(schema, {"b": Ragged(np.zeros(int(offsets[-1]), dtype=np.uint8), offsets)})
     path = tmp_path_factory.mktemp("bound") / "data.lmdb"
-    write(KIND, path, content)  # LMDB itself would say that its map is full
+    write(KIND, path, content)
     assert on_disk(path) <= KIND.bound(schema, len(wanted), content.nbytes)
     path.unlink()
 
@@ -91,7 +105,7 @@ def test_the_bound_of_fixed_fields_is_tight(nbytes: int, tmp_path: Path) -> None
     path = tmp_path / "data.lmdb"
     write(KIND, path, content)
     size = path.stat().st_size
-    assert size <= map_size(schema, count, content.nbytes) <= size * 1.05 + 40 * 4096
+    assert size <= file_bound(schema, count, content.nbytes) <= size * 1.05 + 40 * 4096
 
 
 def test_pages_agree_with_lmdb(tmp_path: Path) -> None:
@@ -154,13 +168,8 @@ def test_the_file_ends_with_its_last_page(tmp_path: Path) -> None:
 
 def test_extents_that_lead_elsewhere_are_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few samples are read back through their extents before a shard counts as written."""
-    real = read_leaves
-
-    def astray(buffer: np.ndarray, *, name: str) -> LeafNodes:
-        nodes = real(buffer, name=name)
-        return LeafNodes(nodes.key_starts, nodes.key_sizes, nodes.starts - 4, nodes.sizes)
-
-    monkeypatch.setattr("cachetool.formats.lmdb.read_leaves", astray)
+    real = TreeWriter.finish
+    monkeypatch.setattr(TreeWriter, "finish", lambda self: real(self) - 4)
     with pytest.raises(CorruptError, match=r"data\.lmdb just written: sample"):
         write(KIND, tmp_path / "data.lmdb", block(SIMPLE, 20))
 
@@ -306,7 +315,7 @@ def test_abort_lets_the_path_be_removed_and_used_again(tmp_path: Path) -> None:
 def test_one_value_decodes_to_its_sample(content: Block, data: st.DataObject) -> None:
     """``ValueLayout.decode`` gives what the block holds, all fields or some."""
     layout = ValueLayout(content.schema)
-    values, starts = layout.encode(content)
+    values, starts = packed(layout, content)
     names = data.draw(st.lists(st.sampled_from(content.schema.names), unique=True, min_size=1))
     for index in range(content.samples):
         value = values[starts[index] : starts[index + 1]].data
@@ -323,7 +332,7 @@ def test_one_value_decodes_to_its_sample(content: Block, data: st.DataObject) ->
 
 def test_decoded_arrays_are_copies(tmp_path: Path) -> None:
     """They are writable and do not point into the value: LMDB's memory may go away."""
-    value = bytearray(ValueLayout(SIMPLE).encode(block(SIMPLE, 1))[0].tobytes())
+    value = bytearray(packed(ValueLayout(SIMPLE), block(SIMPLE, 1))[0].tobytes())
     for schema in (SIMPLE, SIMPLE.select(["x"])):
         raw = value if schema is SIMPLE else value[:48]
         x = ValueLayout(schema).decode(memoryview(raw))["x"]
@@ -331,14 +340,14 @@ def test_decoded_arrays_are_copies(tmp_path: Path) -> None:
         raw[:] = bytes(len(raw))
         assert x.tobytes() == before.tobytes()
         x[:] = 1
-        value = bytearray(ValueLayout(SIMPLE).encode(block(SIMPLE, 1))[0].tobytes())
+        value = bytearray(packed(ValueLayout(SIMPLE), block(SIMPLE, 1))[0].tobytes())
 
 
 def test_values_that_do_not_fit_are_corrupt() -> None:
     """Too short, too long, negative and huge tables, with the number of the sample."""
     schema = Schema((Field("a", "<i4"), Field("r", "<f8", (None, None)), Field("t", "str")))
     layout = ValueLayout(schema)
-    value = layout.encode(block(schema, 1, seed=3))[0].tobytes()
+    value = packed(layout, block(schema, 1, seed=3))[0].tobytes()
 
     def table(*numbers: int) -> bytes:
         return value[:8] + np.array(numbers, dtype="<i8").tobytes() + value[32:]
@@ -395,3 +404,40 @@ def test_random_samples_helper_covers_empty_values() -> None:
     seen = [sample(EVERY_KIND, np.random.default_rng(n)) for n in range(30)]
     assert {len(s["text"]) for s in seen} >= {0, 1}
     assert any(s["ragged.3"].size == 0 for s in seen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lmdb_takes_the_pages_for_its_own(tmp_path: Path, seed: int) -> None:
+    """Values of all sizes: LMDB finds every one, its checker finds nothing, and it changes the file as any other."""
+    path = tmp_path / "data.lmdb"
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 5000))
+    choice = [(0, 5, 40), (0, 1, 2018, 2019, 2030), (300, 2000, 5000, 20_000, 2**21), (3072,)][seed]
+    schema = Schema((Field("b", "bytes"), Field("n", "<i4")))
+    values = [rng.bytes(int(n)) for n in rng.choice(choice, size=min(count, 40_000_000 // max(choice)))]
+    content = Block.from_samples(schema, [{"b": b, "n": np.int32(n)} for n, b in enumerate(values)])
+    cuts = sorted(set(rng.integers(1, len(values) + 1, size=4).tolist()))
+    written = write(KIND, path, content, cuts=cuts)
+    checker = subprocess.run(
+        [sys.executable, "-m", "lmdb", "verify", path], capture_output=True, text=True, check=False
+    )
+    assert checker.returncode == 0, checker.stdout + checker.stderr
+
+    layout = ValueLayout(schema)
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=2**28) as env:
+        with env.begin() as txn:
+            keys = list(txn.cursor().iternext(values=False))
+            assert keys == [b"%012d" % n for n in range(len(values))] + [b"__len__", b"__schema__"]
+            found = [layout.decode(txn.get(key))["b"] for key in keys[:-2]]
+        assert found == values
+        with env.begin(write=True) as txn:
+            for key in keys[::3]:
+                assert txn.delete(key)
+            for key in keys[1::3]:
+                txn.put(key, b"changed" * 1000)
+            txn.put(b"another", b"one")
+    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as env, env.begin() as txn:
+        expected = sorted([*(key for n, key in enumerate(keys) if n % 3), b"another"])
+        assert list(txn.cursor().iternext(values=False)) == expected
+        assert all(txn.get(key) == b"changed" * 1000 for key in keys[1::3])
+    assert written.samples == len(values)
