@@ -1,6 +1,6 @@
 """kill -9 at random moments of two pullers and an evictor on one cache, with an oracle outside of it (fault 2).
 
-Also a shard of LMDB in the middle of its writes, wherever the moment falls. Zero failures in n kills bound the rate at about
+Also a shard of LMDB in the middle of its writes. Zero failures in n kills bound the rate at about
 3/n: the soak makes 500 rounds of three kills, and 200 kills of LMDB writers alone.
 """
 
