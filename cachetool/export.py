@@ -218,6 +218,7 @@ def _resumable(aside: Path, parts: int) -> Iterator[None]:
         if not (kept := len(_finished(aside))):
             remove_tree(aside)
             raise
+        _drop_unfinished(aside)
         told = to_json(error)
         told["message"] += (
             f";\n{aside} keeps {kept} of {parts} parts: the same command goes on from there while the input is as"
