@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import CorruptError
-from cachetool.schema import Field, Schema
+from cachetool.schema import Field, Schema, storage_dtype
 
 __all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 
@@ -162,9 +162,9 @@ class Extents:
             entry = header["arrays"][index]
             if tuple(entry["shape"]) != shape:
                 raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
-            dtype = np.dtype(entry["dtype"])
-            if dtype.kind not in "biufcmM" or entry["at"] % _ALIGN:
-                raise ValueError(f"array {index} has dtype {dtype} and lies at {entry['at']}")
+            dtype = storage_dtype(entry["dtype"])
+            if dtype.str != entry["dtype"] or entry["at"] % _ALIGN:
+                raise ValueError(f"array {index} has dtype {entry['dtype']} and lies at {entry['at']}")
             return np.frombuffer(view, dtype=dtype, count=int(np.prod(shape)), offset=base + entry["at"]).reshape(shape)
 
         fields: dict[str, FieldExtents] = {}

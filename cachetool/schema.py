@@ -49,7 +49,7 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
     """
     try:
         found = np.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError) as error:  # NumPy reads some names as Python
         raise UsageError(f"dtype {dtype!r} is not a NumPy dtype") from error
     if found.kind == "O":
         raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")

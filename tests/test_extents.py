@@ -191,6 +191,15 @@ def test_names_that_lead_out_of_the_folder_are_refused(name: str) -> None:
         Extents.from_buffer(extents.to_bytes(), schema=SCHEMA)
 
 
+@pytest.mark.parametrize("dtype", [b"=u8", b">u8", b"|O8", b"<,8", b"<U8", b"(u8", b'"u8'])
+def test_a_dtype_that_is_not_one_of_ours_is_refused(dtype: bytes) -> None:
+    """NumPy reads some names as Python, and some in another byte order than the values are in."""
+    raw = make().to_bytes()
+    assert raw.count(b"<u8") == 1
+    with pytest.raises(CorruptError, match="is not a whole extents file"):
+        Extents.from_buffer(raw.replace(b"<u8", dtype), schema=SCHEMA)
+
+
 def test_a_newer_version_is_refused_with_both_versions() -> None:
     raw = make().to_bytes().replace(b"CTEXT001", b"CTEXT012")
 

@@ -11,13 +11,14 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from cachetool.disk import naming_inodes
-from cachetool.errors import CapacityError, UsageError
+from cachetool.errors import CapacityError, CorruptError, UsageError
 from cachetool.formats.runs import Bytes, as_bytes
 from cachetool.units import format_size
 
@@ -29,6 +30,8 @@ __all__ = [
     "create_exclusive",
     "fsync_folder",
     "map_file",
+    "missing_is_corrupt",
+    "open_plain",
     "start_writeback",
     "write_durably",
 ]
@@ -197,11 +200,29 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def missing_is_corrupt(path: Path) -> Iterator[None]:
+    """Raise :class:`CorruptError` where ``path``, a file of a shard, turns out not to be there, or to be no file."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise CorruptError(f"{path} is missing") from error
+
+
+def open_plain(path: Path) -> tuple[int, int]:
+    """A descriptor that reads the file ``path``, and its size. Raises OSError, also for what is no plain file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its other end
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise IsADirectoryError(errno.EISDIR, "not a plain file", str(path))
+    return fd, status.st_size
+
+
 def map_file(path: Path) -> Bytes:
     """The bytes of a file as a read-only, shared memory map that lives as long as anything points into it."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd, size = open_plain(path)
     try:
-        size = os.fstat(fd).st_size
         if size == 0:
             return np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped
         return np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ), dtype=np.uint8)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from cachetool.block import Block
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import FieldExtents
-from cachetool.formats.files import BulkFile, allocated_bound, map_file
+from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
 from cachetool.formats.lmdb_file import KEY, LEN_KEY, SCHEMA_KEY, file_bound, keys_of, read_header, schema_json
 from cachetool.formats.lmdb_tree import TreeWriter
 from cachetool.formats.lmdb_values import ValueLayout
@@ -202,10 +202,8 @@ class LMDBReader:
     @classmethod
     def open(cls, path: Path, *, schema: Schema | None) -> LMDBReader:
         """Check the file's structure, then open it: LMDB itself follows a damaged page number out of the file."""
-        try:
+        with missing_is_corrupt(path):
             buffer = map_file(path)
-        except FileNotFoundError as error:
-            raise CorruptError(f"{path} is missing") from error
         samples, found = read_header(buffer, name=str(path))
         if schema is not None and found != schema:
             raise CorruptError(f"{path} holds other fields than its shard says: {', '.join(found.names)}")

@@ -17,7 +17,7 @@ from cachetool.block import Block, Column, Ragged
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.formats.digest import checksums
-from cachetool.formats.files import map_file, write_durably
+from cachetool.formats.files import map_file, missing_is_corrupt, write_durably
 from cachetool.formats.runs import Bytes, Int64s, copy_rows, copy_runs, ends, inside
 from cachetool.schema import Field, Schema
 
@@ -132,10 +132,8 @@ class ExtentsReader:
     def _map(self, file: int) -> Bytes:
         found = self._maps.get(file)
         if found is None:
-            try:
+            with missing_is_corrupt(self._paths[file]):
                 found = self._maps[file] = map_file(self._paths[file])
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-                raise CorruptError(f"{self._paths[file]} is missing") from error
         return found
 
     def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:

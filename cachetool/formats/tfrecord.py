@@ -22,7 +22,7 @@ from cachetool.block import Block
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import FieldExtents
 from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
-from cachetool.formats.files import BulkFile, allocated_bound, map_file
+from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
 from cachetool.formats.framing import AFTER, BEFORE, check_records, frame_records, frame_size, scan_records
 from cachetool.formats.gzipped import GZIP_MAGIC, GZIP_WBITS, GzipFile
 from cachetool.formats.reading import check_indices, check_range, field_extents
@@ -140,10 +140,8 @@ class TFRecordReader:
     @classmethod
     def open(cls, path: Path, schema: Schema) -> TFRecordReader:
         """Find the records by their lengths, whose checksums are checked."""
-        try:
+        with missing_is_corrupt(path):
             buffer = map_file(path)
-        except FileNotFoundError as error:
-            raise CorruptError(f"{path} is missing") from error
         # A plain file may begin with gzip's two bytes too, as a length; then its length checksum holds.
         if buffer[:2].tobytes() == GZIP_MAGIC and frame_size(buffer[:BEFORE].tobytes()) is None:
             stream = GzipFile(path)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cachetool.formats.files import open_plain
 from cachetool.formats.runs import Bytes
 
 __all__ = ["Arena", "map_at", "open_arena", "reserve"]
@@ -94,9 +95,8 @@ class Arena:
 
         None when the range is used up (what was unmapped is not used again) or there are too many maps.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd, size = open_plain(path)
         try:
-            size = os.fstat(fd).st_size
             at, length = self._next, max(1, -(-size // _HUGE)) * _HUGE
             if at + length > len(self.bytes) or len(self._lengths) >= _MOST:
                 return None

@@ -28,7 +28,7 @@ from cachetool.errors import CacheToolError, CorruptError, UsageError
 from cachetool.extents import Extents
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.files import map_file
+from cachetool.formats.files import map_file, missing_is_corrupt
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_digest
@@ -136,15 +136,17 @@ class _MappedPart:
         extents = self._extents.fields[field.name]
         if extents.column is not None:
             return Runs(extents.column, within)
+        path = self._folder / self._extents.files[extents.file]
         buffer = self._maps.get(extents.file)
         if buffer is None:
-            buffer = self._maps[extents.file] = map_file(self._folder / self._extents.files[extents.file])
+            with missing_is_corrupt(path):
+                buffer = self._maps[extents.file] = map_file(path)
         starts, sizes = extents.locate(within)
-        check_inside(self._folder / self._extents.files[extents.file], len(buffer), field, starts, sizes)
+        check_inside(path, len(buffer), field, starts, sizes)
         if field.kind == "fixed":
             return Runs(buffer, starts)
         shapes = None if extents.shapes is None else extents.shapes[within]
-        check_shapes(self._folder / self._extents.files[extents.file], field, sizes, shapes)
+        check_shapes(path, field, sizes, shapes)
         return Runs(buffer, starts, sizes, shapes)
 
     def close(self) -> None:

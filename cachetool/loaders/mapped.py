@@ -27,6 +27,7 @@ import numpy.typing as npt
 from cachetool.block import Column
 from cachetool.errors import CorruptError
 from cachetool.extents import Extents, FieldExtents
+from cachetool.formats.files import missing_is_corrupt
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.arena import Arena, open_arena
 from cachetool.loaders.gather import (
@@ -197,14 +198,18 @@ class _Mapped:
         return cls(arena, part.folder, at, extents)
 
     def map(self, schema: Schema) -> bool:
-        """Map the files of these fields; False when there is no room. Raises :class:`CorruptError` for short ones."""
+        """Map the files of these fields; False when there is no room.
+
+        Raises :class:`CorruptError` for files that are missing or short.
+        """
         for field in schema:
             extents = self.extents.fields[field.name]
             if field.name in self._checked or field.is_scalar:
                 continue
             path = self._folder / self.extents.files[extents.file]
             if extents.file not in self._files:
-                place = self._arena.map(path)
+                with missing_is_corrupt(path):
+                    place = self._arena.map(path)
                 if place is None:
                     return False
                 self._files[extents.file] = place

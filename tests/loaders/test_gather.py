@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CorruptError, UsageError
+from cachetool.extents import Extents
 from cachetool.formats import format_names
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.board import Board
@@ -120,6 +121,21 @@ def test_a_file_cut_short_is_named(tmp_path: Path, make: Callable[[], Places]) -
         data.write_bytes(data.read_bytes()[:2500])
 
         with pytest.raises(CorruptError, match=r"data\.h5 is cut short: it has 2500 bytes"):
+            gathered(view, [19], make())
+
+
+@each_way
+@pytest.mark.parametrize("name", ["dada.h5", "data.h5/x", "."])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, make: Callable[[], Places], name: str) -> None:
+    """As when a letter of its name was damaged in the extents."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(20), format="hdf5")
+        view = view_of(cache)
+        places = view.parts[0].extents
+        extents = Extents.from_buffer(places.read_bytes(), schema=view.schema)
+        places.write_bytes(replace(extents, files=(name,)).to_bytes())
+
+        with pytest.raises(CorruptError, match="is missing"):
             gathered(view, [19], make())
 
 
