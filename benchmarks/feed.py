@@ -1,6 +1,7 @@
 """How fast a loader's batches reach the training loop, idle and beside a busy trainer, as a share of ``np.take``.
 
     python benchmarks/feed.py FOLDER [--rounds 5] [--formats lmdb,hdf5] [--cases 1MiB,3KiB] [--workers 2] [--json]
+    python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
 Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds of one
 epoch each alternate between ``np.take`` of the same order from memory into one reused batch and the loader, first alone
@@ -186,7 +187,13 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cold", action="store_true", help="from the disk instead, beside bare preadv")
     options = parser.parse_args()
+    if options.cold:
+        import cold
+
+        cold.run(options.folder, options.formats.split(","), rounds=options.rounds, workers=options.workers)
+        return
     found = []
     for title in options.cases.split(","):
         case = CASES[title]

@@ -39,7 +39,7 @@ HEAVY = {
     "tensorflow": {"loaders.tensorflow"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},
-    "torch": {"loaders.torch", "loaders.torch_values", "loaders.torch_loader", "loaders.torch_device"},
+    "torch": {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},
     "obstore": {"stores"},
     "sqlite3": {"cache.catalog"},
     "xxhash": {"formats.digest"},

@@ -17,7 +17,8 @@ PEERS = {
     "LitData optimize": ("litdata_optimize.py", ["litdata==0.2.76", "torch==2.13.0"]),
     "tfrecord writer": ("tfrecord_writer.py", ["tfrecord==1.14.6"]),
 }
-"""Name to script and what its environment holds."""
+"""Writers. Name to script and what its environment holds."""
+PRODUCERS = {"Ray object store": ("ray_producer.py", ["ray==2.60.0", "numpy==2.4.6"])}
 
 
 class PeerError(Exception):
@@ -26,7 +27,7 @@ class PeerError(Exception):
 
 def environment(folder: Path, name: str) -> Path:
     """The Python of the environment of a peer under ``folder``, made if it is not there. Raises PeerError."""
-    script, requirements = PEERS[name]
+    script, requirements = {**PEERS, **PRODUCERS}[name]
     home = folder.resolve() / Path(script).stem
     python = home / "bin" / "python"
     done = home / "installed.json"

@@ -22,11 +22,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cachetool.formats.files import open_plain
-from cachetool.formats.runs import Bytes
+from cachetool.formats.runs import Bytes, Int64s
 
 __all__ = ["Arena", "map_at", "open_arena", "reserve"]
 
@@ -34,9 +35,18 @@ _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
 _MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), gaps between files count too
 _HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
+_NEAR = 2**14  # bytes between two runs that are rather read than left out
 _FIXED = 0x10  # MAP_FIXED of Linux on every processor
 _FAILED = ctypes.c_void_p(-1).value
 _ANYWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+@functools.cache
+def _libc(name: str) -> Callable[[int, int, Any], int]:
+    """``madvise`` or ``mincore``."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int if name == "madvise" else ctypes.c_char_p]
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -113,6 +123,29 @@ class Arena:
         length = self._lengths.pop(at)
         if not map_at(self._base + at, length, 0, _ANYWHERE, -1):
             raise OSError(ctypes.get_errno(), "unmapping failed")
+
+    def resident(self, starts: Int64s, sizes: Int64s) -> bool:
+        """Whether the first and the last page of all these runs are in memory. True where the kernel does not say, as
+        of files of another user."""
+        mincore, page = _libc("mincore"), ctypes.create_string_buffer(1)
+        ends = starts + np.maximum(sizes, 1) - 1
+        for at in np.unique(np.concatenate([starts, ends]) // mmap.PAGESIZE).tolist():
+            if mincore(self._base + at * mmap.PAGESIZE, 1, page) == 0 and not page.raw[0] & 1:
+                return False
+        return True
+
+    def will_need(self, starts: Int64s, sizes: Int64s) -> None:
+        """Have the kernel read these runs, without waiting for it; what lies between near ones too."""
+        chosen = np.flatnonzero(sizes > 0)
+        order = chosen[np.argsort(starts[chosen])]
+        first = starts[order] & -mmap.PAGESIZE
+        last = np.maximum.accumulate(starts[order] + sizes[order])
+        apart = first[1:] > last[:-1] + _NEAR
+        begins = first[np.concatenate([[True], apart])] if len(first) else first
+        ends = last[np.concatenate([apart, [True]])] if len(last) else last
+        madvise = _libc("madvise")
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            madvise(self._base + begin, end - begin, mmap.MADV_WILLNEED)
 
     def position(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
         """Where in :attr:`bytes` an array that is a view of it begins."""

@@ -21,13 +21,13 @@ from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
 
-__all__ = ["BaseLoader", "CacheOrPaths", "Epoch"]
+__all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths", "Epoch"]
 
 T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 """An open cache, its folder, or one or several shards outside any cache."""
 
-_SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
+SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
 _STATE = 1
 
 
@@ -59,12 +59,13 @@ class BaseLoader(ABC, Generic[T]):
         hold: float = 60.0,
         epochs: int | None = None,
         missing: str = "error",
+        verify: bool = False,
     ) -> None:
         rank, world_size = self._world(rank, world_size)
         _check(
             {
                 "batch_size": (batch_size >= 1, batch_size, "at least 1"),
-                "shuffle": (shuffle in _SHUFFLES, shuffle, "'full', 'window' or False"),
+                "shuffle": (shuffle in SHUFFLES, shuffle, "'full', 'window' or False"),
                 "rank": (0 <= rank < world_size, rank, f"0 to {world_size - 1}, below world_size"),
                 "workers": (workers >= 0, workers, "0 (a thread) or more feeder processes"),
                 "prefetch": (prefetch is None or prefetch >= 1, prefetch, "at least 1 batch"),
@@ -91,7 +92,7 @@ class BaseLoader(ABC, Generic[T]):
             run=run,
             fields=None if fields is None else tuple(fields),
             batch_size=batch_size,
-            shuffle=_SHUFFLES[shuffle],
+            shuffle=SHUFFLES[shuffle],
             seed=seed,
             drop_last=drop_last,
             rank=rank,
@@ -103,6 +104,7 @@ class BaseLoader(ABC, Generic[T]):
             hold=hold,
             epochs=epochs,
             missing=missing,
+            verify=verify,
             prefetch=prefetch,
             each=transform_each,
         )

@@ -43,6 +43,7 @@ from cachetool.loaders.gather import (
     new_array,
     open_by_extents,
 )
+from cachetool.loaders.readahead import Readahead
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
@@ -70,6 +71,7 @@ class MappedParts:
         self._arena: Arena | None = None
         self._open: dict[str, _Mapped] = {}
         self._view: View | None = None  # whose tables these are
+        self._ahead: Readahead | None = None
         self._schema: Schema | None = None
         self._rest.close()
 
@@ -116,12 +118,22 @@ class MappedParts:
                 count += len(batches[stop])
                 stop += 1
             [(_, runs)] = self.locate(view, np.concatenate(batches[at:stop]), schema)
-            turns, start = self._turns, 0
+            turns, start, ahead = self._turns, 0, self._ahead
             while at < stop and turns == self._turns:  # else what was located may be unmapped by now
                 end = start + len(batches[at])
+                if ahead is not None:
+                    ahead.gathering(end - start)
                 here: Located = [(None, {name: each.slice(start, end) for name, each in runs.items()})]
                 yield copied(here, end - start, schema, empty=empty)
                 start, at = end, at + 1
+
+    def expect(self, view: View, batches: Sequence[Int64s], schema: Schema, *, first: bool = False) -> None:
+        """Batches that :meth:`batches` is asked for after those expected before (with ``first`` there are none): what
+        of them is not in memory is read ahead."""
+        if self._covers(view, schema) and self._arena is not None:
+            if first or self._ahead is None:
+                self._ahead = Readahead(self._arena, schema, self._runs_of)
+            self._ahead.expect(batches)
 
     def _covers(self, view: View, schema: Schema) -> bool:
         """Whether all parts of ``view`` can be mapped."""
@@ -132,10 +144,13 @@ class MappedParts:
     def _forget(self) -> None:
         """What was located, and the tables, may point into what is unmapped now."""
         self._turns += 1
-        self._view = None
+        self._view = self._ahead = None
 
     def _runs(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Mapping[str, Runs]:
         return {name: table.runs(parts, indices) for name, table in self._tables.items()}
+
+    def _runs_of(self, indices: Int64s) -> Mapping[str, Runs]:
+        return self._runs(self._ends.searchsorted(indices, "right"), indices)
 
     def _turn(self, view: View, schema: Schema) -> None:
         """Map the parts of ``view`` and compute its tables of the fields of ``schema``."""

@@ -44,6 +44,7 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``min_samples`` (default ``world_size`` x ``batch_size``) are waited for up to ``wait`` seconds.
     - The next epoch's snapshot is taken when this one's batches are made, and given up ``hold`` seconds after its end;
       not after ``epochs`` epochs.
+    - ``verify``: the feeders compare every value with the checksum it was written with.
     - ``missing``: what a resumed epoch does about shards evicted since: ``"error"`` or ``"skip"``.
 
     Raises :class:`UsageError`; iterating also :class:`CorruptError`, and what feeders raise.

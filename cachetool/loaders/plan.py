@@ -41,6 +41,7 @@ class Settings:
     hold: float = 60.0
     epochs: int | None = None
     missing: str = "error"
+    verify: bool = False
     prefetch: int | None = None
     each: str = "sample"
     """What ``transform`` is called with: a sample or a batch."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from cachetool.block import Block, Column, Ragged
 from cachetool.formats.runs import Int64s
+from cachetool.loaders.checks import Checks
 from cachetool.loaders.failure import described
 from cachetool.loaders.gather import Empty, Parts, Places, gather, new_array
 from cachetool.loaders.mapped import MappedParts
@@ -31,7 +32,7 @@ from cachetool.loaders.transform import Transform
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
 
-__all__ = ["Mailbox", "Sink", "work"]
+__all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
 
 _AHEAD = 8192  # samples whose order is computed at once
 
@@ -129,6 +130,7 @@ class _Maker:
         self._settings, self._mailbox, self._sink = settings, mailbox, sink
         self._places, self._transform = places, transform
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
+        self._checks = Checks() if settings.verify else None
         self._whole: Schema | None = None
         self._fields: Schema | None = None
 
@@ -145,9 +147,13 @@ class _Maker:
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
-            empty = new_array if self._transform else self._sink.values
-            for numbers, indices in self._drawn(plan, view, np.arange(number, count, feeders, dtype=np.int64)):
-                found = _batches(self._places, view, indices, schema, empty)
+            direct = self._transform is None and self._checks is None
+            empty = self._sink.values if direct else new_array
+            chosen = None if self._split is None else self._split.chosen(view)
+            steps = np.arange(number, count, feeders, dtype=np.int64)
+            chunks = drawn(plan, self._settings, steps, chosen=chosen)
+            for numbers, indices in announced(chunks, self._places, view, schema):
+                found = batches(self._places, view, indices, schema, empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
                     self._sink.open()
@@ -155,11 +161,11 @@ class _Maker:
                     if self._mailbox.is_over(plan):
                         self._sink.cancel()
                         return False
-                    if self._transform is None:
+                    if direct:
                         self._sink.begin(schema)
                         columns = next(found)
                     else:
-                        columns = self._transformed(Block(schema, next(found)), plan.epoch, at)
+                        columns = self._handed(plan, view, at, Block(schema, next(found)))
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
@@ -169,39 +175,65 @@ class _Maker:
             return False
         return True
 
-    def _transformed(self, block: Block, epoch: int, indices: Int64s) -> Mapping[str, Column]:
-        assert self._transform is not None
-        made = self._transform(block, epoch=epoch, indices=indices)
-        self._sink.begin(made.schema)
-        for field in made.schema:
-            column = made.columns[field.name]
+    def _handed(self, plan: Plan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
+        """What becomes of samples that were gathered into memory of ours, copied into the sink."""
+        if self._checks is not None:
+            self._checks.check(view, indices, block)
+        if self._transform is not None:
+            block = self._transform(block, epoch=plan.epoch, indices=indices)
+        self._sink.begin(block.schema)
+        for field in block.schema:
+            column = block.columns[field.name]
             values = column.values if isinstance(column, Ragged) else column
             self._sink.values(field, values.shape)[...] = values
-        return made.columns
-
-    def _drawn(self, plan: Plan, view: View, steps: Int64s) -> Iterator[tuple[list[int], list[Int64s]]]:
-        """Some steps at a time, and the indices of the samples of each."""
-        cut = plan.steps(self._settings)
-        order: Order | Int64s = plan.left(self._settings)[1] if plan.lost else plan.order(self._settings)
-        chosen = None if self._split is None else self._split.chosen(view)
-        at, ahead = 0, 1  # the first batches are waited for: little is computed ahead of them
-        while at < len(steps):
-            now = steps[at : at + ahead]
-            starts, stops = cut.bounds(now)
-            sizes = stops - starts
-            ends = np.cumsum(sizes)
-            positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1], dtype=np.int64)
-            indices = order[positions]
-            if chosen is not None:
-                indices = chosen[indices]
-            yield now.tolist(), np.split(indices, ends[:-1])
-            at += len(now)
-            ahead = min(4 * ahead, max(1, _AHEAD // self._settings.batch_size))
+        return block.columns
 
 
-def _batches(
+def drawn(
+    plan: Plan, settings: Settings, steps: Int64s, *, chosen: Int64s | None = None
+) -> Iterator[tuple[list[int], list[Int64s]]]:
+    """Some of these steps of a plan at a time, and the indices of the samples of each.
+
+    ``chosen``: the indices of the samples that take part, where it is not all of them.
+    """
+    cut = plan.steps(settings)
+    order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
+    at, ahead = 0, 1  # the first batches are waited for: little is computed ahead of them
+    while at < len(steps):
+        now = steps[at : at + ahead]
+        starts, stops = cut.bounds(now)
+        sizes = stops - starts
+        ends = np.cumsum(sizes)
+        positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1], dtype=np.int64)
+        indices = order[positions]
+        if chosen is not None:
+            indices = chosen[indices]
+        yield now.tolist(), np.split(indices, ends[:-1])
+        at += len(now)
+        ahead = min(4 * ahead, max(1, _AHEAD // settings.batch_size))
+
+
+def announced(
+    chunks: Iterator[tuple[list[int], list[Int64s]]], places: Places, view: View, schema: Schema
+) -> Iterator[tuple[list[int], list[Int64s]]]:
+    """What :func:`drawn` gives, each once the one after it is known to ``places``, which then reads ahead."""
+    if not isinstance(places, MappedParts):
+        yield from chunks
+        return
+    before: tuple[list[int], list[Int64s]] | None = None
+    for chunk in chunks:
+        places.expect(view, chunk[1], schema, first=before is None)
+        if before is not None:
+            yield before
+        before = chunk
+    if before is not None:
+        yield before
+
+
+def batches(
     places: Places, view: View, indices: Sequence[Int64s], schema: Schema, empty: Empty
 ) -> Iterator[dict[str, Column]]:
+    """The columns of one batch after another, each gathered when it is asked for."""
     if isinstance(places, MappedParts):
         return places.batches(view, indices, schema, empty=empty)
     return (gather(view, at, places, schema, empty=empty) for at in indices)

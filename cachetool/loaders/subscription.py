@@ -25,8 +25,13 @@ __all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 class Subscription(Protocol):
     """Where a loader gets its views from."""
 
-    def newest(self, *, epoch: int | None = None) -> View:
-        """The newest view, leased; the one before it is given back."""
+    def newest(self, *, epoch: int | None = None, run: str | None = None) -> View:
+        """The newest view, leased; the one before it is given back. Those that ask for the same ``epoch`` of the same
+        ``run`` get the same one while any of them has it."""
+        ...
+
+    def now(self) -> View:
+        """What there is now. Takes no lease."""
         ...
 
     def at(self, version: int) -> View:
@@ -87,10 +92,10 @@ class CacheSubscription:
             self._cache, self._pid = CacheDir(self.root), os.getpid()
         return self._cache
 
-    def newest(self, *, epoch: int | None = None) -> View:
+    def newest(self, *, epoch: int | None = None, run: str | None = None) -> View:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         cache = self._open()
-        run = None if epoch is None else self.run
+        run = None if epoch is None else run or self.run
         before, after = self._snapshot, cache.snapshot(dataset=self.dataset, run=run, epoch=epoch)
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -101,6 +106,10 @@ class CacheSubscription:
         if before is not None:
             before.release()
         return View.of_shards(after.version, self.dataset, after.schema, after.shards)
+
+    def now(self) -> View:
+        """The shards of the present version."""
+        return self.at(self._open().version)
 
     def at(self, version: int) -> View:
         """The shards of ``version`` that are still there."""

@@ -18,10 +18,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
@@ -33,13 +32,14 @@ from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe
 from cachetool.loaders.order import decode, encode, order, share
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
 from cachetool.loaders.torch_device import DevicePrefetcher
+from cachetool.loaders.torch_iterable import CacheIterableDataset
 from cachetool.loaders.torch_loader import Loader
-from cachetool.loaders.torch_values import Sample, Samples, TensorList, dtype_of, finished, world
+from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.views import Check, Views, usable
-from cachetool.schema import Field
 
 __all__ = [
     "CacheDataset",
+    "CacheIterableDataset",
     "DevicePrefetcher",
     "EpochSampler",
     "LMDBDataset",
@@ -100,14 +100,7 @@ class _MapDataset(Dataset[Sample]):
         elif int(at.min()) < 0 or decode(int(at.max()))[0]:
             raise UsageError("one batch has indices of two snapshots; draw a batch from one epoch of one sampler")
         tensors: dict[str, torch.Tensor] = {}
-
-        def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-            if field.kind in ("bytes", "str"):
-                return np.empty(shape, dtype=np.uint8)
-            tensor = tensors[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
-            return tensor.numpy().view(field.numpy)
-
-        columns = gather(view, at, self._parts, self.schema, empty=empty)
+        columns = gather(view, at, self._parts, self.schema, empty=empty_tensors(tensors))
         return Samples({f.name: finished(f, columns[f.name], tensors.get(f.name)) for f in self.schema}, len(at))
 
     def collate(self, batch: Sequence[Sample]) -> Sample:

@@ -14,9 +14,10 @@ import torch
 
 from cachetool.block import Column, Ragged
 from cachetool.errors import UsageError
+from cachetool.loaders.gather import Empty
 from cachetool.schema import Field
 
-__all__ = ["Sample", "Samples", "TensorList", "dtype_of", "finished", "world"]
+__all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "world"]
 
 Sample: TypeAlias = dict[str, Any]
 
@@ -94,6 +95,19 @@ def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a stored one; dates and durations as the int64 they are."""
     dtype = np.dtype(name)
     return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
+
+
+def empty_tensors(made: dict[str, torch.Tensor]) -> Empty:
+    """For :func:`~cachetool.loaders.gather.gather`: columns that are tensors, which are put into ``made`` by name."""
+
+    def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        if field.kind in ("bytes", "str"):
+            return np.empty(shape, dtype=np.uint8)
+        tensor = made[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
+        found: npt.NDArray[Any] = tensor.numpy().view(field.numpy)
+        return found
+
+    return empty
 
 
 def finished(field: Field, column: Column, tensor: torch.Tensor | None) -> torch.Tensor | TensorList | list[Any]:

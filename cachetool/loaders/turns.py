@@ -26,7 +26,7 @@ from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.view import Part, View
 from cachetool.loaders.waiting import failed_pull
 
-__all__ = ["NotYet", "Resume", "Turns"]
+__all__ = ["NotYet", "Resume", "Turns", "found_again"]
 
 
 class NotYet(CacheToolError):
@@ -216,7 +216,7 @@ class Turns:
         return view.samples if self._split is None else len(self._split.chosen(view))
 
     def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
-        view, lost = _found_again(view, resume)
+        view, lost = found_again(view, resume)
         if lost and self._settings.missing != "skip":
             raise UsageError(
                 f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; missing='skip'"
@@ -266,7 +266,7 @@ class Turns:
             self._free.append(turn.lease)
 
 
-def _found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...]]:
+def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...]]:
     """What is there now of the samples of an earlier snapshot, in its order, and the ranges of indices that are not.
 
     A part that was converted since has the same content.

@@ -16,8 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cachetool import convert
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.errors import CacheToolError, CorruptError, UsageError
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats.reading import load_extents
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
 from tests.loaders.conftest import REPOSITORY, run_script
@@ -274,6 +277,57 @@ def test_a_function_that_cannot_be_sent_is_refused_at_once(cache: CacheDir) -> N
     lock = threading.Lock()
     with pytest.raises(UsageError, match="transform= cannot be sent to the feeders"):
         Loader(cache, batch_size=4, transform=lambda sample: {"x": lock.locked()})
+
+
+def flip(cache: CacheDir, number: int, field: str, index: int) -> Path:
+    """Flip one bit of the value that sample ``index`` of a shard has; gives its data file."""
+    shard = cache.shards()[number]
+    extents = load_extents(shard.path / EXTENTS_FILE, shard.schema)
+    path = shard.path / extents.files[extents.fields[field].file]
+    at = int(extents.fields[field].locate(np.array([index]))[0][0])
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_verify_names_file_and_sample_of_a_flipped_bit(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=8, workers=workers, verify=True) as loader:
+        assert sorted(seen_of(loader)) == digests(SMALL, range(60))
+    path = flip(cache, 1, "x", 13)
+    with Loader(cache, batch_size=8, workers=workers) as loader:
+        assert sorted(seen_of(loader)) != digests(SMALL, range(60))  # nobody looked
+    with (
+        Loader(cache, batch_size=8, workers=workers, verify=True) as loader,
+        pytest.raises(CorruptError, match=rf"{path}: sample 13, field 'x' does not match its checksum"),
+    ):
+        list(loader)
+    with Loader(cache, batch_size=8, workers=workers, verify=True, fields=["number", "words"]) as loader:
+        assert sorted(numbers(loader)) == list(range(60))  # the field that is bad is not read
+
+
+def test_verify_reads_every_kind_of_field_in_every_format(mixed: Path, tmp_path: Path) -> None:
+    """Compressed shards and files outside a cache too; before a function sees the samples."""
+    with Loader(mixed, batch_size=4, workers=2, verify=True) as loader:
+        assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
+    convert(cache=mixed, to="zarr", compression="zstd", out=tmp_path / "out")
+    with Loader(tmp_path / "out", batch_size=4, workers=1, verify=True) as loader:
+        assert sorted(sample for batch in loader for sample in seen(batch, EVERY)) == digests(EVERY, range(54))
+
+
+def test_verify_comes_before_the_function(cache: CacheDir) -> None:
+    flip(cache, 0, "x", 3)
+    with (
+        Loader(cache, batch_size=8, workers=1, verify=True, transform=lambda sample: {"n": sample["number"]}) as loader,
+        pytest.raises(CorruptError, match="sample 3, field 'x'"),
+    ):
+        list(loader)
+
+
+def seen_of(loader: Loader) -> list[str]:
+    """Digests of the samples of one epoch."""
+    return [sample for batch in loader for sample in seen(batch)]
 
 
 def test_damage_is_an_error_where_it_is_met(cache: CacheDir) -> None:

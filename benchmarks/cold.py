@@ -1,0 +1,157 @@
+"""How fast a loader's batches come from the disk: the part of ``feed.py`` that is asked for with ``--cold``.
+
+About 1 GB a case; before every reading the page cache is dropped (``posix_fadvise(DONTNEED)``) and looked at
+(``mincore``). Every round reads: the samples with bare ``preadv`` in a shuffled order into memory that is used again,
+with 4, 16 and 64 requests in flight; the files in order, 8 MiB at a time; and an epoch of a new loader, whose time
+counts from the moment that ``iter()`` returns, when its feeders have been started. *of preadv* is the share of the
+fastest number of requests in the same round. Samples of 3 KiB are read with ``shuffle="window"`` too.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from feed import Case, fill, make, touched
+
+from cachetool.cache import CacheDir, open_cache
+from cachetool.extents import EXTENTS_FILE
+from cachetool.formats.reading import load_extents
+from cachetool.loaders.arena import open_arena
+from cachetool.loaders.numpy import Loader
+
+CASES = {
+    "1MiB": Case(1024, 2**20, 32, 16, 0.75, 0),
+    "128KiB": Case(8192, 2**17, 64, 16, 0.75, 0),
+    "3KiB": Case(340_000, 3 * 2**10, 256, 16, 0.75, 0),
+}
+IN_FLIGHT = (4, 16, 64)
+Reads = list[tuple[int, int, int]]
+
+
+def files(cache: CacheDir) -> list[Path]:
+    """Every file with data or extents."""
+    return [path for shard in cache.shards() for path in sorted(shard.path.rglob("*")) if path.is_file()]
+
+
+def drop(paths: list[Path]) -> None:
+    """Drop the page cache of these files. Raises AssertionError when something maps them."""
+    arena = open_arena()
+    assert arena is not None
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        at, size = arena.map(path) or (0, 0)
+        if size and arena.resident(np.array([at]), np.array([size])):
+            raise AssertionError(f"{path} is still in memory")
+
+
+def reads_of(cache: CacheDir) -> tuple[list[Path], Reads]:
+    """Where every ``x`` lies: number of the file, offset, size."""
+    paths: list[Path] = []
+    found: Reads = []
+    for shard in cache.shards():
+        extents = load_extents(shard.path / EXTENTS_FILE, shard.schema)
+        x = extents.fields["x"]
+        offsets, sizes = x.locate(np.arange(shard.samples))
+        found += [(len(paths), at, size) for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+        paths.append(shard.path / extents.files[x.file])
+    return paths, found
+
+
+def bare(paths: list[Path], reads: Reads, in_flight: int) -> float:
+    """MB/s of ``preadv`` in this order by so many threads."""
+    fds = [os.open(path, os.O_RDONLY) for path in paths]
+
+    def read(chosen: Reads) -> int:
+        memory = memoryview(bytearray(chosen[0][2]))
+        return sum(os.preadv(fds[file], [memory], at) for file, at, _ in chosen)
+
+    with ThreadPoolExecutor(in_flight) as pool:
+        begin = time.perf_counter()
+        total = sum(pool.map(read, [reads[n::in_flight] for n in range(in_flight)]))
+        seconds = time.perf_counter() - begin
+    for fd in fds:
+        os.close(fd)
+    return total / seconds / 1e6
+
+
+def in_order(paths: list[Path]) -> float:
+    """MB/s of the files one after another."""
+    memory = memoryview(bytearray(2**23))
+    total, begin = 0, time.perf_counter()
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(memory):
+                total += count
+    return total / (time.perf_counter() - begin) / 1e6
+
+
+def loaded(cache: CacheDir, case: Case, shuffle: str, workers: int) -> float:
+    """MB/s of one epoch of a new loader."""
+    with Loader(cache, batch_size=case.batch, shuffle=shuffle, workers=workers, epochs=1) as loader:
+        batches = iter(loader)
+        begin = time.perf_counter()
+        return touched(batches) / (time.perf_counter() - begin) / 1e6
+
+
+def measure(case: Case, name: str, folder: Path, *, rounds: int, workers: int) -> list[dict[str, Any]]:
+    """The rows of one case and format: one a shuffle."""
+    rng = np.random.default_rng(1)
+    seconds: dict[str, list[float]] = {}
+    with open_cache(folder / "cache", max_size="20GB") as cache:
+        fill(cache, name, make(case), case.shards)
+        shuffles = ["full", *(["window"] if case.nbytes < 2**14 else [])]
+        everything, (paths, reads) = files(cache), reads_of(cache)
+        for _ in range(rounds):
+            shuffled = [reads[i] for i in rng.permutation(len(reads)).tolist()]
+            for shuffle in shuffles:
+                drop(everything)
+                seconds.setdefault(shuffle, []).append(loaded(cache, case, shuffle, workers))
+            for in_flight in IN_FLIGHT:
+                drop(everything)
+                seconds.setdefault(f"preadv x {in_flight}", []).append(bare(paths, shuffled, in_flight))
+            drop(everything)
+            seconds.setdefault("in order", []).append(in_order(paths))
+        best = [max(each) for each in zip(*(seconds[f"preadv x {n}"] for n in IN_FLIGHT), strict=True)]
+    medians = {what: round(statistics.median(found)) for what, found in seconds.items()}
+    return [
+        {
+            "format": name,
+            "shuffle": shuffle,
+            "MB/s": medians[shuffle],
+            "of preadv": share(seconds[shuffle], best),
+            "of in order": share(seconds[shuffle], seconds["in order"]),
+            "of full": share(seconds[shuffle], seconds["full"]),
+            **{f"{what} MB/s": medians[what] for what in (*(f"preadv x {n}" for n in IN_FLIGHT), "in order")},
+        }
+        for shuffle in shuffles
+    ]
+
+
+def share(of: list[float], whole: list[float]) -> float:
+    """Median over the rounds."""
+    return round(statistics.median(a / b for a, b in zip(of, whole, strict=True)), 2)
+
+
+def run(folder: Path, formats: list[str], *, rounds: int, workers: int) -> None:
+    """Measure and print all cases."""
+    names: list[str] = []
+    for title, case in CASES.items():
+        for name in formats:
+            with tempfile.TemporaryDirectory(dir=folder) as where:
+                for row in measure(case, name, Path(where), rounds=rounds, workers=workers):
+                    if not names:
+                        names = ["case", *row]
+                        print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+                    print(f"| {' | '.join(str(each) for each in (title, *row.values()))} |", flush=True)

@@ -1,0 +1,164 @@
+"""How long training waits for batches that producers make while it computes, beside other ways to hand them over.
+
+    python benchmarks/producer.py [--rounds 3] [--steps 50] [--peers-dir DIR] [--ways cachetool,DataLoader] [--json]
+
+A batch is float32 (4, 1000000, 3), 48 MB: 0.05 s of waiting as for a disk or a network, then random numbers (about
+0.04 s of a processor). A training step sleeps 0.1 s. Two producers everywhere: cachetool's feeders run it as a
+``transform`` over a cache that holds the seeds; an inline generator; two processes and a ``multiprocessing.Queue``; a
+DataLoader with two workers; Ray's tasks and object store, in an environment of its own below ``--peers-dir``, installed
+with pip when it is not there. Every way in a process of its own, in turn, each round; medians over the rounds of the
+mean wait after the first 5 steps, and the first wait apart, which has the start of the producers in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers.producing import produced, trained
+from peers.starting import HERE, PeerError, environment
+
+BATCH = 4
+RAY = "Ray object store"
+
+
+def cachetool_way(steps: int) -> dict[str, Any]:
+    """Seeds in a cache, batches made of them by a function in the feeders."""
+    from feed import fill
+
+    from cachetool.block import Block
+    from cachetool.cache import open_cache
+    from cachetool.loaders.numpy import Loader
+    from cachetool.schema import Field, Schema
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"x": produced(int(batch["seed"][0]))}
+
+    with tempfile.TemporaryDirectory() as folder:
+        with open_cache(Path(folder) / "cache", max_size="50MB") as cache:
+            seeds = np.arange(BATCH * (steps + 8))
+            fill(cache, "lmdb", Block(Schema((Field("seed", "<i8"),)), {"seed": seeds}), 1)
+        with Loader(
+            Path(folder) / "cache", batch_size=BATCH, workers=2, transform=transform, transform_each="batch", epochs=1
+        ) as loader:
+            return trained(lambda: (batch["x"] for batch in loader), steps)
+
+
+def inline_way(steps: int) -> dict[str, Any]:
+    """Made where it is needed."""
+    return trained(lambda: map(produced, range(steps)), steps)
+
+
+def _put(queue: Any, seeds: range) -> None:
+    for seed in seeds:
+        queue.put(produced(seed))
+
+
+def queue_way(steps: int) -> dict[str, Any]:
+    """Two processes and a queue of four batches."""
+
+    def start() -> Iterator[np.ndarray]:
+        queue: Any = multiprocessing.Queue(maxsize=4)
+        processes = [
+            multiprocessing.Process(target=_put, args=(queue, range(n, steps, 2)), daemon=True) for n in range(2)
+        ]
+        for process in processes:
+            process.start()
+        while True:
+            yield queue.get()
+
+    return trained(start, steps)
+
+
+class _Produced:
+    """A map-style dataset of batches."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.from_numpy(produced(index))
+
+
+def dataloader_way(steps: int) -> dict[str, Any]:
+    """PyTorch's DataLoader, two workers."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader(_Produced(steps), batch_size=None, num_workers=2)  # type: ignore[arg-type]
+    return trained(lambda: (batch.numpy() for batch in loader), steps)
+
+
+WAYS = {
+    "cachetool": cachetool_way,
+    "inline generator": inline_way,
+    "multiprocessing.Queue": queue_way,
+    "DataLoader": dataloader_way,
+}
+
+
+def measured(way: str, steps: int, peers: Path | None) -> dict[str, Any]:
+    """What one way comes to, in a process of its own."""
+    if way == RAY:
+        assert peers is not None
+        command = [environment(peers, RAY), HERE / "ray_producer.py", str(steps)]
+    else:
+        command = [sys.executable, __file__, "--one", way, "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise PeerError((done.stderr.strip().splitlines() or ["failed"])[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--peers-dir", type=Path)
+    parser.add_argument("--ways")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(WAYS[options.one](options.steps)))
+        return
+    ways = options.ways.split(",") if options.ways else [*WAYS, *([RAY] if options.peers_dir else [])]
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(options.rounds):
+        for way in ways:
+            found[way].append(measured(way, options.steps, options.peers_dir))
+    table = [
+        {
+            "way": way,
+            **{
+                title: round(1000 * statistics.median(each[name] for each in runs), 2)
+                for title, name in (("mean wait, ms", "mean"), ("longest, ms", "most"), ("first batch, ms", "first"))
+            },
+        }
+        for way, runs in found.items()
+    ]
+    if options.json:
+        json.dump({"rounds": options.rounds, "steps": options.steps, "rows": table}, sys.stdout, indent=1)
+        return
+    names = list(table[0])
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for row in table:
+        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Reading what coming batches need before it is asked for, where it is not in memory.
+
+::
+
+    expect(batches)                       the order is known long before
+    due() -> samples of some batches      half of 64 MiB is used up: so many more
+    asleep? of some of them, looked up    mincore; all in memory: nothing to do
+    will_need(starts, sizes)              sorted, neighbours as one -> the kernel reads them, all at once
+
+A map that is touched where nothing was read waits for one read after another. Told beforehand, the kernel has hundreds
+of reads under way and the copy finds its pages in memory; a window of shuffled neighbours is read as long runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from cachetool.formats.runs import Int64s
+from cachetool.loaders.arena import Arena
+from cachetool.loaders.gather import Runs
+from cachetool.schema import Schema
+
+__all__ = ["Readahead"]
+
+BYTES = 2**26  # read ahead of the batch that is gathered
+_LOOKED_AT = 32  # samples that say whether all of them are in memory
+_UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
+
+
+class Readahead:
+    """For the batches of one view, in the order in which they are going to be gathered."""
+
+    def __init__(self, arena: Arena, schema: Schema, locate: Callable[[Int64s], Mapping[str, Runs]]) -> None:
+        self._arena, self._locate = arena, locate
+        self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
+        self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
+        self._coming: deque[Int64s] = deque()
+        self._ahead = 0
+
+    def expect(self, batches: Sequence[Int64s]) -> None:
+        """These follow those expected before."""
+        self._coming.extend(batches)
+
+    def gathering(self, samples: int) -> None:
+        """The next batch, of so many samples, is gathered now: have as much read as shall be ahead of it."""
+        if self._coming and self._ahead * self._each * 2 <= BYTES:
+            group = [self._coming.popleft()]
+            count = len(group[0])
+            while self._coming and (self._ahead + count) * self._each < BYTES:
+                group.append(self._coming.popleft())
+                count += len(group[-1])
+            self._ahead += count
+            self._read(np.concatenate(group))
+        self._ahead -= samples
+
+    def _read(self, indices: Int64s) -> None:
+        if not len(indices):
+            return
+        some = indices[:: max(1, len(indices) // _LOOKED_AT)]
+        if all(self._arena.resident(*self._runs(runs, name)) for name, runs in self._located(some)):
+            return
+        for name, runs in self._located(indices):
+            self._arena.will_need(*self._runs(runs, name))
+
+    def _located(self, indices: Int64s) -> list[tuple[str, Runs]]:
+        return [(name, runs) for name, runs in self._locate(indices).items() if name in self._sizes]
+
+    def _runs(self, runs: Runs, name: str) -> tuple[Int64s, Int64s]:
+        sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
+        return runs.starts, sizes

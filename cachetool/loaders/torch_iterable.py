@@ -1,0 +1,301 @@
+"""An iterable-style dataset for :class:`torch.utils.data.DataLoader`, over a cache that grows.
+
+::
+
+    dataset = CacheIterableDataset("data/cache", batch_size=64, seed=0)
+    loader = DataLoader(dataset, batch_size=None, num_workers=4)         # or torchdata's StatefulDataLoader
+    for epoch in range(90):
+        for batch in loader:                                             # epoch k + 1 sees what arrived during epoch k
+
+One order of all samples is cut into batches; batch i of a rank is made by worker i modulo their number, so that the
+order in which they come does not depend on it. With ``batch_size=None`` it gives single samples, some dozens in a row
+from one worker, for a DataLoader that makes the batches.
+
+Snapshots: every iteration takes the newest one, which its workers agree on (:mod:`cachetool.loaders.rollcall`) and
+lease themselves. With several ranks all must read the same one: there it is taken, and kept, in the process that made
+the dataset, by :meth:`CacheIterableDataset.set_epoch`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from cachetool.errors import UsageError
+from cachetool.loaders.base import SHUFFLES, CacheOrPaths
+from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.order import Steps
+from cachetool.loaders.plan import Plan, Settings, rows
+from cachetool.loaders.produce import announced, batches, drawn
+from cachetool.loaders.rollcall import Call, RollCall
+from cachetool.loaders.subscription import launched_run, subscribe
+from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
+from cachetool.loaders.turns import Resume, found_again
+from cachetool.loaders.view import View
+
+__all__ = ["CacheIterableDataset"]
+
+_STATE = 1
+_IN_A_ROW = 64  # samples that one worker gives before it is another's turn, at most
+_ROW_BYTES = 2**23
+_EACH = 4  # turns that each worker has at least, where there are samples enough
+
+
+class CacheIterableDataset(IterableDataset[Sample]):
+    """Every sample of the newest snapshot exactly once an epoch, over all workers and ranks.
+
+    ``cache_or_paths``, ``fields``, ``shuffle``, ``seed`` and ``dataset`` are as for
+    :class:`cachetool.loaders.numpy.Loader`.
+
+    - ``batch_size=k``: gives batches as dicts (for ``DataLoader(batch_size=None)``), the same number on all ranks,
+      sizes differing by at most one; ``drop_last`` leaves out the remainder so that all have k.
+    - ``batch_size=None``: gives samples as dicts; with ``drop_last`` the same number on all ranks.
+    - ``rank`` of ``world_size`` (default: those of torch.distributed or of the launcher's environment). With several,
+      call :meth:`set_epoch` before each epoch on all of them, as with DistributedSampler; ``run`` names their job
+      (default: from torchrun's or Slurm's environment).
+
+    ``state_dict`` and ``load_state_dict`` are what ``torchdata.stateful_dataloader.StatefulDataLoader`` calls in every
+    worker: an epoch that was broken off goes on with the samples it had, across growth, with the same number of
+    workers and ranks.
+
+    Raises :class:`UsageError` for what cannot be read; iterating also :class:`CorruptError`.
+    """
+
+    def __init__(
+        self,
+        cache_or_paths: CacheOrPaths,
+        *,
+        batch_size: int | None = None,
+        fields: Sequence[str] | None = None,
+        shuffle: str | bool = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        dataset: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, self.world_size = world(rank, world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} of a world of {self.world_size}: ranks are 0 to world_size - 1")
+        if batch_size is not None and batch_size < 1:
+            raise UsageError(f"batch_size={batch_size} cannot be used: at least 1, or None for single samples")
+        if shuffle not in SHUFFLES:
+            raise UsageError(f"shuffle={shuffle!r} cannot be used: 'full', 'window' or False")
+        run = run or launched_run()
+        self._led = self.world_size > 1
+        if self._led and run is None:
+            raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
+        self.batch_size, self._drop_last = batch_size, drop_last
+        self._seed, self._shuffle = seed, SHUFFLES[shuffle]
+        self._subscription = subscribe(cache_or_paths, dataset=dataset, run=run)
+        whole = self._subscription.now().schema
+        self.schema = whole if fields is None else whole.select(fields)
+        """The fields of a sample."""
+        self._token = secrets.token_hex(8)
+        self._calls = RollCall()
+        self._places = MappedParts()
+        self._iterations = (0, 0, 0)  # pid, key of the workers' loader, iterations in this process so far
+        self._resume: dict[str, Any] | None = None
+        self._reading: _Reading | None = None
+        self._leased: tuple[int, View] | None = None
+        if self._led:
+            self.set_epoch(0)
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be epoch number ``epoch``; with several ranks on the newest snapshot, taken now.
+
+        To be called on every rank, where the dataset was made. Raises :class:`UsageError` in a worker.
+        """
+        if get_worker_info() is not None:
+            raise UsageError("set_epoch() belongs to the process that made the dataset, not to a worker")
+        if not self._led:
+            self._calls.next_epoch = epoch
+            return
+        if self._leased is not None and self._leased[0] == epoch:
+            return
+        if self._leased is not None and self.rank == 0 and self._calls.done == self._leased[0]:
+            self._subscription.served()
+        view = self._subscription.newest(epoch=epoch)
+        self._leased = epoch, view
+        self._calls.begin(1, Call(epoch, view.version, view.fingerprint))
+
+    def __len__(self) -> int:
+        """Batches of this rank, or its samples with ``batch_size=None``, in what is there now; it may become more."""
+        view = self._subscription.now() if self._leased is None else self._leased[1]
+        if self.batch_size is not None:
+            return Steps(view.samples, self.batch_size, self.rank, self.world_size, self._drop_last).count
+        least, rest = divmod(view.samples, self.world_size)
+        return least + (self.rank < rest and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """This worker's share of an epoch."""
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        state, self._resume = self._resume, None
+        key = self._key(0 if info is None else info.seed - info.id)
+        epoch, view = self._begun(worker, key, None if state is None else state["epoch"])
+        self._reading = self._read(epoch, view, worker, workers, state)
+        return self._stream(self._reading, worker, workers, key)
+
+    def _key(self, loader: int) -> int:
+        """What the workers of one iteration have in common: their loader's seed, and how often it was iterated."""
+        pid, before, count = self._iterations
+        count = count + 1 if (pid, before) == (os.getpid(), loader) else 1
+        self._iterations = os.getpid(), loader, count
+        return (hash((loader, count)) & (2**62 - 1)) + 1
+
+    def _begun(self, worker: int, key: int, epoch: int | None) -> tuple[int, View]:
+        """The number of the epoch, and the snapshot it reads, leased."""
+        calls, subscription = self._calls, self._subscription
+        if self._led:
+            call = calls.current
+            view = self._leased[1] if get_worker_info() is None and self._leased else subscription.at(call.version)
+            if view.fingerprint != call.fingerprint:
+                raise UsageError("the snapshot of this epoch is over: call set_epoch() before every epoch")
+            return (call.epoch if epoch is None else epoch), view
+        # Who asks for the same epoch of the same run gets the same snapshot while anyone has it.
+        run = f"{self._token} {key}"
+        if worker == 0:
+            epoch = calls.next_epoch if epoch is None else epoch
+            view = subscription.newest(epoch=epoch, run=run)
+            calls.begin(key, Call(epoch, view.version, view.fingerprint))
+            return epoch, view
+        call = calls.join(key, worker)
+        view = subscription.newest(epoch=call.epoch, run=run)
+        if view.fingerprint != call.fingerprint:
+            raise UsageError("the workers of an epoch got different snapshots; iterate again")
+        calls.arrived(key, worker)
+        return call.epoch, view
+
+    def _read(self, epoch: int, view: View, worker: int, workers: int, state: dict[str, Any] | None) -> _Reading:
+        parts, done, within = rows(view.parts), 0, 0
+        row = self.batch_size or self._row(view, workers)
+        if state is not None and "parts" in state:
+            parts, done, within, row = state["parts"], state["done"], state["within"], state["row"]
+            if state["of"] != [worker, workers, self.rank, self.world_size]:
+                was = "worker {} of {}, rank {} of {}"
+                now = (worker, workers, self.rank, self.world_size)
+                raise UsageError(
+                    f"the state is of {was.format(*state['of'])}, this is {was.format(*now)}; go on with as many"
+                )
+            samples = sum(part[2] for part in parts)
+            view, lost = found_again(view, Resume(0, samples, parts))
+            if lost:
+                raise UsageError(
+                    f"{len(lost)} of {len(parts)} shards of the epoch to resume were evicted since; begin a new epoch"
+                )
+        samples = view.samples
+        if self.batch_size is None and self._drop_last:
+            samples -= samples % self.world_size
+        if samples < self.world_size:
+            raise UsageError(f"{samples} samples are too few for {self.world_size} ranks; pull more first")
+        return _Reading(Plan(1, epoch, view, samples), self._settings(row), parts, [done, within])
+
+    def _row(self, view: View, workers: int) -> int:
+        """How many samples a worker gives in a row."""
+        each = -(-view.samples // (self.world_size * workers * _EACH))
+        return max(1, min(_IN_A_ROW, _ROW_BYTES // max(1, view.schema.fixed_nbytes), each))
+
+    def _settings(self, row: int) -> Settings:
+        return Settings(
+            root="",
+            batch_size=row,
+            shuffle=self._shuffle,
+            seed=self._seed,
+            drop_last=self._drop_last and self.batch_size is not None,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+
+    def _stream(self, reading: _Reading, worker: int, workers: int, key: int) -> Iterator[Sample]:
+        plan, settings, at = reading.plan, reading.settings, reading.at
+        assert plan.view is not None
+        self._places.keep(plan.view)
+        steps = np.arange(worker, plan.steps(settings).count, workers, dtype=np.int64)[at[0] :]
+        made: dict[str, torch.Tensor] = {}
+        chunks = drawn(plan, settings, steps)
+        for _, indices in announced(chunks, self._places, plan.view, self.schema):
+            found = batches(self._places, plan.view, indices, self.schema, empty_tensors(made))
+            for each in indices:
+                columns = next(found)
+                batch = {f.name: finished(f, columns[f.name], made.get(f.name)) for f in self.schema}
+                made.clear()
+                if self.batch_size is not None:
+                    at[0] += 1
+                    yield batch
+                    continue
+                samples = Samples(batch, len(each))
+                for number in range(at[1], len(each)):
+                    at[:] = (at[0], number + 1) if number + 1 < len(each) else (at[0] + 1, 0)
+                    yield samples[number]
+        self._ended(plan.epoch, worker, workers, key)
+
+    def _ended(self, epoch: int, worker: int, workers: int, key: int) -> None:
+        if worker == 0:
+            self._calls.done = epoch
+        if self._led:
+            return
+        if worker == 0:
+            self._calls.wait_for_all(key, workers)
+            self._subscription.served()
+        self._subscription.release()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this copy of the dataset stands, as plain values: the epoch, its samples, what was given of them."""
+        if self._reading is None:
+            return self._resume or {"state": _STATE, "seed": self._seed, "epoch": self._calls.next_epoch}
+        info, reading = get_worker_info(), self._reading
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return {
+            "state": _STATE,
+            "seed": self._seed,
+            "epoch": reading.plan.epoch,
+            "parts": reading.parts,
+            "row": reading.settings.batch_size,
+            "done": reading.at[0],
+            "within": reading.at[1],
+            "of": [worker, workers, self.rank, self.world_size],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where ``state_dict`` was called; after the last sample it gives none.
+
+        Raises :class:`UsageError` for the state of a dataset with another seed.
+        """
+        if state.get("state") != _STATE:
+            raise UsageError("not a state of this version's datasets")
+        if state["seed"] != self._seed:
+            raise UsageError(f"the state was made with seed={state['seed']}, this dataset has {self._seed}")
+        self._resume, self._reading = dict(state), None
+
+    def close(self) -> None:
+        """Give the lease back and close all files. May be called twice; in a copy it does nothing to the original."""
+        self._subscription.close()
+        self._places.close()
+        self._leased = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reading": None, "_leased": None}
+
+
+class _Reading(NamedTuple):
+    """An epoch as one worker reads it."""
+
+    plan: Plan
+    settings: Settings
+    parts: Sequence[Sequence[Any]]
+    """Rows of the parts that it began with."""
+    at: list[int]
+    """Steps of this worker that were given whole, and samples of the one after them."""
