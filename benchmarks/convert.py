@@ -163,7 +163,7 @@ def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[
             targets[f"{name} > {into}"] = case.pair_target(into)
         for name in PEERS if options.peers_dir else ():
             try:
-                peer = Peer(options.peers_dir, name, len(x), case.nbytes)
+                peer = Peer(options.peers_dir, name, str(len(x)), str(case.nbytes))
             except PeerError as error:
                 rows.append({"what": name, "error": str(error)})
                 continue

@@ -1,6 +1,7 @@
 """How fast a loader's batches reach the training loop, idle and beside a busy trainer, as a share of ``np.take``.
 
     python benchmarks/feed.py FOLDER [--rounds 5] [--formats lmdb,hdf5] [--cases 1MiB,3KiB] [--workers 2] [--json]
+                                     [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
 Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds of one
@@ -9,7 +10,10 @@ epoch each alternate between ``np.take`` of the same order from memory into one 
 of every batch without letting go of the GIL. Shares are medians over pairs of the same round.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
-``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s.
+``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
+*by touching alone* is the same with batches that were there before, so the rest of it is the loader's.
+
+With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
 FOLDER must have about 1.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
 """
 
@@ -21,14 +25,15 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import beside
 import numpy as np
+from peers.consumer import PACE, Spinner, rate, touched
+from peers.starting import LOADERS
 
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
@@ -36,8 +41,6 @@ from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
-
-PACE = 600e6
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,6 @@ def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
             staging.commit(row, origin=Origin())
 
 
-def touched(batches: Iterable[dict[str, Any]], pace: float | None = None) -> int:
-    """Touch every page of every batch; gives the bytes of all. ``pace``: bytes a second at most."""
-    total, begin = 0, time.perf_counter()
-    for batch in batches:
-        for column in batch.values():
-            view = memoryview(column).cast("B")
-            bytes(view[::4096])
-            total += len(view)
-        if pace is not None and (ahead := total / pace - (time.perf_counter() - begin)) > 0:
-            time.sleep(ahead)
-    return total
-
-
 def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]]:
     """Batches taken from memory into one that is used again."""
     out = {f.name: np.empty((size, *f.sizes), dtype=f.numpy) for f in block.schema}
@@ -104,78 +94,42 @@ def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]
         yield out
 
 
-class Spinner:
-    """A thread that counts, and how much of its time it was kept from it by the GIL."""
-
-    def __init__(self) -> None:
-        self.blocked = 0.0
-        self._stop = False
-        self._thread = threading.Thread(target=self._spin)
-
-    def _spin(self) -> None:
-        def times() -> tuple[float, float]:
-            running, waiting, _ = Path("/proc/thread-self/schedstat").read_text().split()
-            return time.perf_counter(), (int(running) + int(waiting)) / 1e9
-
-        wall, cpu = times()
-        count = 0
-        while not self._stop:
-            count += 1
-        wall_end, cpu_end = times()
-        self.blocked = max(0.0, 1 - (cpu_end - cpu) / (wall_end - wall))
-
-    def __enter__(self) -> Spinner:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop = True
-        self._thread.join()
-
-
-def rate(read: Callable[[], int]) -> float:
-    """MB/s of one epoch."""
-    begin = time.perf_counter()
-    return read() / (time.perf_counter() - begin) / 1e6
-
-
-def measure(case: Case, name: str, folder: Path, *, rounds: int, workers: int) -> dict[str, Any]:
-    """One row."""
-    block = make(case)
+def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[str, Any]:
+    """What a loader over ``block`` comes to."""
     rng = np.random.default_rng(1)
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(open_cache(folder / "cache", max_size="20GB"))
-        fill(cache, name, block, case.shards)
-        loader = stack.enter_context(Loader(cache, batch_size=case.batch, workers=workers, drop_last=True))
-        for _ in range(2):  # fills the page tables
-            touched(loader)
+    for _ in range(2):  # fills the page tables
+        touched(loader)
 
-        def pairs(busy: bool) -> tuple[list[float], list[float], list[float]]:
-            takes, feeds, blocked = [], [], []
-            for _ in range(rounds):
-                order = rng.permutation(case.samples)
-                with Spinner() if busy else contextlib.nullcontext():
-                    takes.append(rate(lambda order=order: touched(taken(block, case.batch, order))))
-                with Spinner() if busy else contextlib.nullcontext() as spinner:
-                    feeds.append(rate(lambda: touched(loader)))
-                if spinner is not None:
-                    blocked.append(spinner.blocked)
-            return takes, feeds, blocked
+    def pairs(busy: bool) -> tuple[list[float], list[float], list[float]]:
+        takes, feeds, blocked = [], [], []
+        for _ in range(rounds):
+            order = rng.permutation(case.samples)
+            with Spinner() if busy else contextlib.nullcontext():
+                takes.append(rate(lambda order=order: touched(taken(block, case.batch, order))))
+            with Spinner() if busy else contextlib.nullcontext() as spinner:
+                feeds.append(rate(lambda: touched(loader)))
+            if spinner is not None:
+                blocked.append(spinner.blocked)
+        return takes, feeds, blocked
 
-        takes, idle, _ = pairs(busy=False)
-        _, busy, blocked = pairs(busy=True)
-        with Spinner() as paced:
-            for _ in range(3):
-                touched(loader, PACE)
+    takes, idle, _ = pairs(busy=False)
+    _, busy, blocked = pairs(busy=True)
+    held = [{name: np.array(column) for name, column in batch.items()} for batch in loader]
+    paced, own = [], []
+    for _ in range(rounds):
+        for batches, into in ((loader, paced), (held, own)):
+            with Spinner() as spinner:
+                touched(batches, PACE)
+            into.append(spinner.blocked)
     return {
-        "format": name,
         "np.take MB/s": round(statistics.median(takes)),
         "MB/s": round(statistics.median(idle)),
         "of np.take": round(statistics.median(b / a for a, b in zip(takes, idle, strict=True)), 2),
         "busy MB/s": round(statistics.median(busy)),
         "of idle": round(statistics.median(busy) / statistics.median(idle), 2),
         "blocked": round(statistics.median(blocked), 3),
-        "blocked, paced": round(paced.blocked, 3),
+        "blocked, paced": round(statistics.median(paced), 3),
+        "by touching alone": round(statistics.median(own), 3),
     }
 
 
@@ -187,6 +141,8 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peers-dir", type=Path, help="beside the peers, whose environments are here, or will be")
+    parser.add_argument("--peers", help="only these peers: names with ; between them")
     parser.add_argument("--cold", action="store_true", help="from the disk instead, beside bare preadv")
     options = parser.parse_args()
     if options.cold:
@@ -194,20 +150,35 @@ def main() -> None:
 
         cold.run(options.folder, options.formats.split(","), rounds=options.rounds, workers=options.workers)
         return
-    found = []
+    found, peers = [], []
     for title in options.cases.split(","):
         case = CASES[title]
+        block = make(case)
         for name in options.formats.split(","):
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                row = measure(case, name, Path(folder), rounds=options.rounds, workers=options.workers)
-            found.append({"case": title, "target": case.target, "busy target": case.busy, **row})
+            with contextlib.ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
+                cache = stack.enter_context(open_cache(folder / "cache", max_size="20GB"))
+                fill(cache, name, block, case.shards)
+                own = {"batch_size": case.batch, "workers": options.workers, "drop_last": True}
+                loader = stack.enter_context(Loader(cache, **own))
+                row = measure(loader, block, case, rounds=options.rounds)
+                found.append({"case": title, "target": case.target, "busy target": case.busy, "format": name, **row})
+                if options.peers_dir and name == options.formats.split(",")[0]:
+                    job = [case.samples, case.nbytes, case.batch, options.workers]
+                    names = options.peers.split(";") if options.peers else list(LOADERS)
+                    rows = beside.measure(loader, folder, options.peers_dir, job, names=names, rounds=options.rounds)
+                    peers += [{"case": title, **each} for each in rows]
     if options.json:
-        json.dump({"rounds": options.rounds, "workers": options.workers, "rows": found}, sys.stdout, indent=1)
+        made = {"rounds": options.rounds, "workers": options.workers, "rows": found, "peers": peers}
+        json.dump(made, sys.stdout, indent=1)
         return
-    names = list(found[0])
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for row in found:
-        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+    for rows in (found, peers):
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        if names:
+            print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+        for row in rows:
+            print(f"| {' | '.join(str(row.get(name, '')) for name in names)} |")
+        print()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from peers.producing import produced, trained
-from peers.starting import HERE, PeerError, environment
+from peers.starting import HERE, PRODUCERS, PeerError, environment
 
 BATCH = 4
 RAY = "Ray object store"
@@ -114,7 +114,7 @@ def measured(way: str, steps: int, peers: Path | None) -> dict[str, Any]:
     """What one way comes to, in a process of its own."""
     if way == RAY:
         assert peers is not None
-        command = [environment(peers, RAY), HERE / "ray_producer.py", str(steps)]
+        command = [environment(peers, *PRODUCERS[RAY]), HERE / "ray_producer.py", str(steps)]
     else:
         command = [sys.executable, __file__, "--one", way, "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True)

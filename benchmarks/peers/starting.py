@@ -1,8 +1,11 @@
-"""Peers in environments of their own: made with pip when first asked for, then one process of each that writes."""
+"""Peers in environments of their own: made with pip when first asked for, then one process of each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,46 +15,80 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
+TORCH = "torch==2.13.0"
 PEERS = {
-    "MDSWriter": ("mds_writer.py", ["mosaicml-streaming==0.13.0", "torch==2.13.0"]),
-    "LitData optimize": ("litdata_optimize.py", ["litdata==0.2.76", "torch==2.13.0"]),
+    "MDSWriter": ("mds_writer.py", ["mosaicml-streaming==0.13.0", TORCH]),
+    "LitData optimize": ("litdata_optimize.py", ["litdata==0.2.76", TORCH]),
     "tfrecord writer": ("tfrecord_writer.py", ["tfrecord==1.14.6"]),
 }
 """Writers. Name to script and what its environment holds."""
 PRODUCERS = {"Ray object store": ("ray_producer.py", ["ray==2.60.0", "numpy==2.4.6"])}
+_FFCV = ["ffcv==1.0.2", "numba==0.68.1", TORCH, "torchvision==0.28.0", "opencv-python==5.0.0.93", "pillow==13.0.0"]
+_FFCV += [
+    "assertpy==1.1",
+    "fastargs==1.2.0",
+    "pytorch-pfn-extras==0.9.0",
+    "pandas==3.1.1",
+    "matplotlib==3.11.2",
+    "tqdm",
+]
+_DATALOADER = [TORCH, "lmdb==3.0.0", "h5py==3.16.0", "zarr==3.1.6"]
+_TF = ["tensorflow-cpu==2.21.0"]
+LOADERS: dict[str, tuple[str, list[str], list[str]]] = {
+    "FFCV": ("feed_ffcv.py", [], _FFCV),
+    "tf.data, batch then parse": ("feed_tfdata.py", ["batch-parse"], _TF),
+    "tf.data, parse then batch": ("feed_tfdata.py", ["parse-batch"], _TF),
+    "SPDL over npy": ("feed_spdl.py", [], ["spdl==0.8.0", "numpy==2.4.6"]),
+    "DataLoader, LMDB with pickles": ("feed_dataloader.py", ["lmdb"], _DATALOADER),
+    "DataLoader, HDF5": ("feed_dataloader.py", ["hdf5"], _DATALOADER),
+    "DataLoader, npy files": ("feed_dataloader.py", ["npy"], _DATALOADER),
+    "DataLoader, Zarr": ("feed_dataloader.py", ["zarr"], _DATALOADER),
+    "MosaicML Streaming": ("feed_streaming.py", [], ["mosaicml-streaming==0.13.0", TORCH]),
+    "LitData": ("feed_litdata.py", [], ["litdata==0.2.76", TORCH]),
+    "WebDataset": ("feed_webdataset.py", [], ["webdataset==1.0.2", TORCH]),
+    "HF datasets": ("feed_datasets.py", [], ["datasets==5.2.0", TORCH]),
+    "Grain": ("feed_grain.py", [], ["grain==0.2.18", "array_record==0.8.6"]),
+    "Ray Data": ("feed_ray.py", [], ["ray[data]==2.60.0", "aiohttp", "pydantic", "numpy==2.4.6"]),
+}
+"""Loaders. Name to script, its last arguments and what its environment holds. FFCV is built from source: it wants the
+headers of OpenCV and turbojpeg (Debian: libopencv-dev, libturbojpeg0-dev, pkg-config)."""
 
 
 class PeerError(Exception):
     """A peer could not be installed or started, or failed."""
 
 
-def environment(folder: Path, name: str) -> Path:
-    """The Python of the environment of a peer under ``folder``, made if it is not there. Raises PeerError."""
-    script, requirements = {**PEERS, **PRODUCERS}[name]
+def environment(folder: Path, script: str, requirements: list[str]) -> Path:
+    """The Python of the environment of a script under ``folder``, made if it is not there. Raises PeerError."""
     home = folder.resolve() / Path(script).stem
     python = home / "bin" / "python"
     done = home / "installed.json"
     if not done.exists() or json.loads(done.read_text()) != requirements:
         print(f"installing {', '.join(requirements)} into {home}", file=sys.stderr)
         venv.create(home, with_pip=True, clear=True)
-        pip = subprocess.run([python, "-m", "pip", "install", "-q", *requirements], capture_output=True, text=True)
-        if pip.returncode:
-            raise PeerError(f"pip: {(pip.stderr.strip().splitlines() or ['failed'])[-1]}")
+        # FFCV's build looks for NumPy and PyTorch where it is installed, and says so to nobody.
+        first = [each for each in requirements if not each.startswith("ffcv")]
+        for command in ([*first, "setuptools", "wheel"], ["--no-build-isolation", *requirements]):
+            pip = subprocess.run([python, "-m", "pip", "install", "-q", *command], capture_output=True, text=True)
+            if pip.returncode:
+                raise PeerError(f"pip: {(pip.stderr.strip().splitlines() or ['failed'])[-1]}")
         done.write_text(json.dumps(requirements))
     return python
 
 
 class Peer:
-    """A running peer, which holds the samples of one case."""
+    """A running peer: a writer, given the number of samples and the bytes of each, or a loader (see ``feeding.py``)."""
 
-    def __init__(self, folder: Path, name: str, samples: int, nbytes: int) -> None:
+    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        script, more, requirements = LOADERS[name] if name in LOADERS else (PEERS[name][0], [], PEERS[name][1])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [environment(folder, name), HERE / PEERS[name][0], str(samples), str(nbytes)],
+            [environment(folder, script, requirements), HERE / script, *arguments, *more],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            start_new_session=True,  # it has workers of its own
         )
         try:
             self._answer()
@@ -59,22 +96,30 @@ class Peer:
             self.close()
             raise
 
-    def write(self, folder: Path) -> float:
-        """Seconds to write the samples into the new ``folder``, durably. Raises PeerError."""
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What it answers. Raises PeerError."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"folder": str(folder)}) + "\n")
+            self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise PeerError(self._last_words()) from None
-        answer = self._answer()
-        if "error" in answer:
-            raise PeerError(answer["error"])
-        return float(answer["seconds"])
+        return self._answer()
+
+    def write(self, folder: Path) -> float:
+        """Seconds to write the samples into the new ``folder``, durably. Raises PeerError."""
+        return float(self.ask({"folder": str(folder)})["seconds"])
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
+        """End the process and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._errors.close()
 
@@ -85,6 +130,8 @@ class Peer:
             self._process.wait()
             raise PeerError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(answer["error"])
         return answer
 
     def _last_words(self) -> str:

@@ -1,0 +1,64 @@
+"""The loader beside each peer, a pair at a time: the part of ``feed.py`` that is asked for with ``--peers-dir``.
+
+Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
+own; its epoch and one of ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate counts
+from the second batch of an epoch on, and for ``SECONDS`` at most. *times* is ours over the peer's of the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers.consumer import PACE, epoch
+from peers.starting import Peer, PeerError
+
+from cachetool.loaders.numpy import Loader
+
+SECONDS = 2.0
+WAYS: dict[str, dict[str, Any]] = {
+    "idle": {"seconds": SECONDS},
+    "busy": {"busy": True, "seconds": SECONDS},
+    "paced": {"busy": True, "pace": PACE, "seconds": SECONDS},
+}
+
+
+def measure(
+    loader: Loader, folder: Path, peers: Path, job: list[int], *, names: list[str], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each peer of ``names``. ``job``: samples, bytes of each, samples a batch, workers."""
+    return [_row(loader, folder, peers, job, name=name, rounds=rounds) for name in names]
+
+
+def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str, rounds: int) -> dict[str, Any]:
+    found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {way: [] for way in WAYS}
+    try:
+        with tempfile.TemporaryDirectory(dir=folder) as own, Peer(peers, name, *map(str, job), own) as peer:
+            peer.ask({"seconds": SECONDS})  # the first epoch of many differs from the others
+            for _ in range(rounds):
+                for way, options in WAYS.items():
+                    found[way].append((epoch(lambda: loader, **options), peer.ask(options)))
+    except PeerError as error:
+        return {"peer": name, "error": str(error)}
+
+    def of(way: str, what: str, who: int) -> float:
+        return statistics.median(pair[who][what] for pair in found[way])
+
+    def times(way: str) -> float:
+        return statistics.median(ours["MB/s"] / theirs["MB/s"] for ours, theirs in found[way])
+
+    return {
+        "peer": name,
+        "MB/s": round(of("idle", "MB/s", 1)),
+        "ours": round(of("idle", "MB/s", 0)),
+        "times": round(times("idle"), 1),
+        "busy MB/s": round(of("busy", "MB/s", 1)),
+        "ours busy": round(of("busy", "MB/s", 0)),
+        "times busy": round(times("busy"), 1),
+        "blocked": round(of("busy", "blocked", 1), 3),
+        "paced MB/s": round(of("paced", "MB/s", 1)),
+        "blocked, paced": round(of("paced", "blocked", 1), 3),
+        "ours blocked, paced": round(of("paced", "blocked", 0), 3),
+    }
