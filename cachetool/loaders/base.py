@@ -60,6 +60,7 @@ class BaseLoader(ABC, Generic[T]):
         epochs: int | None = None,
         missing: str = "error",
         verify: bool = False,
+        concurrent: bool = False,
     ) -> None:
         rank, world_size = self._world(rank, world_size)
         _check(
@@ -109,6 +110,7 @@ class BaseLoader(ABC, Generic[T]):
             each=transform_each,
         )
         self._limit, self._workers, self._transform = steps, workers, transform
+        self._concurrent = concurrent
         self._function = b"" if transform is None or workers == 0 else dumps(transform)
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins: how many were delivered whole."""
@@ -116,6 +118,8 @@ class BaseLoader(ABC, Generic[T]):
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._iterator: weakref.ref[Epoch[T]] | None = None
         self._resume: dict[str, Any] | None = None
+        self._last = -1  # number of the epoch that was begun last
+        self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
 
@@ -141,18 +145,28 @@ class BaseLoader(ABC, Generic[T]):
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
+        """Begin an epoch on the newest snapshot. Older iterators of this loader end with an error; with ``concurrent``
+        they go on, and this one has feeders of its own."""
         return self._begin()
 
     def _begin(self) -> Epoch[T]:
         before = None if self._iterator is None else self._iterator()
+        if self._concurrent and before is not None and not before.ended and not before.replaced:
+            epoch = self._started(self._new_feed(), max(self.epoch, self._last + 1), None)
+            epoch.own_feed()
+            self._beside.add(epoch)
+            return epoch
         if before is not None:
             before.replaced = True
-        begun = self._fed().begin(self.epoch, self._resume)
-        steps = self._agreed(begun.steps.count)
-        epoch = Epoch(self, begun, steps if self._limit is None else min(steps, self._limit))
+        epoch = self._started(self._fed(), self.epoch, self._resume)
         self._iterator = weakref.ref(epoch)
         return epoch
+
+    def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None) -> Epoch[T]:
+        begun = feed.begin(number, resume)
+        self._last = number
+        steps = self._agreed(begun.steps.count)
+        return Epoch(self, feed, begun, steps if self._limit is None else min(steps, self._limit))
 
     def __len__(self) -> int:
         """Number of batches of the present snapshot; the next epoch may have more. Waits as ``iter()`` does."""
@@ -163,16 +177,16 @@ class BaseLoader(ABC, Generic[T]):
 
     def _fed(self) -> Feed:
         if self._feed is None or self._feed.closed or self._feed.pid != os.getpid():  # a fork has feeders of its own
-            feed: Feed
-            if self._workers:
-                feed = Processes(self._settings, feeders=self._workers, transform=self._function)
-            else:
-                from cachetool.loaders.threads import Thread
-
-                feed = Thread(self._settings, transform=self._transform)
-            self._feed = feed
-            self._finalizer = weakref.finalize(self, feed.close)
+            self._feed = self._new_feed()
+            self._finalizer = weakref.finalize(self, self._feed.close)
         return self._feed
+
+    def _new_feed(self) -> Feed:
+        if self._workers:
+            return Processes(self._settings, feeders=self._workers, transform=self._function)
+        from cachetool.loaders.threads import Thread
+
+        return Thread(self._settings, transform=self._transform)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -208,6 +222,9 @@ class BaseLoader(ABC, Generic[T]):
 
     def close(self) -> None:
         """Stop the feeders and give the lease back; iterating again starts anew. Batches stay as they are."""
+        for beside in list(self._beside):
+            beside.replaced = True
+            beside.end()
         before = None if self._iterator is None else self._iterator()
         if before is not None:
             before.replaced = True
@@ -227,9 +244,10 @@ class BaseLoader(ABC, Generic[T]):
 class Epoch(Iterator[T]):
     """One epoch of a loader."""
 
-    def __init__(self, loader: BaseLoader[T], begun: Begun, steps: int) -> None:
+    def __init__(self, loader: BaseLoader[T], feed: Feed, begun: Begun, steps: int) -> None:
         self._loader, self.begun, self._steps = loader, begun, steps
-        self._feed, self._generation = loader._fed(), begun.generation
+        self._feed, self._generation = feed, begun.generation
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._fetched = self.step = 0
         """Batches delivered."""
         self.replaced = False
@@ -269,6 +287,16 @@ class Epoch(Iterator[T]):
         if self.step == self._steps and not self.replaced:
             self._feed.delivered(self._generation)
             self._loader._delivered()
+            self.end()
+
+    def own_feed(self) -> None:
+        """The feeders are this epoch's alone: they end with it, or when nobody has it any more."""
+        self._finalizer = weakref.finalize(self, self._feed.close)
+
+    def end(self) -> None:
+        """Stop feeders that are this epoch's alone."""
+        if self._finalizer is not None and self._feed.pid == os.getpid():
+            self._finalizer()
 
     def __len__(self) -> int:
         return self._steps - self.step

@@ -45,6 +45,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     - The next epoch's snapshot is taken when this one's batches are made, and given up ``hold`` seconds after its end;
       not after ``epochs`` epochs.
     - ``verify``: the feeders compare every value with the checksum it was written with.
+    - ``concurrent``: an iterator that is not at its end goes on when the loader is iterated again, which then takes
+      feeders of its own; else it ends with an error.
     - ``missing``: what a resumed epoch does about shards evicted since: ``"error"`` or ``"skip"``.
 
     Raises :class:`UsageError`; iterating also :class:`CorruptError`, and what feeders raise.

@@ -91,6 +91,33 @@ def test_every_iteration_sees_the_newest_snapshot_and_its_lease_ends(workers: in
     assert [shard.epochs for shard in cache.shards()] == [3, 3, 3, 2, 1]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_concurrent_iterators_have_feeders_of_their_own(workers: int, cache: CacheDir) -> None:
+    before = len(children())
+    with Loader(cache, batch_size=4, fields=["number"], workers=workers, concurrent=True) as loader:
+        first, second = iter(loader), iter(loader)
+        assert len(children()) - before == 2 * workers
+        orders: list[list[list[int]]] = [[], []]
+        for a, b in zip(first, second, strict=True):
+            orders[0].append(a["number"].tolist())
+            orders[1].append(b["number"].tolist())
+        assert [sorted(n for batch in order for n in batch) for order in orders] == [list(range(60))] * 2
+        assert orders[0] != orders[1]
+        assert loader.epoch == 2
+        assert len(children()) - before == workers  # those of the second ended with it
+        half, whole = iter(loader), iter(loader)
+        next(half), next(whole)
+        del whole
+        until(lambda: len(children()) - before == workers)
+        assert sorted(n for batch in half for n in batch["number"].tolist())[-1] == 59
+        third, fourth = iter(loader), iter(loader)
+        next(third)
+    with pytest.raises(UsageError, match="this iterator ended"):
+        next(fourth)
+    assert len(children()) == before
+    assert leases(cache) == []
+
+
 def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -> None:
     """An unlinked file that is still mapped would still fill the disk."""
     with Loader(cache, batch_size=8, fields=["number"], workers=2, hold=0.0) as loader:
