@@ -144,11 +144,12 @@ def share(of: list[float], whole: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(of, whole, strict=True)), 2)
 
 
-def run(folder: Path, formats: list[str], *, rounds: int, workers: int) -> None:
+def run(folder: Path, cases: list[str], formats: list[str], *, rounds: int, workers: int) -> None:
     """Measure and print all cases."""
     names: list[str] = []
-    for title, case in CASES.items():
+    for title in cases:
         for name in formats:
+            case = CASES[title]
             with tempfile.TemporaryDirectory(dir=folder) as where:
                 for row in measure(case, name, Path(where), rounds=rounds, workers=workers):
                     if not names:

@@ -148,7 +148,8 @@ def main() -> None:
     if options.cold:
         import cold
 
-        cold.run(options.folder, options.formats.split(","), rounds=options.rounds, workers=options.workers)
+        names = [name for name in options.cases.split(",") if name in cold.CASES]
+        cold.run(options.folder, names, options.formats.split(","), rounds=options.rounds, workers=options.workers)
         return
     found, peers = [], []
     for title in options.cases.split(","):

@@ -35,7 +35,6 @@ _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
 _MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), gaps between files count too
 _HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
-_NEAR = 2**14  # bytes between two runs that are rather read than left out
 _FIXED = 0x10  # MAP_FIXED of Linux on every processor
 _FAILED = ctypes.c_void_p(-1).value
 _ANYWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -134,13 +133,14 @@ class Arena:
                 return False
         return True
 
-    def will_need(self, starts: Int64s, sizes: Int64s) -> None:
-        """Have the kernel read these runs, without waiting for it; what lies between near ones too."""
+    def will_need(self, starts: Int64s, sizes: Int64s, *, near: int) -> None:
+        """Have the kernel read these runs, without waiting for it; what lies between them too where it is at most
+        ``near`` bytes."""
         chosen = np.flatnonzero(sizes > 0)
         order = chosen[np.argsort(starts[chosen])]
         first = starts[order] & -mmap.PAGESIZE
         last = np.maximum.accumulate(starts[order] + sizes[order])
-        apart = first[1:] > last[:-1] + _NEAR
+        apart = first[1:] > last[:-1] + near
         begins = first[np.concatenate([[True], apart])] if len(first) else first
         ends = last[np.concatenate([apart, [True]])] if len(last) else last
         madvise = _libc("madvise")

@@ -43,7 +43,7 @@ from cachetool.loaders.gather import (
     new_array,
     open_by_extents,
 )
-from cachetool.loaders.readahead import Readahead
+from cachetool.loaders.readahead import NEAR, Readahead
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
@@ -127,12 +127,14 @@ class MappedParts:
                 yield copied(here, end - start, schema, empty=empty)
                 start, at = end, at + 1
 
-    def expect(self, view: View, batches: Sequence[Int64s], schema: Schema, *, first: bool = False) -> None:
+    def expect(
+        self, view: View, batches: Sequence[Int64s], schema: Schema, *, first: bool = False, near: int = NEAR
+    ) -> None:
         """Batches that :meth:`batches` is asked for after those expected before (with ``first`` there are none): what
-        of them is not in memory is read ahead."""
+        of them is not in memory is read ahead, and what lies in between where it is at most ``near`` bytes."""
         if self._covers(view, schema) and self._arena is not None:
             if first or self._ahead is None:
-                self._ahead = Readahead(self._arena, schema, self._runs_of)
+                self._ahead = Readahead(self._arena, schema, self._runs_of, near=near)
             self._ahead.expect(batches)
 
     def _covers(self, view: View, schema: Schema) -> bool:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from cachetool.errors import UsageError
 from cachetool.permutation import MAX_N, Permutation
 
-__all__ = ["Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
+__all__ = ["RUN_BYTES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
 
 _BITS = 40
 _MASK = MAX_N - 1
@@ -32,7 +32,7 @@ _BLOCK = 1 << 16
 Int64s = npt.NDArray[np.int64]
 Shuffle = Literal["full", "window", "no"]
 
-_RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
+RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
 _WINDOW_RUNS = 256
 
 
@@ -136,7 +136,7 @@ class Order:
         self._windows = shuffle == "window"
         if not self._windows:
             return
-        self._run = max(1, _RUN_BYTES // max(1, nbytes))
+        self._run = max(1, RUN_BYTES // max(1, nbytes))
         self._window = self._run * _WINDOW_RUNS
         runs, self._rest = divmod(samples, self._run)
         self._runs = Permutation(runs + 1, seed=seed, turn=epoch)

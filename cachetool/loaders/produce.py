@@ -25,8 +25,9 @@ from cachetool.loaders.checks import Checks
 from cachetool.loaders.failure import described
 from cachetool.loaders.gather import Empty, Parts, Places, gather, new_array
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.order import Order
+from cachetool.loaders.order import RUN_BYTES, Order, Shuffle
 from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.readahead import NEAR
 from cachetool.loaders.split import Split
 from cachetool.loaders.transform import Transform
 from cachetool.loaders.view import View
@@ -34,7 +35,7 @@ from cachetool.schema import Field, Schema
 
 __all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
 
-_AHEAD = 8192  # samples whose order is computed at once
+_AHEAD = 2**15  # samples whose order is computed at once: of 340,000, 187 ns each, in pieces of 8,192 290
 
 
 class Sink(Protocol):
@@ -152,7 +153,7 @@ class _Maker:
             chosen = None if self._split is None else self._split.chosen(view)
             steps = np.arange(number, count, feeders, dtype=np.int64)
             chunks = drawn(plan, self._settings, steps, chosen=chosen)
-            for numbers, indices in announced(chunks, self._places, view, schema):
+            for numbers, indices in announced(chunks, self._places, view, schema, shuffle=self._settings.shuffle):
                 found = batches(self._places, view, indices, schema, empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
@@ -214,15 +215,17 @@ def drawn(
 
 
 def announced(
-    chunks: Iterator[tuple[list[int], list[Int64s]]], places: Places, view: View, schema: Schema
+    chunks: Iterator[tuple[list[int], list[Int64s]]], places: Places, view: View, schema: Schema, *, shuffle: Shuffle
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
     """What :func:`drawn` gives, each once the one after it is known to ``places``, which then reads ahead."""
     if not isinstance(places, MappedParts):
         yield from chunks
         return
+    # In a window whole runs are needed, if not by this feeder then by another one or a little later.
+    near = RUN_BYTES if shuffle == "window" else NEAR
     before: tuple[list[int], list[Int64s]] | None = None
     for chunk in chunks:
-        places.expect(view, chunk[1], schema, first=before is None)
+        places.expect(view, chunk[1], schema, first=before is None, near=near)
         if before is not None:
             yield before
         before = chunk

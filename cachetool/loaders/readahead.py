@@ -23,8 +23,9 @@ from cachetool.loaders.arena import Arena
 from cachetool.loaders.gather import Runs
 from cachetool.schema import Schema
 
-__all__ = ["Readahead"]
+__all__ = ["NEAR", "Readahead"]
 
+NEAR = 2**14  # bytes between two samples that are rather read than left out: so many take as long as one request more
 BYTES = 2**26  # read ahead of the batch that is gathered
 _LOOKED_AT = 32  # samples that say whether all of them are in memory
 _UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
@@ -33,8 +34,10 @@ _UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
 class Readahead:
     """For the batches of one view, in the order in which they are going to be gathered."""
 
-    def __init__(self, arena: Arena, schema: Schema, locate: Callable[[Int64s], Mapping[str, Runs]]) -> None:
-        self._arena, self._locate = arena, locate
+    def __init__(
+        self, arena: Arena, schema: Schema, locate: Callable[[Int64s], Mapping[str, Runs]], *, near: int
+    ) -> None:
+        self._arena, self._locate, self._near = arena, locate, near
         self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
         self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
         self._coming: deque[Int64s] = deque()
@@ -63,7 +66,7 @@ class Readahead:
         if all(self._arena.resident(*self._runs(runs, name)) for name, runs in self._located(some)):
             return
         for name, runs in self._located(indices):
-            self._arena.will_need(*self._runs(runs, name))
+            self._arena.will_need(*self._runs(runs, name), near=self._near)
 
     def _located(self, indices: Int64s) -> list[tuple[str, Runs]]:
         return [(name, runs) for name, runs in self._locate(indices).items() if name in self._sizes]

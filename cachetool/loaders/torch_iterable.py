@@ -224,7 +224,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         steps = np.arange(worker, plan.steps(settings).count, workers, dtype=np.int64)[at[0] :]
         made: dict[str, torch.Tensor] = {}
         chunks = drawn(plan, settings, steps)
-        for _, indices in announced(chunks, self._places, plan.view, self.schema):
+        for _, indices in announced(chunks, self._places, plan.view, self.schema, shuffle=self._shuffle):
             found = batches(self._places, plan.view, indices, self.schema, empty_tensors(made))
             for each in indices:
                 columns = next(found)

@@ -65,7 +65,7 @@ def test_runs_that_will_be_needed_are_read_and_nothing_else(tmp_path: Path) -> N
     arena = dropped(path)
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     starts = np.array([6 * MIB + 100, MIB, MIB + 9000, 3 * MIB]) + base
-    arena.will_need(starts, np.array([10_000, 5000, 5000, 0]))
+    arena.will_need(starts, np.array([10_000, 5000, 5000, 0]), near=8192)
 
     assert awake(arena, MIB, 14_000)
     assert awake(arena, 6 * MIB, 12_000)
@@ -83,7 +83,7 @@ class Notes:
         self.looked += len(starts)
         return self.awake
 
-    def will_need(self, starts: Any, sizes: Any) -> None:
+    def will_need(self, starts: Any, sizes: Any, near: int) -> None:
         self.needed.append(list(zip(starts.tolist(), sizes.tolist(), strict=True)))
 
 
@@ -91,7 +91,9 @@ SCHEMA = Schema((Field("x", "<f4", (256,)), Field("number", "<i8")))
 
 
 def reader(notes: Notes) -> Readahead:
-    return Readahead(notes, SCHEMA, lambda at: {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)})  # type: ignore[arg-type]
+    return Readahead(
+        notes, SCHEMA, lambda at: {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)}, near=0
+    )  # type: ignore[arg-type]
 
 
 def test_batches_are_read_in_their_order_at_most_so_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
