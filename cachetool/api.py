@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, Shard
+from cachetool.cache.layout import cache_option
 from cachetool.cache.opening import open_root
 from cachetool.conversion import ConvertOptions, ConvertResult
 from cachetool.conversion import convert as convert_into
@@ -176,7 +177,10 @@ def find_shard(cache: CacheDir, name: str) -> Shard:
     found = [shard for shard in cache.shards() if shard.id.startswith(name)]
     if len(found) != 1:
         what = "no shard" if not found else f"{len(found)} shards"
-        raise UsageError(f"cache {cache.root} has {what} with an id that begins with {name!r}; see: cachetool ls")
+        raise UsageError(
+            f"cache {cache.root} has {what} with an id that begins with {name!r};"
+            f" see: cachetool ls{cache_option(cache.root)}"
+        )
     return found[0]
 
 

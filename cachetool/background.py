@@ -21,6 +21,7 @@ import os
 import select
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +38,7 @@ from cachetool.cache.pullers import (
     pull_state,
     take_turn,
 )
+from cachetool.cache.unmaking import leaving_nothing
 from cachetool.engines import Task
 from cachetool.engines.local import Child, stop
 from cachetool.engines.task import Channel, Message
@@ -79,23 +81,23 @@ class BackgroundPull:
         if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
             raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
         asked = PullOptions.of(workers=workers, follow=True, **options)
-        if not isinstance(cache, CacheDir):
-            with open_cache(cache) as opened:
-                root = _made(opened)
-        else:
-            root = _made(cache)
         self.url = redact(url)
         self._source = source_id(url, asked)
         self._pid = os.getpid()
-        self._cache = CacheDir(root)
         self._failed: CacheToolError | None = None
-        arguments = {"root": str(root), "url": url, "options": asked.to_json()}
-        self._child: Child | None = Child(Task("cachetool.background:follow", arguments))
-        try:
-            self._await_start(self._child)
-        except BaseException:
-            self._end()
-            raise
+        with ExitStack() as stack:
+            opened = cache if isinstance(cache, CacheDir) else stack.enter_context(open_cache(cache))
+            stack.enter_context(leaving_nothing(opened))
+            _ = opened.holder  # on disk, with the cap it was opened with in force
+            root = opened.root.resolve()
+            self._cache = CacheDir(root)
+            arguments = {"root": str(root), "url": url, "options": asked.to_json()}
+            self._child: Child | None = Child(Task("cachetool.background:follow", arguments))
+            try:
+                self._await_start(self._child)
+            except BaseException:
+                self._end()
+                raise
         if not _running:
             atexit.register(_close_all)
         _running.add(self)
@@ -175,12 +177,6 @@ class BackgroundPull:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _made(cache: CacheDir) -> Path:
-    """The root of a cache that is on disk, with the cap it was opened with in force."""
-    _ = cache.holder
-    return cache.root.resolve()
 
 
 def _close_all() -> None:

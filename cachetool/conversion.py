@@ -176,7 +176,7 @@ def convert(
                     description,
                     dataset=dataset,
                     kind=options.kind,
-                    shard_bytes=options.part_bytes(cache.max_size),
+                    part_bytes=options.part_bytes,
                     compression=options.compression,
                     workers=options.workers,
                     verify=options.verify,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from cachetool.cache.catalog import Catalog, library_version
 from cachetool.cache.filesystem import ALLOW, file_system, is_network
 from cachetool.cache.holders import lock_states, locks_work
-from cachetool.cache.layout import Layout, default_root
+from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import quarantined, strays
 from cachetool.cache.usage import measure
@@ -42,7 +42,7 @@ def examine(root: str | Path | None = None) -> list[Finding]:
 
     Raises :class:`UsageError` for a folder of other things and :class:`CatalogError` for one of a newer cachetool.
     """
-    path = default_root() if root is None else Path(root)
+    path = root_of(root)
     layout = Layout(path)
     exists = layout.check()
     found = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]
@@ -79,7 +79,7 @@ def _catalog(layout: Layout) -> list[Finding]:
     catalog = Catalog(layout.catalog)
     trouble = catalog.trouble()
     if trouble is not None:
-        return [Finding("catalog", "bad", f"{trouble}; run: cachetool verify --repair")]
+        return [Finding("catalog", "bad", f"{trouble}; run: cachetool verify --repair{cache_option(layout.root)}")]
     try:
         with catalog.read() as connection:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
@@ -120,11 +120,19 @@ def _catalog(layout: Layout) -> list[Finding]:
     if left:
         size = format_size(sum(stray.bytes for stray in left))
         found.append(
-            Finding("left over", "bad", f"{len(left)} files or folders, {size}; run: cachetool verify --repair")
+            Finding(
+                "left over",
+                "bad",
+                f"{len(left)} files or folders, {size}; run: cachetool verify --repair{cache_option(layout.root)}",
+            )
         )
     if aside:
         size = format_size(sum(each["bytes"] for each in aside))
-        found.append(Finding("quarantine", "note", f"{len(aside)} shards, {size}; see: cachetool verify"))
+        found.append(
+            Finding(
+                "quarantine", "note", f"{len(aside)} shards, {size}; see: cachetool verify{cache_option(layout.root)}"
+            )
+        )
     found += [
         Finding("last error", "note", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
         for row in errors

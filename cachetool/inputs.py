@@ -99,6 +99,12 @@ class Survey:
     skipped: tuple[tuple[str, str], ...]
     runs: list[tuple[int, int]]
     """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
+    size: int
+    """Bytes of one sample, by which they are cut."""
+
+    def step(self, part_bytes: int) -> int:
+        """Samples of a run of about ``part_bytes``."""
+        return min(self.samples, max(1, part_bytes // max(1, self.size)))
 
 
 def survey(description: Message, part_bytes: int) -> Survey:
@@ -121,7 +127,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
     if description["kind"] == "remote":  # its store may only be used in a child process, where it was looked at
         schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
-        return Survey(schema, samples, True, (), _runs(samples, size, part_bytes))
+        return Survey(schema, samples, True, (), _runs(samples, size, part_bytes), size)
     source = open_input(description)
     try:
         size = source.schema.fixed_nbytes
@@ -129,7 +135,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
             first = next(source.blocks(0, min(source.samples, 256)))
             size = -(-first.nbytes // len(first))
         cuts = _runs(source.samples, size, part_bytes)
-        return Survey(source.schema, source.samples, source.random, source.skipped, cuts)
+        return Survey(source.schema, source.samples, source.random, source.skipped, cuts, size)
     finally:
         source.close()
 

@@ -8,19 +8,22 @@ leaves them alone.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
+from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import CapBlocked, CapTooSmall
+from cachetool.errors import CapBlocked
 from cachetool.export import sized
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
 from cachetool.inputs import Input, Survey, identity, open_input, survey
+from cachetool.planning import refuse_cap
 from cachetool.progress import Progress, Report
-from cachetool.units import format_size
 
 __all__ = ["take_in", "write_shards"]
 
@@ -31,7 +34,7 @@ def take_in(
     *,
     dataset: str,
     kind: Format,
-    shard_bytes: int,
+    part_bytes: Callable[[int], int],
     compression: str | None,
     workers: int,
     verify: bool,
@@ -41,26 +44,47 @@ def take_in(
     """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds.
 
     Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
-    the input does not fit; what was committed stays.
+    the input does not fit; what was committed stays. ``part_bytes`` gives the bytes of values in a shard for a cap.
     """
-    found = survey(description, shard_bytes)
-    schema, samples, cuts = found.schema, found.samples, found.runs
-    place = description.get("shown") or f"file://{description['path']}"
-    step = cuts[0][1] - cuts[0][0]
-    nbytes = step * schema.fixed_nbytes if schema.is_fixed else shard_bytes
-    least = cache.least_cap(shard_bound(kind, schema, step, nbytes), schema)
-    if least > cache.max_size:
-        raise CapTooSmall(
-            f"a cap of {format_size(cache.max_size)} cannot hold one {kind.name} shard of {format_size(nbytes)};"
-            f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
-        )
-    cache.check_schema(dataset, schema)
-    cache.declare(dataset, schema)
-    id = identity(description)[:16]
-    if cache.source(id) is None:
-        row = SourceRow(id, place, {}, id, dataset, samples, samples, 0, 0, 0, 0)
-        with tempfile.TemporaryDirectory(prefix="cachetool-") as listing:
-            cache.add_source(row, Path(listing))
+    with ExitStack() as stack:
+        stack.enter_context(leaving_nothing(cache))
+        found = survey(description, part_bytes(cache.max_size))
+        id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
+        listing = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
+        new = listing if cache.source(id) is None else None
+        _refuse_small_cap(cache, found, kind, part_bytes, new)
+        cache.check_schema(dataset, found.schema)
+        if new is not None:
+            stack.callback(withdraw_unused, cache, dataset, id)
+        cache.declare(dataset, found.schema)
+        if new is not None:
+            cache.add_source(SourceRow(id, place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
+        _take_in(
+            cache, description, found, id, dataset=dataset, kind=kind, compression=compression, workers=workers,
+            verify=verify, wait=wait, report=report,
+        )  # fmt: skip
+    return found
+
+
+def _refuse_small_cap(
+    cache: CacheDir, found: Survey, kind: Format, part_bytes: Callable[[int], int], listing: Path | None
+) -> None:
+    schema = found.schema
+
+    def one(cap: int) -> tuple[int, int]:
+        most = part_bytes(cap)
+        samples = found.step(most)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
+        return nbytes, cache.least_cap(shard_bound(kind, schema, samples, nbytes), schema, listing=listing)
+
+    refuse_cap(cache.max_size, one, kind)
+
+
+def _take_in(
+    cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format,
+    compression: str | None, workers: int, verify: bool, wait: float, report: Report,
+) -> None:  # fmt: skip
+    """Open the job, run the workers, close it."""
     room = Room(wait=wait)
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
     with cache.catalog.write() as connection:
@@ -75,7 +99,7 @@ def take_in(
             "source": id,
             "dataset": dataset,
             "to": kind.name,
-            "step": step,
+            "step": found.runs[0][1],
             "compression": compression,
             "verify": verify,
             "wait": wait,
@@ -87,16 +111,15 @@ def take_in(
         nonlocal committed, moved
         committed += message["samples"]
         moved += message["bytes"]
-        report(Progress("convert", committed, samples, moved))
+        report(Progress("convert", committed, found.samples, moved))
 
     try:
-        LocalEngine().run([task] * (max(1, min(workers, len(cuts))) if found.random else 1), on_message)
+        LocalEngine().run([task] * (max(1, min(workers, len(found.runs))) if found.random else 1), on_message)
     except CapBlocked as error:
-        raise CapBlocked(f"stopped at the cap with {committed} of {samples} samples: {error}") from error
+        raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
     finally:
         with cache.catalog.write() as connection:
             draws.close_job(connection, job)
-    return found
 
 
 def write_shards(

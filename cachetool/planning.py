@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow
+from cachetool.cache.admission import refuse_full_disk
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CapTooSmall, UsageError
-from cachetool.formats import get_format
+from cachetool.formats.base import Format
 from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
@@ -27,6 +29,7 @@ __all__ = [
     "format_of",
     "pace",
     "prepare",
+    "refuse_cap",
     "refuse_small_cap",
     "samples_per_shard",
     "shard_bytes",
@@ -144,11 +147,11 @@ def format_of(cache: CacheDir, dataset: str) -> str | None:
     return shards[-1].format if shards else None
 
 
-def shard_bytes(cache: CacheDir, options: PullOptions) -> int:
-    """Most bytes of values in one shard."""
+def shard_bytes(cap: int, options: PullOptions) -> int:
+    """Most bytes of values in one shard of a cache with this cap."""
     if options.shard_size is not None:
         return parse_size(options.shard_size, what="--shard-size")
-    return max(1, min(DEFAULT_SHARD, cache.max_size // 16))
+    return max(1, min(DEFAULT_SHARD, cap // 16))
 
 
 def samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int | None) -> int:
@@ -159,13 +162,35 @@ def samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int |
 
 
 def refuse_small_cap(
-    cache: CacheDir, schema: Schema, format: str, samples: int, shard_bytes: int, *, mean: int, listing: Path | None
+    cache: CacheDir, options: PullOptions, schema: Schema, kind: Format, *, mean: int, listing: Path | None
 ) -> None:
-    """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one such shard."""
-    nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes, mean)
-    least = cache.least_cap(shard_bound(get_format(format), schema, samples, nbytes), schema, listing=listing)
-    if least > cache.max_size:
-        raise CapTooSmall(
-            f"a cap of {format_size(cache.max_size)} cannot hold one {format} shard of {format_size(nbytes)};"
-            f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
-        )
+    """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one shard of this pull, and
+    :class:`CapacityError` when the disk of a new cache has no room for one above its floor."""
+
+    def one(cap: int) -> tuple[int, int]:
+        """Bytes of values in a shard, and the least cap that holds it."""
+        most = shard_bytes(cap, options)
+        samples = samples_per_shard(schema, most, mean, options.samples)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(most, mean)
+        return nbytes, cache.least_cap(shard_bound(kind, schema, samples, nbytes), schema, listing=listing)
+
+    need = refuse_cap(cache.max_size, one, kind)
+    if not cache.exists:  # where there is one, older shards may go
+        refuse_full_disk(cache.layout, need, cache.min_free)
+
+
+def refuse_cap(cap: int, one: Callable[[int], tuple[int, int]], kind: Format) -> int:
+    """Raise :class:`CapTooSmall` when ``one(cap)``, the bytes of values in a shard and the least cap that holds it, is
+    more than ``cap``; else give the latter.
+
+    A larger cap may mean larger shards: the minimum in the message is one that holds its own.
+    """
+    nbytes, least = one(cap)
+    if least <= cap:
+        return least
+    while (need := one(least)[1]) > least:
+        least = need
+    raise CapTooSmall(
+        f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)};"
+        f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+    )

@@ -22,6 +22,16 @@ class Progress:
     """Moved so far in this phase."""
     note: str = ""
     """A few more words."""
+    flying: int = 0
+    """Requests in flight."""
+    retries: int = 0
+    """Requests that were sent again, where the store's client tells."""
+    used: int = 0
+    """Bytes charged against the cap of the cache, as last looked at."""
+    cap: int = 0
+    """0 where no cache is filled."""
+    evicted: int = 0
+    """Shards that went to make room for this work."""
 
 
 Report = Callable[[Progress], None]

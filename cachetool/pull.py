@@ -13,13 +13,15 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.growth import grow_source
+from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
+from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, CapBlocked, Interrupted, UsageError
@@ -44,6 +46,9 @@ from cachetool.sources.early import SEGMENT
 
 __all__ = ["PullResult", "pull"]
 
+_LOOK = 2.0
+"""Seconds between two looks at how full the cache is."""
+
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
@@ -66,6 +71,7 @@ class PullResult:
     """Over the wire."""
     shards: int
     evicted_shards: int
+    """Shards that went to make room for this pull, not for others beside it."""
     seconds: float
     pass_complete: bool
     """Whether every sample of the source was drawn in this pass."""
@@ -94,8 +100,18 @@ class _Tally:
     shards: int = 0
     skipped: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
+    busy: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each worker: requests in flight, and retries."""
+    waiting: dict[int, str] = field(default_factory=dict)
+    """For whom a worker waits that waits for room."""
 
-    def add(self, message: Message) -> None:
+    def add(self, worker: int, message: Message) -> None:
+        if "flying" in message:
+            self.busy[worker] = message["flying"], message["retries"]
+            return
+        self.waiting.pop(worker, None)
+        if "waiting" in message:
+            self.waiting[worker] = message["waiting"]
         self.samples += message.get("committed", 0)
         self.payload += message.get("payload", 0)
         self.arrived += message.get("samples", 0)
@@ -105,6 +121,25 @@ class _Tally:
             self.skipped += 1
             if len(self.examples) < 20:
                 self.examples.append(each)
+
+
+class _Fill:
+    """How full the cache is and what was evicted for a pull, looked at now and then: counting takes its time."""
+
+    def __init__(self, cache: CacheDir, job: str) -> None:
+        self._cache, self._job, self._next = cache, job, 0.0
+        self.used = self.evicted = 0
+        self.cap = cache.max_size
+
+    def look(self) -> None:
+        """Every other second, and for at most a hundredth of the time."""
+        if (began := time.monotonic()) < self._next:
+            return
+        with self._cache.catalog.read() as connection:
+            self.used = measure(connection, self._cache.layout).total
+            self.evicted = draws.job_row(connection, self._job).evicted
+        now = time.monotonic()
+        self._next = now + max(_LOOK, 100 * (now - began))
 
 
 def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent) -> PullResult:
@@ -119,6 +154,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
     id = source_id(url, options)
     with ExitStack() as stack:
+        stack.enter_context(leaving_nothing(cache))
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
@@ -136,11 +172,11 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         order, limit = drawn_as(known, options), pace(options, scratch)
         schema, found = prepare(cache, url, options, listing, order, known, scratch, report)
         kind = get_format(options.to or format_of(cache, options.dataset) or "lmdb")
-        nbytes = shard_bytes(cache, options)
+        nbytes = shard_bytes(cache.max_size, options)
         per_shard = samples_per_shard(schema, nbytes, found["mean"], options.samples)
-        refuse_small_cap(cache, schema, kind.name, per_shard, nbytes, mean=found["mean"], listing=new)
+        refuse_small_cap(cache, options, schema, kind, mean=found["mean"], listing=new)
         if known is None:
-            stack.callback(_withdraw_unused, cache, options.dataset, id)
+            stack.callback(withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, schema)
         row, change = source_row(id, options, found, order, known), found["change"]
         if new is not None:
@@ -192,7 +228,6 @@ def _draw(
         job, source = draws.open_job(
             connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room
         )
-        mark = int(connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
     left = source.units - _drawn(cache, source)
     count = left if wanted is None else min(left, wanted)
     endless = options.follow or not source.whole
@@ -223,12 +258,27 @@ def _draw(
     tally = _Tally()
     target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
 
-    def on_message(_: int, message: Message) -> None:
+    fill = _Fill(cache, job)
+
+    def on_message(worker: int, message: Message) -> None:
         if "listed" in message:
             return
-        tally.add(message)
-        note = message.get("waiting", f"{tally.shards} shards")
-        report(Progress("pull", tally.arrived, target, tally.fetched, note))
+        tally.add(worker, message)
+        fill.look()
+        report(
+            Progress(
+                "pull",
+                tally.arrived,
+                target,
+                tally.fetched,
+                note=next(iter(tally.waiting.values()), f"{tally.shards} shards"),
+                flying=sum(flying for flying, _ in tally.busy.values()),
+                retries=sum(retries for _, retries in tally.busy.values()),
+                used=fill.used,
+                cap=fill.cap,
+                evicted=fill.evicted,
+            )
+        )
 
     full: list[str] = []
     try:
@@ -238,11 +288,11 @@ def _draw(
     except Interrupted:
         raise
     except CacheToolError as error:
-        cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}")
+        cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
         raise
     finally:
         with cache.catalog.write() as connection:
-            draws.close_job(connection, job)
+            ended = draws.close_job(connection, job)
     source = cache.source(id) or source
     complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
@@ -259,27 +309,16 @@ def _draw(
         bytes=tally.payload,
         fetched=tally.fetched,
         shards=tally.shards,
-        evicted_shards=_evictions_since(cache, mark),
+        evicted_shards=ended.evicted,
         seconds=round(time.monotonic() - began, 3),
         pass_complete=complete,
         reason=_reason(tally, options.samples, complete=complete, full=bool(full)),
     )
 
 
-def _withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
-    """Take back what a pull declared when it came to nothing: else an empty dataset would bind the next one."""
-    with suppress(CacheToolError):
-        cache.withdraw(dataset, source)
-
-
 def _drawn(cache: CacheDir, source: SourceRow) -> int:
     with cache.catalog.read() as connection:
         return draws.drawn(connection, source)
-
-
-def _evictions_since(cache: CacheDir, mark: int) -> int:
-    row = cache.catalog.one("SELECT count(*) AS n FROM events WHERE kind = 'evict' AND id > ?", (mark,))
-    return 0 if row is None else int(row["n"])
 
 
 def _reason(tally: _Tally, wanted: int | None, *, complete: bool, full: bool) -> str:

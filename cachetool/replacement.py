@@ -27,6 +27,7 @@ import numpy.typing as npt
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Staging, commit_together
 from cachetool.cache.catalog import Row
+from cachetool.cache.layout import cache_option
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CorruptError
@@ -254,7 +255,8 @@ class _Run:
 
 
 def _left(shard: Shard, error: CorruptError) -> CorruptError:
-    return CorruptError(f"{error};\nshard {shard.id} was left as it is: cachetool verify --repair")
+    command = f"cachetool verify --repair{cache_option(shard.folder.parent)}"
+    return CorruptError(f"{error};\nshard {shard.id} was left as it is: {command}")
 
 
 class _Blocks:

@@ -12,6 +12,8 @@ No sample crosses between processes.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,12 +31,14 @@ from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.lister import pace_of
 from cachetool.schema import Schema
 from cachetool.sources import Skipped, Source, SourceOptions, open_source
+from cachetool.stores.traffic import in_flight, retries
 
 __all__ = ["draw"]
 
 TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
+_PULSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def draw(
             order = samples.order(seed=row.seed, turn=turn, cuts=row.cuts, sequential=row.sequential)
             return order.whole(start, stop)
 
+        pulse = _Pulse(channel)
         try:
             row = cache.source(source)
             while row is not None:
@@ -123,10 +128,32 @@ def draw(
         except CapBlocked as error:
             return {"full": str(error)}
         finally:
+            pulse.stop()
             if samples is not None:
                 samples.close()
             with cache.catalog.write() as connection:
                 draws.give_back(connection, cache.holder.id, job)
+
+
+class _Pulse:
+    """Says once a second how busy the stores keep this process, when that has changed: also while nothing comes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._stopped = channel, threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        said = (0, 0)
+        while not self._stopped.wait(_PULSE):
+            now = in_flight(), retries()
+            if now != said:
+                said = now
+                with contextlib.suppress(OSError):  # the starter is gone, which the main thread finds out as well
+                    self._channel.send({"flying": now[0], "retries": now[1]})
+
+    def stop(self) -> None:
+        """Say no more."""
+        self._stopped.set()
 
 
 class _Waiting:

@@ -23,7 +23,7 @@ from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.catalog import Catalog, Row
-from cachetool.cache.layout import SHARD_FILE, Layout, default_root, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, root_of, tree_bytes
 from cachetool.cache.rebuild import rebuild
 from cachetool.cache.records import Record, read_shard_json
 from cachetool.errors import CacheToolError, CorruptError, UsageError
@@ -104,10 +104,10 @@ def verify(
     Raises :class:`UsageError` where there is no cache, and :class:`CatalogError` when the catalog must be rebuilt while
     other processes use the cache.
     """
-    path = default_root() if root is None else Path(root)
+    path = root_of(root)
     layout = Layout(path)
     if not layout.check():
-        raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE --cache {path}")
+        raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")
     result = Verified(str(path))
     if not _check_catalog(layout, result, repair=repair):
         return result

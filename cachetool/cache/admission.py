@@ -18,15 +18,15 @@ from collections.abc import Callable
 
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout
-from cachetool.cache.policies import choose
+from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.policies import Candidate, choose, protected
 from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.room import Room
 from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.units import format_duration, format_size
 
-__all__ = ["FOLDER_SLACK", "admit", "minimum"]
+__all__ = ["FOLDER_SLACK", "admit", "minimum", "refuse_full_disk"]
 
 FOLDER_SLACK = 8192
 """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
@@ -37,6 +37,16 @@ def minimum(connection: Connection, layout: Layout, need: int) -> int:
     """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
     usage = measure(connection, layout)
     return usage.overhead + usage.listings + need + FOLDER_SLACK
+
+
+def refuse_full_disk(layout: Layout, need: int, floor: int) -> None:
+    """Raise :class:`CapacityError` when ``need`` bytes would leave less than ``floor`` of the disk free."""
+    free = layout.free_disk()
+    if need + floor > free:
+        raise CapacityError(
+            f"the disk of {layout.root} has {format_size(free)} free, {format_size(need)} more are needed above the"
+            f" floor of {format_size(floor)}; free some space{' or lower --min-free' if floor else ''}"
+        )
 
 
 def admit(
@@ -60,14 +70,15 @@ def admit(
         with catalog.write() as connection:
             more = _catalog_growth(connection)
             cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
-            least = minimum(connection, layout, need)
+            least = minimum(connection, layout, need + more)
             if least > cap:
                 raise CapTooSmall(
                     f"a cap of {format_size(cap)} ({cap} bytes) cannot hold one shard of up to {format_size(need)};"
                     f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
                 )
             usage = measure(connection, layout)
-            excess = usage.total + need + more + FOLDER_SLACK - cap
+            asked = need + more + FOLDER_SLACK
+            excess = usage.total + asked - cap
             # Reservations of others are on the disk already: a writer allocates its whole file first.
             lack = need + floor - layout.free_disk()
             if excess <= 0 and lack <= 0:
@@ -83,7 +94,7 @@ def admit(
                 # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
                 connection.execute(
                     "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
-                    {"need": need + FOLDER_SLACK, "job": room.job},
+                    {"need": asked, "job": room.job},
                 )
                 victims = choose(
                     candidates(connection, seen=room.wait == math.inf),
@@ -92,7 +103,7 @@ def admit(
                     min_epochs=room.min_epochs,
                     keep_job=room.job if room.keep_own else None,
                 )
-                retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy)
+                retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
             trash = sweep(connection, holder)
             held = leaseholders(connection)
             writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
@@ -101,7 +112,7 @@ def admit(
             continue
         endless = room.wait == math.inf
         gains = endless or bool(retiring) or bool(held and room.evict) or bool(writers)
-        who = _who(room, held, writers)
+        who = _who(catalog, room, held, writers)
         if time.monotonic() < deadline and gains:
             if waiting is not None:
                 waiting(f"waiting for room for up to {format_size(need)}: {who}")
@@ -109,20 +120,29 @@ def admit(
             pause = _POLL / 4 if writers else 5 * _POLL if endless else _POLL
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             continue
-        if lack > 0 >= excess:
-            raise CapacityError(
-                f"the disk of {layout.root} has {format_size(layout.free_disk())} free, {format_size(need)} more are"
-                f" needed above the floor of {format_size(floor)}; free some space or lower --min-free"
-            )
+        if excess <= 0:
+            refuse_full_disk(layout, need, floor)
+            continue  # somebody freed some just now
         waited = f" after {format_duration(room.wait)}" if gains else ""
         raise CapBlocked(
-            f"cache is full: {format_size(usage.total)} of {format_size(cap)} are taken, up to {format_size(need)} more"
-            f" are needed{waited}: {who};\nraise --max-size, or make room with: cachetool evict --max-size"
-            f" {max(0, cap - need - FOLDER_SLACK)}"
+            f"cache is full: {usage.total} of {cap} bytes are taken, up to {asked} more are needed{waited}: {who};\n"
+            f"raise --max-size{_evict_hint(catalog, layout, usage.total, cap - asked)}"
         )
 
 
-def _who(room: Room, held: list[str], writers: int) -> str:
+def _evict_hint(catalog: Catalog, layout: Layout, used: int, target: int) -> str:
+    """The command that makes room; nothing where it could not, since what is left may not go."""
+    if used - sum(row.bytes for row in _ready(catalog) if not row.sole) > target:
+        return ""
+    return f", or make room with: cachetool evict --max-size {target}{cache_option(layout.root)}"
+
+
+def _ready(catalog: Catalog) -> list[Candidate]:
+    with catalog.read() as connection:
+        return candidates(connection)
+
+
+def _who(catalog: Catalog, room: Room, held: list[str], writers: int) -> str:
     """Who has the room, or why nothing goes."""
     if held:
         return "; ".join(held[:3])
@@ -132,7 +152,8 @@ def _who(room: Room, held: list[str], writers: int) -> str:
         return f"{writers} {'shard is' if writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
         return "no training has read yet what is in it"
-    return "a pull never evicts its own samples" if room.keep_own else "nothing in it may be evicted"
+    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=room.job if room.keep_own else None)
+    return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"
 
 
 def _meta(connection: Connection, key: str) -> int:

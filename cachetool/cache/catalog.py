@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cachetool.cache.layout import cache_option
 from cachetool.errors import CapacityError, CatalogError
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
@@ -86,6 +87,19 @@ _MIGRATIONS = (
     ALTER TABLE sources ADD COLUMN sequential INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE sources ADD COLUMN whole INTEGER NOT NULL DEFAULT 1;
     """,
+    # Whose evictions and errors: of which pull, of which dataset (of old ones it is known when there is but one).
+    """
+    ALTER TABLE jobs ADD COLUMN evicted INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE events ADD COLUMN dataset TEXT;
+    ALTER TABLE evictions RENAME TO evictions_before;
+    CREATE TABLE evictions (
+        dataset TEXT, reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER,
+        PRIMARY KEY (dataset, reason, policy)
+    ) WITHOUT ROWID;
+    INSERT INTO evictions SELECT (SELECT CASE count(*) WHEN 1 THEN min(name) ELSE '' END FROM datasets),
+        reason, policy, shards, samples, bytes FROM evictions_before;
+    DROP TABLE evictions_before;
+    """,
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 
@@ -139,10 +153,10 @@ class Catalog:
                 self._connection.close()
                 self._connection = None
 
-    def note_error(self, subject: str, text: str) -> None:
+    def note_error(self, subject: str, text: str, *, dataset: str) -> None:
         """Keep an error for ``stats`` and for trainers that wait; where nothing can be written it is let go."""
         with contextlib.suppress(CapacityError, CatalogError), self.write() as connection:
-            event(connection, time.time(), "error", subject, text)
+            event(connection, time.time(), "error", subject, text, dataset=dataset)
 
     def trouble(self) -> str | None:
         """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
@@ -190,7 +204,7 @@ class Catalog:
         """A number of the table ``meta``: ``version``, ``max_size``, ``min_free``, ``pages``."""
         row = self.one("SELECT value FROM meta WHERE key = ?", (key,))
         if row is None:
-            raise CatalogError(f"catalog {self.path} has no {key}; run: cachetool verify --repair")
+            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
         return int(row["value"])
 
     @contextlib.contextmanager
@@ -248,9 +262,7 @@ class Catalog:
         if meta is None and not self.path.exists():
             if not self.path.parent.exists():
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
-            raise CatalogError(
-                f"catalog {self.path} is missing; run: cachetool verify --repair --cache {self.path.parent}"
-            )
+            raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(connection, meta)
@@ -273,13 +285,16 @@ class Catalog:
             )
         if not found and meta is None:
             raise CatalogError(
-                f"catalog {self.path} is empty, though the folder says that it is a cache;"
-                " run: cachetool verify --repair"
+                f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
         if found < SCHEMA_VERSION:
             _migrate(connection, meta or {})
         pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+
+    def _mend(self) -> str:
+        """What to do about a file that is no catalog."""
+        return f"run: cachetool verify --repair{cache_option(self.path.parent)}"
 
     def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
         name = getattr(error, "sqlite_errorname", "")
@@ -288,7 +303,7 @@ class Catalog:
         if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
             return CapacityError(f"catalog {self.path}: {error}; is the disk full, failing or read-only?")
         if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
-            return CatalogError(f"catalog {self.path}: {error}; run: cachetool verify --repair")
+            return CatalogError(f"catalog {self.path}: {error}; {self._mend()}")
         return CatalogError(f"catalog {self.path}: {error}")
 
 
@@ -322,9 +337,13 @@ def next_seq(connection: sqlite3.Connection) -> int:
     return int(row[0])
 
 
-def event(connection: sqlite3.Connection, at: float, kind: str, subject: str, text: str) -> None:
-    """Append to the event log, which keeps the newest 1,000."""
+def event(
+    connection: sqlite3.Connection, at: float, kind: str, subject: str, text: str, *, dataset: str | None = None
+) -> None:
+    """Append to the event log, which keeps the newest 1,000. A ``subject`` that is a shard tells its ``dataset``."""
     cursor = connection.execute(
-        "INSERT INTO events (at, kind, subject, text) VALUES (?, ?, ?, ?)", (at, kind, subject, text[:500])
+        "INSERT INTO events (at, kind, subject, text, dataset)"
+        " VALUES (:at, :kind, :subject, :text, coalesce(:dataset, (SELECT dataset FROM shards WHERE id = :subject)))",
+        {"at": at, "kind": kind, "subject": subject, "text": text[:500], "dataset": dataset},
     )
     connection.execute("DELETE FROM events WHERE id <= ?", ((cursor.lastrowid or 0) - MAX_EVENTS,))

@@ -89,6 +89,8 @@ class Job:
     """Samples to commit; None for the rest of the turn."""
     committed: int
     skipped: int
+    evicted: int
+    """Shards that went to make room for it."""
 
     @property
     def left(self) -> int | None:
@@ -144,7 +146,8 @@ def grow(connection: Connection, source: SourceRow, *, units: int, identity: str
         "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
         (units, units, identity, whole, json.dumps(cuts), source.id),
     )
-    event(connection, time.time(), "grown", source.url, f"{units} units, {units - now.units} of them new")
+    text = f"{units} units, {units - now.units} of them new"
+    event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)
     return source_row(connection, source.id) or now
 
 
@@ -202,7 +205,8 @@ def open_job(
 
 def job_row(connection: Connection, job: str) -> Job:
     """The state of a pull. Raises :class:`UsageError` when it ended."""
-    row = connection.execute("SELECT id, source, wanted, committed, skipped FROM jobs WHERE id = ?", (job,)).fetchone()
+    columns = ", ".join(Job.__dataclass_fields__)
+    row = connection.execute(f"SELECT {columns} FROM jobs WHERE id = ?", (job,)).fetchone()
     if row is None:
         raise UsageError(f"pull {job} has ended")
     return Job(*row)
@@ -316,7 +320,7 @@ def next_turn(connection: Connection, source: str) -> bool:
     connection.execute(
         "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]' WHERE id = ?", (source,)
     )
-    event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins")
+    event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins", dataset=row.dataset)
     return True
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
-from cachetool.cache.policies import Victim, choose
-from cachetool.cache.removal import Removal, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.policies import Victim, check_policy, choose, protected, shards_of
+from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.errors import CapBlocked, CapTooSmall
 from cachetool.units import format_size
@@ -34,27 +34,39 @@ def evict_to(
     wait: float,
 ) -> Removal:
     """Delete shards until at most ``target`` bytes are charged; see :meth:`CacheDir.evict`."""
-    wanted = {"policy": policy, "dataset": dataset, "min_epochs": min_epochs}
+    check_policy(policy)
+    limits: dict[str, Any] = {"dataset": dataset, "min_epochs": min_epochs}
     with catalog.read() as connection:  # refused before anything is touched
-        plan = _plan(connection, layout, target, **wanted)
+        plan = _plan(connection, layout, target, policy=policy, **limits)
         if dry_run:
-            used = measure(connection, layout).total
-            return Removal(tuple(plan), 0, 0, 0, used, target, tuple(leaseholders(connection)))
+            return _foreseen(connection, layout, plan, target, **limits)
     own = holder()
     recover(catalog, layout, lambda: own)
     with catalog.write() as connection:
-        plan = _plan(connection, layout, target, **wanted)
+        plan = _plan(connection, layout, target, policy=policy, **limits)
         retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
         trash = sweep(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:
-        result = Removal(tuple(plan), shards, samples, freed, measure(connection, layout).total, target)
-    if result.used > target:
-        raise _not_reached(catalog, result)
-    return result
+        used, held = measure(connection, layout).total, held_back(connection)
+        if used > target:
+            raise _not_reached(connection, used, target, held, **limits)
+    return Removal(tuple(plan), shards, samples, freed, used, target, len(held.sizes), sum(held.sizes), held.who)
 
 
-def _plan(connection: Connection, layout: Layout, target: int, **wanted: Any) -> Sequence[Victim]:
+def _foreseen(connection: Connection, layout: Layout, plan: Sequence[Victim], target: int, **limits: Any) -> Removal:
+    """What an eviction would come to if everybody went on with what they are at."""
+    used, chosen = measure(connection, layout).total, {victim.id for victim in plan}
+    held = held_back(connection, also=chosen)
+    going = connection.execute("SELECT id, bytes FROM shards WHERE state IN ('retiring', 'trash')").fetchall()
+    freed = sum(victim.bytes for victim in plan) + sum(row["bytes"] for row in going) - sum(held.sizes)
+    short = ""
+    if used - freed > target:
+        short = str(_not_reached(connection, used - freed, target, held, chosen=chosen, **limits))
+    return Removal(tuple(plan), 0, 0, 0, used, target, len(held.sizes), sum(held.sizes), held.who, short)
+
+
+def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, **limits: Any) -> Sequence[Victim]:
     usage = measure(connection, layout)
     least = usage.overhead + usage.listings
     if least > target:
@@ -65,7 +77,8 @@ def _plan(connection: Connection, layout: Layout, target: int, **wanted: Any) ->
     leaving = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
-    return choose(candidates(connection), excess=usage.total - int(leaving) - target, **wanted)
+    excess = usage.total - int(leaving) - target
+    return choose(candidates(connection), excess=excess, policy=policy, **limits)
 
 
 def _delete_until(
@@ -89,15 +102,21 @@ def _delete_until(
             trash = sweep(connection, holder)
 
 
-def _not_reached(catalog: Catalog, result: Removal) -> CapBlocked | CapTooSmall:
-    with catalog.read() as connection:
-        held = leaseholders(connection)
-        count = dict(tuple(row) for row in connection.execute("SELECT state, count(*) FROM shards GROUP BY state"))
-    sizes = f"{result.used} bytes are charged, {result.max_size} were asked for"
-    if count.get("retiring") and held:
-        return CapBlocked(f"{count['retiring']} shards go when their readers end ({sizes}): {'; '.join(held[:3])}")
-    if count.get("staging"):
-        return CapBlocked(f"{count['staging']} shards are being written ({sizes}); stop the pull, or try again")
-    return CapTooSmall(
-        f"cannot shrink the cache to {format_size(result.max_size)}: nothing more may be evicted ({sizes})"
-    )
+def _not_reached(
+    connection: Connection, used: int, target: int, held: Held, *, chosen: Collection[str] = (), **limits: Any
+) -> CapBlocked | CapTooSmall:
+    """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet."""
+    writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
+    bad = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'quarantine'")]
+    why = []
+    if held.sizes:
+        why.append(f"{shards_of(held.sizes)} that go when their readers end: {'; '.join(held.who[:3])}")
+    if writing:
+        why.append(f"{shards_of(writing)} being written; stop the pull, or try again")
+    why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
+    if bad:
+        why.append(f"{shards_of(bad)} in quarantine")
+    text = f"cannot shrink the cache to {target} bytes, {used} stay"
+    if held.sizes or writing:
+        return CapBlocked(f"{text}:\n{'; '.join(why)}")
+    return CapTooSmall(f"{text}: nothing more may be evicted;\n{'; '.join(why)}")

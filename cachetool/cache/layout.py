@@ -20,6 +20,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -30,10 +31,12 @@ __all__ = [
     "LAYOUT_VERSION",
     "SHARD_FILE",
     "Layout",
+    "cache_option",
     "default_root",
     "disk_bytes",
     "fsync_folder",
     "remove_tree",
+    "root_of",
     "tree_bytes",
     "write_durable",
 ]
@@ -51,6 +54,20 @@ def default_root() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("cachetool"))
+
+
+def root_of(named: str | Path | None) -> Path:
+    """The folder of the cache that was named; of None the default one. Raises :class:`UsageError` for an empty name."""
+    if named is None:
+        return default_root()
+    if not str(named).strip():
+        raise UsageError("the name of the cache folder is empty; name one with --cache")
+    return Path(named)
+
+
+def cache_option(root: Path) -> str:
+    """`` --cache DIR`` for a command in a message; empty where the command takes that cache by itself."""
+    return "" if root.resolve() == default_root().resolve() else f" --cache {shlex.quote(str(root))}"
 
 
 class Layout:
@@ -78,9 +95,16 @@ class Layout:
         try:
             entries = os.listdir(self.root)
         except FileNotFoundError:
+            if self.root.is_symlink():
+                target = os.readlink(self.root)
+                raise UsageError(
+                    f"cache {self.root} is a link to {target}, which is not there; make that folder, or name another"
+                    " with --cache"
+                ) from None
             return False
         except NotADirectoryError:
-            raise UsageError(f"cache {self.root} is a file; name a folder with --cache") from None
+            what = "is a file" if self.root.exists() else "lies below a file"
+            raise UsageError(f"cache {self.root} {what}; name a folder with --cache") from None
         except OSError as error:
             raise UsageError(f"cache {self.root} cannot be read: {error.strerror}") from error
         if not entries:
@@ -100,6 +124,14 @@ class Layout:
                 " upgrade cachetool"
             )
         return True
+
+    def refuse_place(self) -> None:
+        """Raise :class:`UsageError` where a new cache could not be made. Changes nothing."""
+        above = self._above()
+        if not self._statvfs().f_blocks:
+            raise UsageError(f"cache {self.root} cannot be made: {above} is no place for files; name another folder")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UsageError(f"cache {self.root} cannot be made: {above} may not be written to; name another folder")
 
     def make(self) -> None:
         """Make the folders; harmless where they are already. The catalog comes next, then :meth:`mark`.
@@ -159,10 +191,14 @@ class Layout:
         return found.f_favail if found.f_files else None
 
     def _statvfs(self) -> os.statvfs_result:
+        return os.statvfs(self._above())
+
+    def _above(self) -> Path:
+        """The root, or the nearest folder above it that is there."""
         path = self.root
         while not path.exists() and path != path.parent:
             path = path.parent
-        return os.statvfs(path)
+        return path
 
 
 def disk_bytes(found: os.stat_result) -> int:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from cachetool.cache.catalog import FIRST_PAGES, allowance
 from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.holders import dead_holders, existing_holder
-from cachetool.cache.layout import Layout, default_root
+from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CapacityError, CapTooSmall, UsageError
 from cachetool.units import format_size, parse_size
@@ -52,22 +52,25 @@ def open_root(
     """:func:`open_cache` for a class made of :class:`CacheDir`."""
     size = None if max_size is None else parse_size(max_size, what="--max-size")
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
-    if root is not None and not str(root).strip():
-        raise UsageError("the name of the cache folder is empty; name one with --cache")
-    path = default_root() if root is None else Path(root)
+    path = root_of(root)
     check_file_system(path, notify)
     layout = Layout(path)
     exists = layout.check()
     if not exists:
         if not create:
-            raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE --cache {path}")
-        if size is None:
-            size = layout.free_disk() // 2
-            notify = _explained(notify)
+            raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")
+        layout.refuse_place()
+    if size is None and not exists:
+        size, what = layout.free_disk() // 2, f"half of the free disk of {path}"
+        notify = _explained(notify)
+    else:
+        what = "--max-size"
     if size is not None:
         least = layout.fixed_bytes() + allowance(FIRST_PAGES)
         if size < least:
-            raise CapTooSmall(f"--max-size {size}: the cache's own files need {least} bytes before any shard")
+            raise CapTooSmall(
+                f"{what} is {size} bytes: the cache's own files need {least} before any shard, and it must hold one"
+            )
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     if exists:
         _recover(cache, notify)

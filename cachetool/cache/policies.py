@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.errors import UsageError
+from cachetool.units import format_size
 
-__all__ = ["POLICIES", "Candidate", "Victim", "choose", "policy_names"]
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "Victim",
+    "check_policy",
+    "choose",
+    "policy_names",
+    "protected",
+    "shards_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,42 @@ def policy_names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
+def check_policy(policy: str) -> None:
+    """Raise :class:`UsageError` for a name that is none."""
+    if policy not in POLICIES:
+        raise UsageError(f"unknown eviction policy {policy!r}; there are {', '.join(POLICIES)}")
+
+
+def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None) -> str | None:
+    """Why a shard is protected; None when it may go."""
+    if dataset is not None and row.dataset != dataset:
+        return "of other datasets"
+    if row.sole:
+        return "of converted samples, which no source can bring back and nothing evicts"
+    if row.epochs < min_epochs:
+        return f"which fewer than {min_epochs} epochs used (--min-epochs)"
+    if keep_job is not None and row.job == keep_job:
+        return "of this very pull"
+    return None
+
+
+def protected(
+    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None
+) -> list[str]:
+    """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        why = _kept(row, min_epochs, dataset, keep_job)
+        if why is not None:
+            found.setdefault(why, []).append(row.bytes)
+    return [f"{shards_of(sizes)} {why}" for why, sizes in found.items()]
+
+
+def shards_of(sizes: Sequence[int]) -> str:
+    """``1 shard (40.9 kB)``, ``2 shards (1.5 GB)``."""
+    return f"{len(sizes)} shard{'' if len(sizes) == 1 else 's'} ({format_size(sum(sizes))})"
+
+
 def choose(
     rows: Iterable[Candidate],
     *,
@@ -87,16 +133,8 @@ def choose(
     named, of the pull ``keep_job``, and those whose data exists nowhere else. Raises :class:`UsageError` for an unknown
     policy.
     """
-    if policy not in POLICIES:
-        raise UsageError(f"unknown eviction policy {policy!r}; there are {', '.join(POLICIES)}")
-    free = [
-        row
-        for row in rows
-        if row.epochs >= min_epochs
-        and (dataset is None or row.dataset == dataset)
-        and (keep_job is None or row.job != keep_job)
-        and not row.sole
-    ]
+    check_policy(policy)
+    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]
     victims: list[Victim] = []
     for row in sorted(free, key=POLICIES[policy]):
         if excess <= 0:

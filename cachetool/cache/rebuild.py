@@ -212,8 +212,8 @@ def _salvage(old: Catalog) -> dict[str, Any]:
     queries = {
         "meta": "SELECT key, value FROM meta WHERE key IN ('max_size', 'min_free', 'served')",
         "epochs": "SELECT id, epochs, used FROM shards",
-        "evictions": "SELECT reason, policy, shards, samples, bytes FROM evictions",
-        "events": "SELECT at, kind, subject, text FROM events ORDER BY id",
+        "evictions": "SELECT dataset, reason, policy, shards, samples, bytes FROM evictions",
+        "events": "SELECT at, kind, subject, text, dataset FROM events ORDER BY id",
     }
     read: dict[str, list[tuple[Any, ...]]] = {}
     for name, query in queries.items():
@@ -258,9 +258,9 @@ def _write(
             quarantine_folder(connection, layout, name, why)
         for _, progress in found.progress.values():
             _add_progress(connection, layout, found, progress, kept)
-        connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?)", salvaged["evictions"])
-        for at, kind, subject, text in salvaged["events"]:
-            event(connection, at, kind, subject, text)
+        connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?, ?)", salvaged["evictions"])
+        for at, kind, subject, text, dataset in salvaged["events"]:
+            event(connection, at, kind, subject, text, dataset=dataset)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
     journal.unlink(missing_ok=True)

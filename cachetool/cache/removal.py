@@ -7,18 +7,31 @@ and these steps are transactions of one database, so they cannot interleave.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachetool.cache.catalog import Catalog, Connection, bump, event
+from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
 
-__all__ = ["Removal", "candidates", "delete_trash", "leaseholders", "recover", "retire", "sign_out", "sweep"]
+__all__ = [
+    "Held",
+    "Lease",
+    "Removal",
+    "candidates",
+    "delete_trash",
+    "held_back",
+    "leaseholders",
+    "leases",
+    "recover",
+    "retire",
+    "sign_out",
+    "sweep",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +48,14 @@ class Removal:
     """Bytes charged afterwards."""
     max_size: int
     """The target."""
+    retiring_shards: int = 0
+    """Shards that are in no new snapshot and go when the leases end that still hold them, whenever they were chosen;
+    with ``dry_run`` those that would be."""
+    retiring_bytes: int = 0
     blocked: tuple[str, ...] = ()
-    """Who still reads shards that were chosen; these go when their leases end."""
+    """Who holds them, a line each."""
+    unreached: str = ""
+    """With ``dry_run``: why the target would not be reached, which an eviction raises; empty when it would be."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -47,7 +66,10 @@ class Removal:
             "freed": self.freed,
             "used": self.used,
             "max_size": self.max_size,
+            "retiring_shards": self.retiring_shards,
+            "retiring_bytes": self.retiring_bytes,
             "blocked": list(self.blocked),
+            "unreached": self.unreached,
         }
 
 
@@ -62,8 +84,9 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
     return [Candidate(*row) for row in rows]
 
 
-def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str) -> int:
-    """Take ready shards out of every snapshot to come, and count them as evicted; inside a transaction.
+def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str, job: str | None = None) -> int:
+    """Take ready shards out of every snapshot to come, and count them as evicted, for the pull ``job`` if they go for
+    one; inside a transaction.
 
     ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for) or ``corrupt``. Raises the version once,
     and gives it.
@@ -72,17 +95,19 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
     now = time.time()
     for each in ids:
         row = connection.execute(
-            "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready' RETURNING samples, bytes",
+            "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'"
+            " RETURNING dataset, samples, bytes",
             (version, each),
         ).fetchone()
         if row is None:
             continue
         event(connection, now, "evict", each, f"{reason}, {policy}")
         connection.execute(
-            "INSERT INTO evictions VALUES (?, ?, 1, ?, ?) ON CONFLICT (reason, policy) DO UPDATE SET"
+            "INSERT INTO evictions VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT (dataset, reason, policy) DO UPDATE SET"
             " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",
-            (reason, policy, row["samples"], row["bytes"]),
+            (row["dataset"], reason, policy, row["samples"], row["bytes"]),
         )
+        connection.execute("UPDATE jobs SET evicted = evicted + 1 WHERE id = ?", (job,))
     return version
 
 
@@ -127,17 +152,63 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
     return len(ids), samples, freed
 
 
-def leaseholders(connection: Connection) -> list[str]:
-    """Who reads what, one line a lease: pid, host, program, version, since when."""
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Who reads what."""
+
+    dataset: str
+    version: int
+    who: str
+    """In words: pid, host, program, version, since when."""
+
+    def holds(self, shard: Row) -> bool:
+        """Whether a row of ``shards`` is visible to it."""
+        until = shard["until"]
+        visible = shard["since"] <= self.version and (until is None or self.version < until)
+        return bool(shard["dataset"] == self.dataset and visible)
+
+
+def leases(connection: Connection) -> list[Lease]:
+    """All leases, oldest first."""
     rows = connection.execute(
         "SELECT h.pid, h.host, h.what, l.version, l.taken, l.dataset FROM leases l JOIN holders h ON h.id = l.holder"
         " ORDER BY l.taken"
     )
     return [
-        f"pid {row['pid']} on {row['host']} ({row['what']}) reads {row['dataset']} at version {row['version']}"
-        f" since {time.strftime('%H:%M:%S', time.localtime(row['taken']))}"
+        Lease(
+            row["dataset"],
+            row["version"],
+            f"pid {row['pid']} on {row['host']} ({row['what']}) reads {row['dataset']} at version {row['version']}"
+            f" since {time.strftime('%H:%M:%S', time.localtime(row['taken']))}",
+        )
         for row in rows
     ]
+
+
+def leaseholders(connection: Connection) -> list[str]:
+    """Who reads what, one line a lease."""
+    return [lease.who for lease in leases(connection)]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Shards that leases keep from going."""
+
+    ids: frozenset[str]
+    sizes: tuple[int, ...]
+    who: tuple[str, ...]
+
+
+def held_back(connection: Connection, *, also: Collection[str] = ()) -> Held:
+    """The retiring shards, and of the ready ones ``also``, that somebody reads, and who does."""
+    rows = connection.execute(
+        "SELECT id, dataset, bytes, since, until, state FROM shards WHERE state IN ('ready', 'retiring')"
+    ).fetchall()
+    going = [row for row in rows if row["state"] == "retiring" or row["id"] in also]
+    readers = leases(connection)
+    held = [row for row in going if any(lease.holds(row) for lease in readers)]
+    who = tuple(lease.who for lease in readers if any(lease.holds(row) for row in held))
+    return Held(frozenset(row["id"] for row in held), tuple(row["bytes"] for row in held), who)
 
 
 def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> int:

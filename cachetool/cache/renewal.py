@@ -46,5 +46,5 @@ def top_up(connection: Connection, layout: Layout) -> int:
         keep_job=job["id"] if job["keep_own"] else None,
     )
     chosen = [victim.id for victim in victims][: max(0, len(ready) - 1)]
-    retire(connection, chosen, reason="renewal", policy=job["policy"])
+    retire(connection, chosen, reason="renewal", policy=job["policy"], job=job["id"])
     return len(chosen)

@@ -20,7 +20,7 @@ from cachetool.cache.commit import Staging, folder_bound, stage_together
 from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
 from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, remove_tree
+from cachetool.cache.layout import Layout, cache_option, remove_tree
 from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.removal import Removal, recover, sign_out
@@ -108,6 +108,12 @@ class CacheDir:
         self._wanted = dict.fromkeys(self._wanted)
         return holders.holder_of(self.layout.holders)
 
+    def renew(self, wanted: dict[str, int]) -> None:
+        """Be a cache that is not on disk yet: its folder is gone. ``wanted`` is what the next one begins with."""
+        self._catalog.close()
+        self._wanted = {"max_size": wanted["max_size"], "min_free": wanted["min_free"]}
+        self._catalog, self._exists = Catalog(self.layout.catalog), False
+
     def _mark(self) -> None:
         with self._catalog.write():
             self.layout.mark(**{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
@@ -125,6 +131,14 @@ class CacheDir:
         return self.catalog.meta("max_size") if wanted is None else wanted
 
     @property
+    def min_free(self) -> int:
+        """Bytes of the disk that stay free."""
+        wanted = self._wanted["min_free"]
+        if wanted is None:
+            return self.catalog.meta("min_free") if self._exists else 0
+        return wanted
+
+    @property
     def version(self) -> int:
         """The catalog's version: raised by every commit and every eviction."""
         return self.catalog.meta("version")
@@ -140,7 +154,8 @@ class CacheDir:
         names = self.datasets()
         if name is not None and name in names:
             return name
-        have = f"it holds {', '.join(names)}" if names else "it is empty; fill it with: cachetool pull SOURCE"
+        fill = f"it is empty; fill it with: cachetool pull SOURCE{cache_option(self.root)}"
+        have = f"it holds {', '.join(names)}" if names else fill
         if name is not None:
             raise UsageError(f"cache {self.root} has no dataset {name!r}; {have}")
         if "default" in names:
@@ -156,12 +171,13 @@ class CacheDir:
         assert row is not None
         return Schema.from_json(json.loads(row["schema"]))
 
-    def shards(self, dataset: str | None = None, *, version: int | None = None) -> list[Shard]:
-        """Shards visible now, or at a leased ``version``, oldest first. Takes no lease."""
+    def shards(self, dataset: str | None = None, *, version: int | None = None, retiring: bool = False) -> list[Shard]:
+        """Shards visible now, or at a leased ``version``, oldest first; with ``retiring`` also those that only older
+        leases see. Takes no lease."""
         if not self._exists:
             return []
         with self.catalog.read() as connection:
-            return snapshots.visible(connection, self.layout, dataset, version)
+            return snapshots.visible(connection, self.layout, dataset, version, retiring=retiring)
 
     def usage(self) -> Usage:
         """What is charged against the cap now."""

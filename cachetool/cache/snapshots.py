@@ -74,12 +74,15 @@ _COLUMNS = "id, dataset, format, samples, bytes, payload, since, state, created,
 """Of a row, in the order of the fields of :class:`Shard`."""
 
 
-def visible(connection: Connection, layout: Layout, dataset: str | None, version: int | None) -> list[Shard]:
-    """Shards visible at ``version`` (None: now) of one dataset or all, oldest first."""
+def visible(
+    connection: Connection, layout: Layout, dataset: str | None, version: int | None, *, retiring: bool = False
+) -> list[Shard]:
+    """Shards visible at ``version`` (None: now) of one dataset or all, oldest first; ``retiring``: and those that are
+    visible to older versions alone."""
     query = f"SELECT {_COLUMNS} FROM shards WHERE state IN ('ready', 'retiring')"
     values: list[object] = []
     if version is None:
-        query += " AND state = 'ready'"
+        query += "" if retiring else " AND state = 'ready'"
     else:
         query += " AND since <= ? AND (until IS NULL OR until > ?)"
         values += [version, version]
@@ -128,7 +131,11 @@ class Snapshot:
                 (time.time(), self.dataset, self.version, self.version),
             )
             nbytes = sum(row["payload"] for row in rows)
-            connection.execute("UPDATE meta SET value = value + ? WHERE key = 'served'", (nbytes,))
+            for key in ("served", f"served:{self.dataset}"):
+                connection.execute(
+                    "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
+                    (key, nbytes),
+                )
 
     def release(self) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.

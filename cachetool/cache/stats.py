@@ -35,10 +35,13 @@ class Stats:
     shards: int
     samples: int
     shard_bytes: int
-    """Ready and retiring shards."""
+    """Ready and retiring shards: those that ``ls`` lists."""
+    retiring: int
+    """Of them, shards that are in no new snapshot and go when their readers end."""
+    retiring_bytes: int
     datasets: list[dict[str, Any]]
-    """name, schema, formats (shards, samples, bytes of each), shards, samples, bytes, payload, epochs (how many the
-    shards served: fewest, most)."""
+    """name, schema, formats (shards, samples, bytes, and retiring, retiring_bytes of each), shards, samples, bytes,
+    payload, epochs (how many the shards served: fewest, most)."""
     sources: list[dict[str, Any]]
     """url, dataset, units, drawn, skipped, fetched, coverage (share of the pass), pass (from 1), seed."""
     pulls: list[dict[str, Any]]
@@ -50,7 +53,8 @@ class Stats:
     evicted: int
     """Shards evicted so far."""
     evictions: list[dict[str, Any]]
-    """The same by reason and policy: reason (room, renewal, evict, corrupt), policy, shards, samples, bytes."""
+    """The same by dataset, reason and policy: dataset, reason (room, renewal, evict, corrupt), policy, shards, samples,
+    bytes."""
     fetched: int
     """Bytes that came over the wire for what was committed."""
     served: int
@@ -67,8 +71,14 @@ class Stats:
         return asdict(self)
 
 
+_OF_DATASET = "(:dataset IS NULL OR dataset = :dataset)"
+_EVENTS = f"SELECT at, kind, subject, text FROM events WHERE {_OF_DATASET}"
+_COUNTED = ("shards", "samples", "bytes", "retiring", "retiring_bytes")
+
+
 def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
-    """Count everything, or the shards and sources of one dataset."""
+    """Count everything; or of one dataset its shards, sources, pulls, leases, evictions and events, while what is
+    charged, the disk and the holders are those of the cache."""
     with catalog.read() as connection:
         usage = measure(connection, layout)
         datasets = [
@@ -81,13 +91,17 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
             if dataset is None or row["dataset"] == dataset
         ]
-        events = connection.execute("SELECT at, kind, subject, text FROM events ORDER BY id DESC LIMIT 20").fetchall()
         meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+        wanted = {"dataset": dataset}
+        events = connection.execute(f"{_EVENTS} ORDER BY id DESC LIMIT 20", wanted).fetchall()
         errors = connection.execute(
-            "SELECT at, kind, subject, text FROM events WHERE kind IN ('error', 'corrupt') ORDER BY id DESC LIMIT 5"
+            f"{_EVENTS} AND kind IN ('error', 'corrupt') ORDER BY id DESC LIMIT 5", wanted
         ).fetchall()
-        evictions = connection.execute("SELECT * FROM evictions ORDER BY reason, policy").fetchall()
-        fetched = int(connection.execute("SELECT coalesce(sum(fetched), 0) FROM sources").fetchone()[0])
+        evictions = connection.execute(
+            f"SELECT * FROM evictions WHERE {_OF_DATASET} ORDER BY dataset, reason, policy", wanted
+        ).fetchall()
+        fetched = sum(each["fetched"] for each in sources)
+        served = meta["served"] if dataset is None else meta.get(f"served:{dataset}", 0)
         return Stats(
             root=str(layout.root),
             version=meta["version"],
@@ -100,6 +114,8 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             shards=sum(each["shards"] for each in datasets),
             samples=sum(each["samples"] for each in datasets),
             shard_bytes=sum(each["bytes"] for each in datasets),
+            retiring=sum(kind["retiring"] for each in datasets for kind in each["formats"].values()),
+            retiring_bytes=sum(kind["retiring_bytes"] for each in datasets for kind in each["formats"].values()),
             datasets=datasets,
             sources=sources,
             pulls=[
@@ -110,15 +126,16 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                 dict(row)
                 for row in connection.execute(
                     "SELECT h.pid, h.what, l.run, l.epoch, l.version, l.dataset, l.taken"
-                    " FROM leases l JOIN holders h ON h.id = l.holder ORDER BY l.taken"
+                    f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
+                    wanted,
                 )
             ],
-            quarantine=list(quarantined(connection)),
+            quarantine=[each for each in quarantined(connection) if dataset in (None, each["dataset"])],
             evicted=sum(row["shards"] for row in evictions),
             evictions=[dict(row) for row in evictions],
             fetched=fetched,
-            served=meta["served"],
-            reuse=meta["served"] / fetched if fetched else None,
+            served=served,
+            reuse=served / fetched if fetched else None,
             errors=[dict(row) for row in errors],
             events=[dict(row) for row in events],
         )
@@ -127,6 +144,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
 def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     groups = connection.execute(
         "SELECT format, count(*) AS shards, sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload,"
+        " sum(state = 'retiring') AS retiring, sum(bytes * (state = 'retiring')) AS retiring_bytes,"
         " min(epochs) AS least, max(epochs) AS most FROM shards"
         " WHERE dataset = ? AND state IN ('ready', 'retiring') GROUP BY format",
         (row["name"],),
@@ -135,9 +153,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     return {
         "name": row["name"],
         "schema": {field.name: field.describe() for field in schema},
-        "formats": {
-            group["format"]: {name: group[name] for name in ("shards", "samples", "bytes")} for group in groups
-        },
+        "formats": {group["format"]: {name: group[name] for name in _COUNTED} for group in groups},
         "shards": sum(group["shards"] for group in groups),
         "samples": sum(group["samples"] for group in groups),
         "bytes": sum(group["bytes"] for group in groups),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, MinEpochsOption, PolicyOption, QuietOption
-from cachetool.cli.output import Output, count
+from cachetool.cli.output import Output, count, fail
+from cachetool.errors import CapacityError
 from cachetool.units import format_size, parse_duration
+
+if TYPE_CHECKING:
+    from cachetool.cache import Removal
 
 __all__ = ["evict"]
 
@@ -32,7 +36,8 @@ def evict(
     """Evict shards until the cache takes at most --max-size.
 
     Shards that a training run still reads are left out of its next epoch and go when it is done with them; the command
-    then ends with exit code 4 and says who holds them.
+    then ends with exit code 4 and says who holds them. Converted samples, which no source can bring back, are never
+    evicted. --dry-run ends with the exit code that the eviction would end with now.
 
     \b
     Examples:
@@ -53,22 +58,30 @@ def evict(
         )
     if as_json:
         out.document(removal.as_dict())
-        return
+    else:
+        _print(out, removal, dry_run=dry_run)
+    if removal.unreached:
+        raise typer.Exit(fail("CapacityError", removal.unreached, CapacityError.exit_code, as_json=False))
+
+
+def _print(out: Output, removal: Removal, *, dry_run: bool) -> None:
     if dry_run:
         out.table(
             ["shard", "dataset", ">samples", ">bytes", "why this one"],
             [(v.id, v.dataset, v.samples, format_size(v.bytes), v.reason) for v in removal.plan],
         )
+        shards = count(len(removal.plan), "shard")
         samples = count(sum(victim.samples for victim in removal.plan), "sample")
-        total = format_size(sum(victim.bytes for victim in removal.plan))
-        out.line(
-            f"would evict {count(len(removal.plan), 'shard')} with {samples}, {total};"
-            f" the cache takes {format_size(removal.used)} now"
-        )
-        for reader in removal.blocked:
-            out.line(f"they stay until their reader ends: {reader}")
-        return
+        size = sum(victim.bytes for victim in removal.plan)
+    else:
+        shards, samples = count(removal.removed_shards, "shard"), count(removal.removed_samples, "sample")
+        size = removal.freed
     out.line(
-        f"evicted {count(removal.removed_shards, 'shard')} with {count(removal.removed_samples, 'sample')},"
-        f" {format_size(removal.freed)}; the cache takes {format_size(removal.used)} now"
+        f"{'would evict' if dry_run else 'evicted'} {shards} with {samples}, {format_size(size)};"
+        f" the cache takes {format_size(removal.used)} now"
     )
+    if removal.retiring_shards:
+        held = f"{count(removal.retiring_shards, 'shard')}, {format_size(removal.retiring_bytes)}"
+        out.line(f"{held}, {'would go' if dry_run else 'go'} when their readers end:")
+        for reader in removal.blocked:
+            out.line(f"  {reader}")

@@ -19,6 +19,8 @@ def ls(
 ) -> None:
     """List the shards of the cache, oldest first.
 
+    Those in the state "retiring" are in no new epoch, and go when their readers end.
+
     \b
     Examples:
       cachetool ls
@@ -28,13 +30,14 @@ def ls(
 
     out = Output(as_json=as_json, quiet=quiet)
     with open_cache(cache, create=False, notify=out.note) as opened:
-        shards = opened.shards(None if dataset is None else opened.dataset(dataset))
+        shards = opened.shards(None if dataset is None else opened.dataset(dataset), retiring=True)
     if as_json:
         rows = [
             {
                 "id": shard.id,
                 "dataset": shard.dataset,
                 "format": shard.format,
+                "state": shard.state,
                 "samples": shard.samples,
                 "bytes": shard.bytes,
                 "payload": shard.payload,
@@ -47,9 +50,17 @@ def ls(
         return
     now = time.time()
     out.table(
-        ["shard", "dataset", "format", ">samples", ">bytes", ">age"],
+        ["shard", "dataset", "format", "state", ">samples", ">bytes", ">age"],
         [
-            (s.id, s.dataset, s.format, s.samples, format_size(s.bytes), format_duration(max(0.0, now - s.created)))
+            (
+                s.id,
+                s.dataset,
+                s.format,
+                s.state,
+                s.samples,
+                format_size(s.bytes),
+                format_duration(max(0.0, now - s.created)),
+            )
             for s in shards
         ],
     )

@@ -31,7 +31,8 @@ _WORDS = {
 
 
 def describe(step: Progress, seconds: float) -> str:
-    """One line: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s``, ``seconds`` after the phase began."""
+    """One line, ``seconds`` after the phase began: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s, 12 s left, 32 in
+    flight, 1 retry, cache 45 %, 2 evicted``."""
     unit = {"list": " objects", "fetch": ""}.get(step.phase, " samples")
     show = format_size if step.phase == "fetch" else str
     count = f"{show(step.done)} of {show(step.total)}{unit}" if step.total is not None else f"{show(step.done)}{unit}"
@@ -42,6 +43,14 @@ def describe(step: Progress, seconds: float) -> str:
             parts.append(f"{format_size(int(step.bytes / seconds))}/s")
     if step.done and step.total and seconds >= 1 and step.done < step.total:
         parts.append(f"{format_duration(seconds * (step.total - step.done) / step.done)} left")
+    if step.flying:
+        parts.append(f"{step.flying} in flight")
+    if step.retries:
+        parts.append("1 retry" if step.retries == 1 else f"{step.retries} retries")
+    if step.cap:
+        parts.append(f"cache {100 * step.used / step.cap:.0f} %")
+    if step.evicted:
+        parts.append(f"{step.evicted} evicted")
     if step.note:
         parts.append(step.note)
     return f"{_WORDS.get(step.phase, step.phase)}: {', '.join(parts)}"

@@ -45,15 +45,26 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(
         f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)},"
-        f" {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}, {found['evicted']} evicted so far,"
+        f" {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}{_retiring(found)},"
+        f" {found['evicted']} evicted so far,"
         f" {format_size(found['free_disk'])} of disk free"
     )
     out.table(
-        ["dataset", "format", ">shards", ">samples", ">bytes", ">epochs"],
+        ["dataset", "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
         [
-            (row["name"], name, each["shards"], each["samples"], format_size(each["bytes"]), _epochs(row["epochs"]))
+            (
+                row["name"],
+                name,
+                each["shards"],
+                each["samples"],
+                format_size(each["bytes"]),
+                each["retiring"],
+                _epochs(row["epochs"]),
+            )
             for row in found["datasets"]
-            for name, each in (row["formats"] or {"": {"shards": 0, "samples": 0, "bytes": 0}}).items()
+            for name, each in (
+                row["formats"] or {"": dict.fromkeys(("shards", "retiring", "samples", "bytes"), 0)}
+            ).items()
         ],
     )
     if found["sources"]:
@@ -90,9 +101,9 @@ def _print(out: Output, found: dict[str, Any]) -> None:
         )
     if found["evictions"]:
         out.table(
-            ["evicted for", "policy", ">shards", ">samples", ">bytes"],
+            ["dataset", "evicted for", "policy", ">shards", ">samples", ">bytes"],
             [
-                (row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
+                (row["dataset"], row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
                 for row in found["evictions"]
             ],
         )
@@ -125,6 +136,11 @@ def _print(out: Output, found: dict[str, Any]) -> None:
 
 def _reserved(found: dict[str, Any]) -> str:
     return f", {format_size(found['reserved'])} of it reserved for shards being written" if found["reserved"] else ""
+
+
+def _retiring(found: dict[str, Any]) -> str:
+    size = format_size(found["retiring_bytes"])
+    return f" ({found['retiring']} of them, {size}, go when their readers end)" if found["retiring"] else ""
 
 
 def _epochs(served: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,6 +43,7 @@ def verify(
       cachetool verify --sample 5%
       cachetool verify --repair
     """
+    from cachetool.cache.layout import cache_option
     from cachetool.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
@@ -71,7 +73,8 @@ def verify(
         )
     if not found.sound:
         if not as_json:
-            out.note("run: cachetool verify --repair")
+            option = "" if cache is None else cache_option(Path(cache))
+            out.note(f"run: cachetool verify --repair{option}")
         raise typer.Exit(CorruptError.exit_code)
 
 

@@ -9,6 +9,7 @@ opens it: a library may die of a damaged file.
 from __future__ import annotations
 
 import io
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,7 +167,8 @@ def check_digest(folder: Path, digest: str) -> None:
     except OSError as error:
         raise CorruptError(f"{folder} cannot be read: {error}") from error
     if found != digest:
-        raise CorruptError(f"{folder}: its bytes are not those that were written; cachetool verify says which file")
+        command = f"cachetool verify --cache {shlex.quote(str(folder.parent.parent))}"
+        raise CorruptError(f"{folder}: its bytes are not those that were written; this says which file: {command}")
 
 
 def open_plain(path: Path, kind: Format, schema: Schema) -> Reader:

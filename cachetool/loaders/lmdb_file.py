@@ -70,7 +70,7 @@ def only_lmdb(view: View) -> None:
     if others:
         raise UsageError(
             f"dataset {view.dataset!r} has shards in {', '.join(others)}, LMDBDataset reads lmdb: use CacheDataset,"
-            " or run: cachetool convert --to lmdb"
+            f" or run: {view.conversion('lmdb')}"
         )
 
 

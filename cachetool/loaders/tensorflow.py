@@ -115,7 +115,7 @@ def _files(view: View) -> tuple[list[str], list[str]]:
     if others:
         raise UsageError(
             f"dataset {view.dataset!r} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run:"
-            " cachetool convert --to tfrecord"
+            f" {view.conversion('tfrecord')}"
         )
     names = [str(part.folder / (part.file or "data.tfrecord")) for part in view.parts]
     # Only compressed files have no extents.

@@ -16,9 +16,11 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from cachetool.cache import open_cache
+from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.split import Split
@@ -158,7 +160,8 @@ class Turns:
         with contextlib.suppress(CacheToolError), open_cache(self._settings.root, create=False) as cache:
             for event in cache.stats().errors[:1]:
                 return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
-        return UsageError(f"{text}; fill it with cachetool pull, or set min_samples= and wait=")
+        command = f"cachetool pull SOURCE{cache_option(Path(self._settings.root))}"
+        return UsageError(f"{text}; fill it with: {command}, or set min_samples= and wait=")
 
     def tick(self) -> float | None:
         """Give the provisional snapshot up when its time is over; gives how many seconds are left, None: no matter."""

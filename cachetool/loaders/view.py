@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,6 +90,16 @@ class View:
         """63 bits that differ when the parts do."""
         text = "\n".join(f"{part.id} {part.samples}" for part in self.parts)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    def conversion(self, format: str) -> str:
+        """The command that makes these samples shards of another format, for messages."""
+        from cachetool.cache.layout import cache_option
+
+        first = self.parts[0]
+        if not first.digest:
+            return f"cachetool convert {shlex.quote(str(first.folder))} --to {format} --out NEW"
+        named = "" if self.dataset == "default" else f" --dataset {shlex.quote(self.dataset)}"
+        return f"cachetool convert --to {format}{named}{cache_option(first.folder.parent.parent)}"
 
     def extends(self, other: View) -> bool:
         """Whether every index of ``other`` means the same sample here: nothing of it left or moved.

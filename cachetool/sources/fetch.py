@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from cachetool.stores.traffic import flying
+
 __all__ = ["Fetcher"]
 
 T = TypeVar("T")
@@ -76,7 +78,8 @@ class Fetcher(Generic[T, R]):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = self._work(task, stop)
+                with flying():
+                    result = self._work(task, stop)
             except BaseException as error:  # noqa: BLE001  # raised again where the result is taken
                 future.set_exception(error)
             else:

@@ -30,6 +30,7 @@ from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
 from cachetool.stores.redact import redact
+from cachetool.stores.traffic import retried
 
 __all__ = ["HttpClient", "Response", "Sink", "retry_after"]
 
@@ -154,6 +155,7 @@ class HttpClient:
                 raise Unreachable(
                     f"{redact(url)}: {why}, {attempt} times in {time.monotonic() - began:.0f} s"
                 ) from failure
+            retried()
             time.sleep(pause)
 
     def _attempt(

@@ -30,6 +30,7 @@ from cachetool.errors import (
 )
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import redact, scrub
+from cachetool.stores.traffic import retried
 
 __all__ = ["SftpStore", "open_sftp_store"]
 
@@ -205,6 +206,7 @@ class SftpStore:
                 if time.monotonic() - began + pause > self._limits.retry:
                     seconds = time.monotonic() - began
                     raise Unreachable(f"{what}: {_line(error)}, {attempt} times in {seconds:.0f} s") from error
+                retried()
                 time.sleep(pause)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

@@ -20,7 +20,7 @@ def put_shard(
 ) -> str:
     """Commit a shard of ``nbytes`` bytes."""
     staging = cache.stage(
-        dataset="default",
+        dataset=more.pop("dataset", "default"),
         schema=SCHEMA,
         format="lmdb",
         bound=nbytes + 8192,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cachetool.cache import CacheDir, Room, open_cache
+from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapBlocked, CapTooSmall, UsageError
 
@@ -68,9 +69,77 @@ def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put
     put(cache.max_size - cache.usage().total - 70_000)
     with pytest.raises(
         CapBlocked,
-        match=r"cache is full: .* of 4.0 MB are taken, up to .* more are needed: nothing is evicted for this;",
+        match=r"cache is full: \d+ of 4000000 bytes are taken, up to \d+ more are needed: nothing is evicted for this;",
     ):
         put(200_000)
+
+
+def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: CacheDir, put: Put) -> None:
+    """What is taken, what is needed and the size to evict to are one sum; doing as told makes room, to the byte."""
+    while cache.max_size - cache.usage().total > 250_000:
+        put(200_000)
+    put(cache.max_size - cache.usage().total - 70_000)
+    with pytest.raises(CapBlocked) as caught:
+        put(200_000)
+    told = re.fullmatch(
+        r"cache is full: (\d+) of (\d+) bytes are taken, up to (\d+) more are needed: nothing is evicted for this;\n"
+        r"raise --max-size, or make room with: cachetool evict --max-size (\d+) --cache (\S+)",
+        str(caught.value),
+    )
+    assert told is not None, str(caught.value)
+    taken, cap, needed, target = map(int, told.groups()[:4])
+    assert (taken, cap, target) == (cache.usage().total, 4_000_000, cap - needed)
+    assert told.group(5) == str(cache.root)
+
+    cache.evict(target)
+    put(200_000)
+
+
+def test_a_cache_full_of_what_nothing_evicts_proposes_no_eviction(cache: CacheDir, put: Put) -> None:
+    while cache.max_size - cache.usage().total > 270_000:
+        put(200_000, origin=Origin(sole=True))
+    count = len(cache.shards())
+    with pytest.raises(CapBlocked) as caught:
+        put(250_000, room=Room(evict=True, wait=0))
+
+    text = str(caught.value)
+    assert re.search(rf"{count} shards \([0-9.]+ MB\) of converted samples, which no source can bring back", text)
+    assert text.endswith(";\nraise --max-size")
+
+
+def test_a_minimum_counts_that_the_catalog_is_about_to_grow(cache: CacheDir, root: Path) -> None:
+    with cache.catalog.write() as connection:
+        for number in range(2000):
+            connection.execute("INSERT INTO claims (source, turn, holder) VALUES ('s', 0, ?)", (f"{number:0180d}",))
+    with pytest.raises(CapTooSmall, match=r"the minimum is (\d+) bytes") as caught:
+        put_shard(cache, 5_000_000)
+    least = int(str(caught.value).split("minimum is ")[1].split()[0])
+    cache.close()
+
+    with open_cache(root, max_size=least) as larger:
+        put_shard(larger, 5_000_000)
+
+
+def test_each_pull_counts_the_shards_that_went_for_it(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    """Two pulls at once, and an eviction that somebody asked for beside them."""
+    (tmp_path / "listing").mkdir()
+    jobs = []
+    for name in ("a", "b"):
+        cache.add_source(SourceRow(name, name, {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+        with cache.catalog.write() as connection:
+            jobs.append(draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)[0])
+    for _ in range(10):
+        put(200_000)
+    before = len(cache.shards())
+    cache.evict(cache.usage().total - 1)
+    for job, count in zip(jobs, (7, 11), strict=True):
+        for _ in range(count):
+            put(400_000, job=job, room=Room(evict=True, job=job, wait=0))
+
+    with cache.catalog.write() as connection:
+        evicted = [draws.close_job(connection, job).evicted for job in jobs]
+    assert min(evicted) > 0
+    assert sum(evicted) + 1 == before + 18 - len(cache.shards()) == cache.stats().evicted
 
 
 def test_a_pull_never_evicts_its_own_shards(cache: CacheDir, put: Put) -> None:

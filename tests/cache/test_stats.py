@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
 from cachetool.errors import CapBlocked
+from tests.cache.conftest import SCHEMA
 
 Put = Callable[..., str]
 
@@ -53,9 +55,60 @@ def test_reuse_is_bytes_served_over_bytes_fetched(cache: CacheDir, put: Put, tmp
 
 def test_the_newest_errors_come_first(cache: CacheDir) -> None:
     for number in range(7):
-        cache.catalog.note_error("s3://bucket/", f"Unreachable: try {number}")
+        cache.catalog.note_error("s3://bucket/", f"Unreachable: try {number}", dataset="default")
 
     assert [row["text"][-1] for row in cache.stats().errors] == ["6", "5", "4", "3", "2"]
+
+
+def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    """Evictions, errors, events, readers, what was fetched and served: of one URL, which both were drawn from."""
+    cache.declare("other", SCHEMA)
+    (tmp_path / "listing").mkdir()
+    for number, name in enumerate(("default", "other")):
+        row = SourceRow(name, "s3://bucket/", {}, "i", name, 9, 9, 0, 0, 0, 0)
+        cache.add_source(row, tmp_path / "listing")
+        with cache.catalog.write() as connection:
+            job, _ = draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)
+            held = draws.claim(connection, job, holder=cache.holder.id, most=2)
+            assert held is not None
+            draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=1000 + number)
+        cache.catalog.note_error("s3://bucket/", f"Unreachable: {name}", dataset=name)
+        put(100_000 * (number + 1), dataset=name)
+        put(100_000 * (number + 1), dataset=name)
+        with cache.snapshot(dataset=name) as snapshot:
+            snapshot.served()
+        cache.evict(cache.usage().total - 1, dataset=name)
+    with cache.snapshot(dataset="other"):
+        default, other, both = cache.stats("default"), cache.stats("other"), cache.stats()
+
+    for stats, name, fetched, served in ((default, "default", 1000, 200_000), (other, "other", 1001, 400_000)):
+        assert [(row["dataset"], row["shards"]) for row in stats.evictions] == [(name, 1)]
+        assert stats.evicted == 1
+        assert [row["text"] for row in stats.errors] == [f"Unreachable: {name}"]
+        assert {row["kind"] for row in stats.events} == {"evict", "error"}
+        assert len(stats.events) == 2
+        assert (stats.fetched, stats.served) == (fetched, served)
+    assert [row["dataset"] for row in other.leases] == ["other"]
+    assert default.leases == []
+    assert (both.evicted, len(both.errors), both.fetched, both.served) == (2, 2, 2001, 600_000)
+    assert both.evictions == default.evictions + other.evictions
+
+
+def test_evictions_of_an_old_catalog_are_those_of_its_only_dataset(cache: CacheDir, put: Put) -> None:
+    """The fourth schema counted by reason and policy alone."""
+    put(400_000)
+    cache.close()
+    with sqlite3.connect(cache.layout.catalog) as raw:
+        raw.execute("ALTER TABLE jobs DROP COLUMN evicted")
+        raw.execute("ALTER TABLE events DROP COLUMN dataset")
+        raw.execute("DROP TABLE evictions")
+        raw.execute("CREATE TABLE evictions (reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER)")
+        raw.execute("INSERT INTO evictions VALUES ('room', 'oldest', 7, 70, 700)")
+        raw.execute("PRAGMA user_version = 4")
+    raw.close()
+
+    with open_cache(cache.root) as again:
+        assert again.stats("default").evicted == again.stats().evicted == 7
 
 
 def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: CacheDir, put: Put) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import cachetool
+from cachetool.units import format_size
 from tests.cli.folders import tree
 
 if TYPE_CHECKING:
@@ -67,9 +72,84 @@ def test_shards_under_a_reader_stay_and_the_reader_is_named(here: Run, filled: P
         assert "reads default" in ran.error
         assert ran.document["error"] == "CapBlocked"
         assert all(shard.data.exists() for shard in snapshot.shards)
-        assert len(here("ls", "--json").document["shards"]) == 2  # the next epoch does without it
+        states = [shard["state"] for shard in here("ls", "--json").document["shards"]]
+        assert states == ["retiring", "ready", "ready"], "the next epoch does without it"
     assert here("evict", "--max-size", str(target)).code == 0
     assert len(list((filled / "shards").iterdir())) == 2
+
+
+def test_what_retires_is_told_alike_by_ls_stats_and_evict(here: Run, filled: Path) -> None:
+    with cachetool.open_cache(filled, create=False) as cache, cache.snapshot():
+        used = cache.stats().used
+        assert here("evict", "--max-size", str(used - 1000)).code == 4
+        listed = here("ls", "--json").document["shards"]
+        stats = here("stats", "--json").document
+        again = here("evict", "--max-size", str(used))
+        told = here("evict", "--max-size", str(used), "--json").document
+
+        gone = [shard for shard in listed if shard["state"] == "retiring"]
+        assert (stats["shards"], stats["retiring"]) == (len(listed), len(gone)) == (3, 1)
+        assert stats["retiring_bytes"] == told["retiring_bytes"] == sum(shard["bytes"] for shard in gone) > 0
+        assert f"(1 of them, {format_size(stats['retiring_bytes'])}, go when their readers end)" in here("stats").stdout
+        assert sum("retiring" in line.split() for line in here("ls").stdout.splitlines()) == 1
+        assert again.code == 0
+        assert f"1 shard, {format_size(stats['retiring_bytes'])}, go when their readers end:" in again.stdout
+        assert re.search(rf"^  pid {os.getpid()} on .* reads default at version", again.stdout, flags=re.MULTILINE)
+        assert told["retiring_shards"] == len(told["blocked"]) == 1
+    assert {shard["state"] for shard in here("ls", "--json").document["shards"]} == {"ready"}
+
+
+def sole(here: Run, tmp_path: Path) -> None:
+    """A shard of converted samples beside those that were pulled."""
+    np.save(tmp_path / "x.npy", np.zeros((20, 100)))
+    assert here("convert", "x.npy", "--to", "lmdb", "--dataset", "mine").code == 0
+
+
+@pytest.mark.parametrize(
+    ("why", "options", "says"),
+    [
+        ("reader", [], r"2 shards \([0-9.]+ kB\) that go when their readers end: pid \d+ on .* reads default"),
+        ("writer", [], r"1 shard \([0-9.]+ kB\) being written"),
+        ("sole", [], r"1 shard \([0-9.]+ kB\) of converted samples, which no source can bring back"),
+        ("epochs", ["--min-epochs", "2"], r"3 shards \([0-9.]+ kB\) which fewer than 2 epochs used \(--min-epochs\)"),
+        ("dataset", ["--dataset", "default"], r"1 shard \([0-9.]+ kB\) of other datasets"),
+    ],
+)
+def test_a_dry_run_and_the_eviction_name_the_same_reasons_and_end_alike(
+    here: Run, filled: Path, tmp_path: Path, why: str, options: list[str], says: str
+) -> None:
+    """What stays is told with counts and bytes, whether a reader has it or nothing may evict it."""
+    if why in ("sole", "dataset"):
+        sole(here, tmp_path)
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(cachetool.open_cache(filled, create=False))
+        if why == "writer":
+            staging = cache.stage(dataset="default", schema=cache.schema("default"), format="lmdb", bound=50_000)
+            stack.enter_context(staging)
+        if why == "reader":
+            stack.enter_context(cache.snapshot())
+            target = cache.usage().total - cache.shards()[0].bytes - 1
+        else:
+            target = cache.usage().overhead + cache.usage().listings
+        line = ("evict", "--max-size", str(target), *options)
+        foreseen, before = here(*line, "--dry-run"), tree(filled / "shards")
+        document = here(*line, "--dry-run", "--json")
+        assert tree(filled / "shards") == before
+        done = here(*line)
+
+    assert (foreseen.code, document.code, done.code) == (4, 4, 4)
+    assert "would evict" in foreseen.stdout
+    assert re.search(says, foreseen.error)
+    assert foreseen.error == done.error
+    assert document.document["unreached"].splitlines()[0] in document.error
+
+
+def test_a_dry_run_that_reaches_its_target_ends_well_as_the_eviction_does(here: Run, filled: Path) -> None:
+    target = str(here("stats", "--json").document["used"] - 1000)
+
+    foreseen = here("evict", "--max-size", target, "--dry-run", "--json")
+    assert (foreseen.code, foreseen.document["unreached"]) == (0, "")
+    assert here("evict", "--max-size", target).code == 0
 
 
 @pytest.mark.parametrize(
@@ -77,6 +157,7 @@ def test_shards_under_a_reader_stay_and_the_reader_is_named(here: Run, filled: P
     [
         ("evict --max-size tiny", 2, "'tiny'"),
         ("evict --max-size 1GB --policy worst", 2, "'worst'"),
+        ("evict --max-size 1000 --policy worst", 2, "'worst'"),
         ("evict --max-size 1GB --dataset nothing", 2, "'nothing'"),
         ("evict --max-size 1GB --wait soon", 2, "'soon'"),
         ("evict --max-size 1000", 4, "without any shard it takes"),

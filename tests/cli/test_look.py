@@ -96,7 +96,7 @@ def test_stats_prints_the_cap_the_datasets_and_the_coverage(here: Run, filled: P
     assert ran.code == 0
     assert "of 8.0 MB used" in ran.stdout
     rows = [line.split() for line in ran.stdout.splitlines()]
-    assert ["dataset", "format", "shards", "samples", "bytes", "epochs"] in rows
+    assert ["dataset", "format", "shards", "samples", "bytes", "retiring", "epochs"] in rows
     assert any(row[:4] == ["default", "lmdb", "3", "30"] for row in rows)
     assert "50.0 %" in ran.stdout
 

@@ -86,6 +86,16 @@ def test_quiet_keeps_results_and_drops_notes(capsys: pytest.CaptureFixture[str])
         (Progress("list", 20000), 0.5, "listing: 20000 objects"),
         (Progress("pull", 120, 500, 7_900_000), 0.1, "pulling: 120 of 500 samples, 7.9 MB"),
         (Progress("pull", 100, 500, 8_000_000), 4.0, "pulling: 100 of 500 samples, 8.0 MB, 2.0 MB/s, 16 s left"),
+        (
+            Progress("pull", 9, None, 800, "3 shards", flying=32, retries=1, used=450, cap=1000, evicted=2),
+            0.1,
+            "pulling: 9 samples, 800 B, 32 in flight, 1 retry, cache 45 %, 2 evicted, 3 shards",
+        ),
+        (
+            Progress("pull", 9, None, 800, retries=2, used=1000, cap=1000),
+            0.1,
+            "pulling: 9 samples, 800 B, 2 retries, cache 100 %",
+        ),
         (Progress("convert", 5, 5, 8_000_000, "note"), 4.0, "converting: 5 of 5 samples, 8.0 MB, 2.0 MB/s, note"),
     ],
 )

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import cachetool
+from cachetool.errors import BadObject
+from cachetool.progress import Progress
 from tests.cli.folders import labels, tree
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ def committed(cache: Path) -> int:
 
 
 def test_a_pull_that_waits_for_a_reader_says_whom_and_then_ends_with_4(run: Run, remote: Path, tmp_path: Path) -> None:
-    line = ("pull", remote, "--max-size", "1.6MB", "--shard-size", "10400")
+    line = ("pull", remote, "--max-size", "1.45MB", "--shard-size", "10400")
     assert "stopped: cache full" in run(*line).stdout
     with cachetool.open_cache(tmp_path / "cache") as opened, opened.snapshot() as snapshot:
         ran = run(*line, "--samples", "20", "--wait", "6s")
@@ -198,6 +200,69 @@ def test_a_pull_that_waits_for_a_reader_says_whom_and_then_ends_with_4(run: Run,
         assert re.search(rf"pulling: .*, waiting for room for up to .*: {told}", ran.stderr)
         assert re.search(rf"error: stopped at the cap with 0 of 20 samples: .* after 6.* s: {told}", ran.stderr)
     assert run(*line, "--samples", "20").code == 0
+
+
+@pytest.mark.parametrize("command", ["pull", "convert"])
+@pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
+def test_the_minimum_of_a_cap_that_is_too_small_works_at_the_first_try(
+    here: Run, remote: Path, tmp_path: Path, command: str, format: str
+) -> None:
+    """Shards are a sixteenth of the cap when nothing is said, so a larger cap needs more: the minimum counts that."""
+    np.save(tmp_path / "x.npy", np.zeros((1000, 64)))
+    what = ["pull", str(remote), "--samples", "20"] if command == "pull" else ["convert", "x.npy"]
+    refused = here(*what, "--to", format, "--max-size", "1150kB")
+    assert refused.code == 4
+    least = int(refused.error.split("the minimum is ")[1].split()[0])
+
+    assert here(*what, "--to", format, "--max-size", str(least - 1)).code == 4
+    assert not (tmp_path / "cache").exists()
+    ran = here(*what, "--to", format, "--max-size", str(least), "--json", "--quiet")
+    assert "the minimum is" not in ran.stderr
+    assert here("stats", "--json").document["samples"] > 0
+
+
+def test_a_first_pull_that_is_refused_leaves_nothing(here: Run, remote: Path, tmp_path: Path) -> None:
+    """Neither the cache nor the folders above it, and no word of a new cache."""
+    ran = here("pull", remote, "--samples", "5", "--max-size", "8MB", "--min-free", "900TB", "--cache", "a/b/c")
+
+    assert ran.code == 4
+    assert "--min-free" in ran.error
+    assert ran.stderr.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_pull_whose_objects_are_all_bad_leaves_nothing(here: Run, tmp_path: Path) -> None:
+    """They were whole while the schema was looked for."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(65):
+        np.save(source / f"{number:03d}.npy", np.zeros(3))
+    folder = str(source)
+    with cachetool.open_cache(tmp_path / "a" / "cache", max_size="8MB") as cache:
+
+        def spoil(step: Progress) -> None:
+            if step.phase == "pull":
+                for path in source.iterdir():
+                    path.write_bytes(b"junk" * 20)
+
+        with pytest.raises(BadObject):
+            cache.pull(folder, workers=1, progress=spoil)
+        assert not (tmp_path / "a").exists()
+        for path in source.iterdir():
+            np.save(path, np.zeros(3))
+        assert cache.pull(folder, workers=1).samples == 65, "the same object makes the cache anew"
+        assert cache.max_size == 8_000_000
+
+
+def test_progress_tells_how_full_the_cache_is_and_what_was_evicted_for_it(remote: Path, tmp_path: Path) -> None:
+    steps: list[Progress] = []
+    with cachetool.open_cache(tmp_path / "cache", max_size="1600kB") as cache:
+        cache.pull(str(remote), shard_size=10_400, workers=1, progress=steps.append)
+        filled = cache.usage().total
+
+        assert [step for step in steps if step.phase == "pull"][-1].cap == 1_600_000
+        assert 0 < max(step.used for step in steps) <= filled
+        assert {step.evicted for step in steps} == {0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

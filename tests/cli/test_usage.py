@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,41 @@ def test_a_value_that_cannot_be_used_is_quoted_and_leaves_no_cache_behind(
     assert ran.code == 2
     assert says in ran.error
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("command", ["pull a", "stats", "evict --max-size 1GB", "ls", "verify", "doctor", "show x"])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("", "the name of the cache folder is empty"),
+        (" ", "the name of the cache folder is empty"),
+        ("link", "is a link to elsewhere/gone, which is not there"),
+        ("file", "is a file"),
+        ("file/below", "lies below a file"),
+    ],
+)
+def test_a_place_that_is_no_cache_is_named_in_one_line(
+    here: Run, tmp_path: Path, command: str, place: str, says: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("elsewhere/gone")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    ran = here(*command.split(), "--cache", place)
+
+    assert ran.code == 2, ran.stderr
+    assert says in ran.error
+    assert len(ran.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("options", [[], ["--max-size", "8MB"]])
+def test_a_place_where_no_files_can_be_is_refused_before_anything_is_listed(
+    here: Run, remote: Path, options: list[str]
+) -> None:
+    ran = here("pull", remote, "--cache", "/proc/cachetool", *options)
+
+    assert (ran.code, "/proc is no place for files" in ran.error) == (2, True)
 
 
 def test_without_a_command_the_help_is_shown_and_the_exit_code_says_that_nothing_was_done(here: Run) -> None:

@@ -423,7 +423,12 @@ def old_catalog(root: Path) -> None:
     """Take the catalog of a cache back to the first schema."""
     path = root / "catalog.sqlite3"
     with sqlite3.connect(path) as connection:
-        for table, columns in (("shards", ("lineage",)), ("sources", ("fetched", "cuts", "sequential", "whole"))):
+        for table, columns in (
+            ("shards", ("lineage",)),
+            ("sources", ("fetched", "cuts", "sequential", "whole")),
+            ("jobs", ("evicted",)),
+            ("events", ("dataset",)),
+        ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("DROP TABLE evictions")

@@ -1,0 +1,63 @@
+"""A new cache that nothing came into goes again: a verb that is refused leaves the disk as it was.
+
+::
+
+    the folder is not there -> the verb makes the cache, fails -> no shard, source, dataset, other holder in it?
+      -> renamed away under the catalog's lock, then deleted
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from cachetool.cache import holders
+from cachetool.cache.layout import remove_tree
+from cachetool.cache.root import CacheDir
+from cachetool.errors import CacheToolError
+
+__all__ = ["leaving_nothing", "withdraw_unused"]
+
+
+@contextlib.contextmanager
+def leaving_nothing(cache: CacheDir) -> Iterator[None]:
+    """Around a verb: when it fails, a cache that it put on disk and left empty is taken away, and the folders that were
+    made above it. The object stays good: the next verb makes the cache anew. A folder that was there stays."""
+    missing = [path for path in (cache.root, *cache.root.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if missing and cache.exists:
+            with contextlib.suppress(CacheToolError, OSError):
+                _unmake(cache, missing)
+        raise
+
+
+def withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
+    """Take back what a verb declared when it came to nothing: else an empty dataset would bind the next one."""
+    with contextlib.suppress(CacheToolError):
+        cache.withdraw(dataset, source)
+
+
+def _unmake(cache: CacheDir, made: list[Path]) -> None:
+    layout, own = cache.layout, holders.existing_holder(cache.layout.holders)
+    aside = layout.root.with_name(f".{layout.root.name}.{os.getpid()}.empty")
+    with cache.catalog.write() as connection:
+        for table in ("shards", "sources", "datasets"):
+            if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+                return
+        if connection.execute("SELECT 1 FROM holders WHERE id != ?", (own.id if own else "",)).fetchone():
+            return
+        wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
+        # Another process that waits for this lock, or opens the folder from now on, finds none: it makes a new one, or
+        # says that the cache is gone.
+        os.rename(layout.root, aside)
+    if own is not None:
+        holders.forget(layout.holders)
+        own.retire()
+    cache.renew(wanted)
+    remove_tree(aside)
+    for path in made[1:]:
+        path.rmdir()

@@ -1,0 +1,70 @@
+"""What progress tells of requests: how many are in flight, how many were sent again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from cachetool import sampler
+from cachetool.sources.fetch import Fetcher
+from cachetool.stores import Object, open_store, traffic
+from tests.servers import Scripted, scripted_server
+
+
+def test_requests_are_in_flight_while_they_are_worked_on() -> None:
+    gate, begun = threading.Event(), threading.Semaphore(0)
+
+    def work(task: int, stop: threading.Event) -> int:
+        begun.release()
+        gate.wait()
+        return task
+
+    fetcher: Fetcher[int, int] = Fetcher(work, 3)
+    results = fetcher.run(range(5), ahead=100, size=lambda _: 1)
+    got: list[int] = []
+    reader = threading.Thread(target=lambda: got.extend(results))
+    reader.start()
+    for _ in range(3):
+        begun.acquire()
+
+    assert traffic.in_flight() == 3
+    gate.set()
+    reader.join()
+    fetcher.close()
+    assert got == [0, 1, 2, 3, 4]
+    assert traffic.in_flight() == 0
+
+
+def test_a_request_that_is_sent_again_is_counted() -> None:
+    def script(handler: Scripted) -> None:
+        handler.answer(500 if handler.number <= 2 else 200, b"x" * 10)
+
+    before = traffic.retries()
+    with scripted_server(script) as server:
+        assert bytes(open_store(f"{server.url}/place/").get(Object("a.npy", 10))) == b"x" * 10
+
+    assert traffic.retries() - before == 2
+
+
+def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pull that waits for hours for room must not write a line a second."""
+    told: list[dict[str, Any]] = []
+    first, last = threading.Event(), threading.Event()
+
+    class Channel:
+        def send(self, message: dict[str, Any]) -> None:
+            told.append(message)
+            (first if message["flying"] else last).set()
+
+    monkeypatch.setattr(sampler, "_PULSE", 0.001)
+    pulse = sampler._Pulse(Channel())
+    with traffic.flying():
+        assert first.wait(60)
+    assert last.wait(60)
+    pulse.stop()
+
+    assert [message["flying"] for message in told] == [1, 0]
