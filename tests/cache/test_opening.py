@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import cachetool
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CatalogError, UsageError
@@ -100,3 +102,32 @@ def test_shard_json_carries_its_checksum_and_its_id(cache: CacheDir) -> None:
     folder.rename(folder.with_name("0" * 16))
     with pytest.raises(ValueError, match="belongs to shard"):
         read_shard_json(folder.with_name("0" * 16))
+
+
+def test_a_command_in_a_message_names_the_cache_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the command takes that cache by itself; a name with blanks is fit for a shell."""
+    root = tmp_path / "my cache"
+    with open_cache(root, max_size="4MB") as cache:
+        cache.declare("default", SCHEMA)
+    (root / "catalog.sqlite3").unlink()
+    command = f"run: cachetool verify --repair --cache '{root}'"
+
+    with pytest.raises(CatalogError) as caught:
+        open_cache(root).datasets()
+    assert str(caught.value).endswith(command)
+    monkeypatch.setenv("CACHETOOL_CACHE", str(root))
+    with pytest.raises(CatalogError) as caught:
+        open_cache(root).datasets()
+    assert str(caught.value).endswith("run: cachetool verify --repair")
+
+
+def test_no_message_proposes_a_command_for_some_other_cache() -> None:
+    """Every command on a cache that the sources hold in a message is followed by the option that names the cache."""
+    package = Path(cachetool.__file__).parent
+    bare = re.compile(r'(?:run|with|see|is): cachetool (?:verify|evict|ls|stats|pull SOURCE|convert --to)[^"{\n]*"')
+    found = [
+        f"{path.relative_to(package)}: {match.group()}"
+        for path in sorted(package.rglob("*.py"))
+        for match in bare.finditer(path.read_text())
+    ]
+    assert found == []
