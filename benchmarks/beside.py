@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers.consumer import PACE, epoch
 from peers.starting import Peer, PeerError
 
+from cachetool.bench.consumer import PACE, epoch
 from cachetool.loaders.numpy import Loader
 
 SECONDS = 2.0

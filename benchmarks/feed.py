@@ -32,9 +32,9 @@ from typing import Any
 
 import beside
 import numpy as np
-from peers.consumer import PACE, Spinner, rate, touched
 from peers.starting import LOADERS
 
+from cachetool.bench.consumer import PACE, Spinner, rate, touched
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
 from cachetool.formats import format_names, get_format

@@ -27,7 +27,7 @@ BELOW = {
     "loaders": VALUES | {"cache", "formats"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}
-DOORS = {"cli", "loaders", "__init__", "__main__"}
+DOORS = {"cli", "loaders", "bench", "__init__", "__main__"}
 
 HEAVY = {
     # library: the modules that may import it
@@ -39,7 +39,7 @@ HEAVY = {
     "tensorflow": {"loaders.tensorflow"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},
-    "torch": {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},
+    "torch": {"bench.rates"} | {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},
     "obstore": {"stores"},
     "sqlite3": {"cache.catalog"},
     "xxhash": {"formats.digest"},
@@ -111,8 +111,10 @@ def allowed(room: str, target: str) -> bool:
         return True
     if room in BELOW:
         return target in BELOW[room]
+    if room == "bench":
+        return target not in {"cli", "__main__"}  # it looks through the loaders, as a training script does
     if room == "cli":
-        return target != "loaders"
+        return target not in {"loaders", "bench"}
     return target not in DOORS  # the verbs and engines: everything below, and each other
 
 

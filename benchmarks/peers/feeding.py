@@ -1,7 +1,7 @@
 """What every peer's loader script does: write the samples in its own form, then run an epoch whenever it is told to.
 
 Arguments: samples, bytes of each, samples a batch, workers, a folder of its own. Lines in: ``{"busy": ..., "pace": ...,
-"seconds": ...}``, one epoch each. Lines out: what :func:`peers.consumer.epoch` gives, or ``{"error": ...}``.
+"seconds": ...}``, one epoch each. Lines out: what ``epoch`` of :mod:`cachetool.bench.consumer` gives, or an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 from common import samples
-from consumer import epoch
+
+sys.path.append(str(Path(__file__).parents[2]))  # its environment has NumPy, not cachetool
+from cachetool.bench.consumer import epoch
 
 Batches = Iterable[dict[str, Any]]
 

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 import cachetool
+from cachetool.cli.bench import bench
 from cachetool.cli.convert import convert
 from cachetool.cli.demo import demo
 from cachetool.cli.doctor import doctor
@@ -55,7 +56,7 @@ def _root(
         raise typer.Exit(2)
 
 
-for _verb in (pull, convert, evict, stats, ls, show, verify, doctor, demo):
+for _verb in (pull, convert, evict, stats, ls, show, verify, doctor, bench, demo):
     app.command()(_verb)
 
 

@@ -22,7 +22,8 @@ def touched(batches: Iterable[dict[str, Any]], pace: float | None = None, second
     total, begin = 0, time.perf_counter()
     for batch in batches:
         for column in batch.values():
-            view = memoryview(column).cast("B")
+            column = getattr(column, "column", column)  # texts, and then values of many sizes
+            view = memoryview(getattr(column, "values", column)).cast("B")
             bytes(view[::4096])
             total += len(view)
         passed = time.perf_counter() - begin

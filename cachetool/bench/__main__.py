@@ -1,0 +1,119 @@
+"""Measures, and prints a line of JSON for each thing found: what ``cachetool bench`` shows.
+
+Argument: a JSON object with ``cache``, ``data``, ``dataset``, ``folder``, ``workers``, ``seconds``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cachetool.bench import ceilings, rates
+from cachetool.bench.advice import Found, advice
+from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
+from cachetool.cache import CacheDir
+from cachetool.errors import CacheToolError, to_json
+from cachetool.formats import format_names
+from cachetool.units import format_size
+
+_SMALL = 2**14
+"""Samples below so many bytes are slow to read one by one."""
+
+
+def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+    """One dict for each thing: ``{"note": ...}``, then ``{"row": [what, how, number, unit]}``, at last ``{"advice":
+    ...}``."""
+    trial = _trial(options)
+    workers, seconds = int(options["workers"]), float(options["seconds"])
+    about = f"{trial.block.samples} samples of {format_size(trial.mean)} on average, in batches of {trial.batch}"
+    yield {"note": f"{trial.what}: {about}"}
+    found: dict[str, Any] = {"memory": ceilings.memory(trial, seconds)}
+    yield _row("memory", "copies shuffled samples", found["memory"])
+    warm: dict[str, float] = {}
+    busy: dict[str, float] = {}
+    cold: dict[str, float] = {}
+    names = format_names()
+    own = trial.format or names[0]
+    window = None
+    by_workers: dict[int, float] = {}
+    for name in sorted(names, key=lambda each: each != own):
+        with written(trial, name, folder) as cache:
+            if not cold:
+                found["in_order"], found["at_random"] = ceilings.disk(files_of(cache), min(trial.mean, 2**20), seconds)
+                yield _row("disk", "in order", found["in_order"])
+                yield _row("disk", f"{format_size(min(trial.mean, 2**20))} at random, 16 at once", found["at_random"])
+            cold[name] = rates.cold(cache, trial, workers=workers, shuffle="full")
+            warm[name], busy[name] = rates.warm(cache, trial, workers=workers, seconds=seconds)
+            yield _row(name, "Loader, from memory", warm[name])
+            yield _row(name, "Loader, beside a busy Python thread", busy[name])
+            yield _row(name, "Loader, from the disk", cold[name])
+            if name == own:
+                if trial.mean < _SMALL:
+                    window = rates.cold(cache, trial, workers=workers, shuffle="window")
+                    yield _row(name, 'Loader, from the disk, shuffle="window"', window)
+                for count in sorted({1, workers, os.cpu_count() or 1}):
+                    by_workers[count] = (
+                        warm[name] if count == workers else rates.warm(cache, trial, workers=count, seconds=seconds)[0]
+                    )
+                    if count != workers:
+                        yield _row(name, f"Loader, from memory, workers={count}", by_workers[count])
+                pace, left = rates.gil_left(cache, trial, workers=workers, seconds=seconds, most=warm[name])
+                yield {"row": [name, f"GIL left to Python at {pace:,.0f} MB/s", round(100 * left, 1), "%"]}
+            if name == "tfrecord":
+                for what, speed in rates.frameworks(cache, trial, workers=workers, seconds=seconds):
+                    yield _row(name, what, speed)
+    yield {
+        "advice": advice(
+            Found(
+                whole=trial.whole,
+                available=ceilings.available(),
+                mean=trial.mean,
+                batch=trial.batch,
+                own=own,
+                warm=warm,
+                busy=busy,
+                cold=cold,
+                window=window,
+                by_workers=by_workers,
+                workers=workers,
+                **found,
+            )
+        )
+    }
+
+
+def _trial(options: dict[str, Any]) -> Trial:
+    if options["data"] is not None:
+        return of_files(Path(options["data"]))
+    if options["cache"] is None:
+        return made_up()
+    with CacheDir(Path(options["cache"])) as cache:
+        return of_cache(cache, options["dataset"])
+
+
+def _row(what: str, how: str, speed: float) -> dict[str, Any]:
+    return {"row": [what, how, round(speed), "MB/s"]}
+
+
+def main() -> int:
+    """Print everything, then an error if there was one."""
+    options = json.loads(sys.argv[1])
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints must not mix with the lines
+    try:
+        with tempfile.TemporaryDirectory(prefix="cachetool-bench-", dir=options["folder"]) as folder:
+            for each in measure(options, Path(folder)):
+                out.write(json.dumps(each) + "\n")
+    except CacheToolError as error:
+        out.write(json.dumps({"error": to_json(error)}) + "\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

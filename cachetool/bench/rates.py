@@ -1,0 +1,119 @@
+"""How fast batches reach a consumer that touches every page of them. MB/s of values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any
+
+from cachetool.bench.consumer import PACE, Spinner, rate, touched
+from cachetool.bench.samples import Trial, drop, files_of
+from cachetool.cache import CacheDir
+from cachetool.loaders.numpy import Loader
+
+__all__ = ["cold", "frameworks", "gil_left", "warm"]
+
+
+def _epochs(batches: Iterable[Any], seconds: float) -> float:
+    """The rate over whole epochs, for so many seconds at least."""
+
+    def read() -> int:
+        total, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            total += touched(batches)
+        return total
+
+    return rate(read)
+
+
+def cold(cache: CacheDir, trial: Trial, *, workers: int, shuffle: str) -> float:
+    """One epoch of samples that are on the disk alone, from the moment that its feeders are there."""
+    drop(files_of(cache))
+    with Loader(cache, batch_size=trial.batch, workers=workers, shuffle=shuffle, epochs=1) as loader:
+        batches = iter(loader)
+        return rate(lambda: touched(batches))
+
+
+def warm(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> tuple[float, float]:
+    """Epochs of samples that are in memory: alone, and beside a thread of pure Python."""
+    with Loader(cache, batch_size=trial.batch, workers=workers) as loader:
+        touched(loader)
+        alone = _epochs(loader, seconds)
+        with Spinner():
+            return alone, _epochs(loader, seconds)
+
+
+def gil_left(cache: CacheDir, trial: Trial, *, workers: int, seconds: float, most: float) -> tuple[float, float]:
+    """At which rate batches were taken (600 MB/s, or half of ``most``), and which share of the time the rest of the
+    training process could run Python meanwhile."""
+    pace = min(PACE, most * 1e6 / 2)
+    with Loader(cache, batch_size=trial.batch, workers=workers) as loader:
+        touched(loader)
+        with Spinner() as spinner:
+            found = rate(lambda: touched(loader, pace, seconds))
+    return found, 1 - spinner.blocked
+
+
+def frameworks(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> list[tuple[str, float]]:
+    """The loaders for PyTorch and, of a cache of TFRecords, for TensorFlow, where they are installed."""
+    found: list[tuple[str, Callable[[], float]]] = []
+    fixed = trial.block.schema.is_fixed
+    if find_spec("torch") is not None and fixed:
+        found.append(("torch Loader", lambda: _torch_loader(cache, trial, workers, seconds)))
+        found.append(("torch DataLoader over CacheDataset", lambda: _torch_dataset(cache, trial, workers, seconds)))
+    if find_spec("tensorflow") is not None and fixed:
+        found.append(("TensorFlow make_dataset", lambda: _tensorflow(cache, trial, seconds)))
+    return [(name, measure()) for name, measure in found]
+
+
+def _arrays(batches: Iterable[Any]) -> Iterable[dict[str, Any]]:
+    for batch in batches:
+        yield {name: column.numpy() for name, column in batch.items()}
+
+
+class _Epochs:
+    """Batches as arrays, as often as they are asked for."""
+
+    def __init__(self, start: Callable[[], Iterable[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Any:
+        return iter(_arrays(self._start()))
+
+
+def _torch_loader(cache: CacheDir, trial: Trial, workers: int, seconds: float) -> float:
+    from cachetool.loaders.torch import Loader as TorchLoader
+
+    with TorchLoader(cache, batch_size=trial.batch, workers=workers) as loader:
+        batches = _Epochs(lambda: loader)
+        touched(batches)
+        return _epochs(batches, seconds)
+
+
+def _torch_dataset(cache: CacheDir, trial: Trial, workers: int, seconds: float) -> float:
+    from torch.utils.data import DataLoader
+
+    from cachetool.loaders.torch import CacheDataset, EpochSampler
+
+    data = CacheDataset(cache)
+    loader: Any = DataLoader(
+        data,
+        batch_size=trial.batch,
+        sampler=EpochSampler(data),
+        collate_fn=data.collate,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    batches = _Epochs(lambda: loader)
+    touched(batches)
+    return _epochs(batches, seconds)
+
+
+def _tensorflow(cache: CacheDir, trial: Trial, seconds: float) -> float:
+    from cachetool.loaders.tensorflow import make_dataset
+
+    data = make_dataset(cache, batch_size=trial.batch, shuffle_buffer=4 * trial.batch)
+    batches = _Epochs(lambda: data)
+    touched(batches)
+    return _epochs(batches, seconds)

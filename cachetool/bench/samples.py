@@ -1,0 +1,142 @@
+"""The samples that are measured: some of the user's own, in memory, and as a cache of each format on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cachetool.block import Block
+from cachetool.cache import CacheDir, Facts, Origin, open_cache
+from cachetool.errors import NotFound, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.inputs import describe, open_input
+from cachetool.schema import Field, Schema
+from cachetool.sources.files import FileOptions
+
+__all__ = ["Trial", "drop", "made_up", "of_cache", "of_files", "written"]
+
+BYTES = 128 * 2**20
+_SHARDS = 4
+_CAP = "20GB"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Samples in memory, and what the whole is of which they are a part."""
+
+    what: str
+    """For people: where they come from."""
+    format: str | None
+    """In which most of the whole is stored; None outside a cache."""
+    block: Block
+    whole: int
+    """Bytes of values of the whole."""
+
+    @property
+    def mean(self) -> int:
+        """Bytes of a sample, on average."""
+        return max(1, self.block.nbytes // self.block.samples)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a batch of about 8 MB, at most 256."""
+        return max(1, min(256, 2**23 // self.mean, self.block.samples))
+
+
+def made_up() -> Trial:
+    """Noise, as scientific data is: samples of 128 KiB."""
+    schema = Schema((Field("x", "<f4", (2**15,)), Field("y", "<i8")))
+    count = BYTES // 2**17
+    raw = np.random.default_rng(0).integers(0, 2**63, size=count * 2**14, dtype=np.int64)
+    block = Block(schema, {"x": raw.view("<f4").reshape(count, -1), "y": np.arange(count)})
+    return Trial("made-up samples of 128 KiB", None, block, block.nbytes)
+
+
+def of_cache(cache: CacheDir, dataset: str | None) -> Trial:
+    """The oldest samples of a dataset, under a lease. Raises :class:`NotFound` when there is none."""
+    if not cache.shards(dataset):
+        raise NotFound(f"no samples in the cache {cache.root} yet; name files to measure: cachetool bench DATA")
+    with cache.snapshot(dataset=dataset) as snapshot:
+        shards = snapshot.shards
+        charged: dict[str, int] = {}
+        for shard in shards:
+            charged[shard.format] = charged.get(shard.format, 0) + shard.bytes
+        own = max(charged, key=lambda name: charged[name])
+        place = {"kind": "cache", "root": str(cache.root), "dataset": snapshot.dataset, "version": snapshot.version}
+        with closing(open_input(place)) as found:
+            block = _some(found.blocks(0, found.samples))
+        where = f"dataset {snapshot.dataset!r} of the cache {cache.root}"
+        return Trial(where, own, block, sum(shard.payload for shard in shards))
+
+
+def of_files(path: Path) -> Trial:
+    """The first samples of a file or folder that ``convert`` reads. Raises what opening it raises."""
+    with closing(open_input(describe(path, FileOptions()))) as found:
+        if not found.samples:
+            raise NotFound(f"{path}: no samples in it")
+        block = _some(found.blocks(0, found.samples))
+        return Trial(str(path), None, block, found.samples * (block.nbytes // block.samples))
+
+
+def _some(blocks: Iterator[Block]) -> Block:
+    taken, nbytes = [], 0
+    for block in blocks:
+        taken.append(block)
+        nbytes += block.nbytes
+        if nbytes >= BYTES:
+            break
+    if sum(block.samples for block in taken) < 2:
+        raise UsageError("a single sample is nothing to measure a loader by; name more data")
+    return Block.concat(taken)
+
+
+@contextmanager
+def deleted(folder: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def written(trial: Trial, name: str, folder: Path) -> Iterator[CacheDir]:
+    """The samples as a cache of one format in ``folder``."""
+    kind, block = get_format(name), trial.block
+    with deleted(folder / name) as root, open_cache(root, max_size=_CAP) as cache:
+        cache.declare("default", block.schema)
+        for rows in np.array_split(np.arange(block.samples), min(_SHARDS, block.samples)):
+            part = block.slice(int(rows[0]), int(rows[-1]) + 1)
+            bound = shard_bound(kind, block.schema, part.samples, part.nbytes)
+            with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
+                files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
+                files.write(part)
+                facts = files.facts()
+                row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
+                staging.commit(row, origin=Origin())
+        yield cache
+
+
+def files_of(cache: CacheDir) -> list[Path]:
+    """Every file of its shards."""
+    return [path for shard in cache.shards() for path in sorted(shard.path.rglob("*")) if path.is_file()]
+
+
+def drop(paths: list[Path]) -> None:
+    """Ask the kernel to forget what it keeps of these files in memory."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
