@@ -22,7 +22,7 @@ __all__ = ["bench"]
 def bench(
     data: Annotated[
         str | None,
-        typer.Argument(metavar="[DATA]", help="A file or folder to take samples of. Default: the cache; else made up."),
+        typer.Argument(metavar="DATA", help="A file or folder to take samples of. Default: the cache; else made up."),
     ] = None,
     cache: CacheOption = None,
     dataset: DatasetOption = None,
@@ -37,7 +37,7 @@ def bench(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure how fast this machine feeds a training loop, and say what holds it back.
+    """Measure how fast training can be fed here, and what slows it.
 
     Up to 128 MB of your samples are written in each format, to be deleted again, and read from memory and from the
     disk. It takes about a minute; nothing else should run meanwhile.

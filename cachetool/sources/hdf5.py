@@ -116,6 +116,9 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
                     f"{path} holds more than {MAX_OBJECTS} groups and datasets; one dataset a sample is not a layout"
                     " that can be converted: store samples as rows"
                 )
+            if isinstance(name, bytes):  # h5py gives a name as it is where it cannot be decoded
+                skipped.append((prefix + name.decode("utf-8", "backslashreplace"), "its name is not UTF-8"))
+                continue
             with reading(f"{path}: {quoted(prefix + name)}"):
                 found = _member(path, prefix + name, group, name, options)
                 if isinstance(found, str):

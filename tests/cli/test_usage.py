@@ -12,7 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
 
-COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "demo")
+COMMANDS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "bench", "demo")
 
 
 @pytest.mark.parametrize(

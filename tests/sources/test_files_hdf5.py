@@ -102,6 +102,7 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
         file["pointer"] = np.array([file["x"].ref] * 5, dtype=h5py.ref_dtype)
         file["grid"] = np.array([["a", "b"]] * 5, dtype=h5py.string_dtype())
         file["bad:name"] = np.arange(5)
+        h5py.h5d.create(file.id, b"caf\xe9", h5py.h5t.NATIVE_DOUBLE, h5py.h5s.create_simple((5,)))
         file["soft"] = h5py.SoftLink("/x")
         file["again"] = file["x"]
         file["type"] = np.dtype("f8")
@@ -121,6 +122,7 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
         "pointer": "references",
         "grid": "2 dimensions",
         "bad:name": "cannot be used",
+        "caf\\xe9": "not UTF-8",
         "soft": "soft link",
         "type": "named type",
         "opaque": "cannot be stored",
