@@ -1,0 +1,117 @@
+"""How long training waits at the beginning of an epoch while the cache grows and evicts, and for a loader to start.
+
+    python benchmarks/epochs.py FOLDER [--epochs 20] [--workers 2] [--rounds 5] [--json]
+
+A ``BackgroundPull`` draws from 2,000 objects of 128 KiB in a folder into a cache whose cap is a fifth of them, and
+evicts; training steps sleep 50 ms after every batch of 8. *boundary* is the wait for the first batch of each epoch but
+the first, *others* that for all other batches. *start* is the time from the making of a loader in a new process to its
+feeders being ready, and to its first batch, without and with PyTorch imported before (imports themselves apart).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cachetool
+from cachetool.loaders.numpy import Loader
+
+OBJECTS, VALUES = 2000, 2**15
+CAP = OBJECTS * VALUES * 4 // 5
+STEP = 0.05
+BATCH = 8
+START = """
+import json, sys, time
+{imports}
+from cachetool.loaders.numpy import Loader
+begin = time.perf_counter()
+with Loader(sys.argv[1], batch_size=8, workers=int(sys.argv[2])) as loader:
+    made = time.perf_counter()
+    batches = iter(loader)
+    ready = time.perf_counter()
+    next(batches)
+    first = time.perf_counter()
+print(json.dumps({{"made": made - begin, "ready": ready - begin, "first": first - begin}}))
+"""
+
+
+def waits(folder: Path, epochs: int, workers: int) -> dict[str, Any]:
+    """What a trainer waited beside a puller, in seconds; and what it saw."""
+    remote = folder / "remote"
+    remote.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(OBJECTS):
+        np.save(remote / f"{number:05d}.x.npy", rng.random(VALUES, dtype="<f4"))
+    boundary, others, seen = [], [], []
+    options = {"renew": "20%", "shard_size": 2**21, "policy": "oldest"}
+    with (
+        cachetool.open_cache(folder / "cache", max_size=CAP) as cache,
+        cachetool.BackgroundPull(cache, str(remote), **options),
+        Loader(cache, batch_size=BATCH, workers=workers, fields=["x"], min_samples=20 * BATCH, steps=40) as loader,
+    ):
+        for epoch in range(epochs):
+            count, begin = 0, time.perf_counter()
+            for batch in loader:
+                (boundary if count == 0 and epoch else others).append(time.perf_counter() - begin)
+                batch["x"].reshape(-1)[::1024].sum()
+                count += 1
+                del batch
+                time.sleep(STEP)
+                begin = time.perf_counter()
+            seen.append(count)
+        found = cache.stats()
+    return {"boundary": boundary, "others": others[1:], "batches": seen, "evicted": found.evicted}
+
+
+def starts(folder: Path, workers: int, rounds: int, imports: str) -> dict[str, float]:
+    """Medians, in seconds."""
+    found: list[dict[str, float]] = []
+    for _ in range(rounds):
+        command = [sys.executable, "-c", START.format(imports=imports), str(folder / "cache"), str(workers)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        found = waits(Path(name), options.epochs, options.workers)
+        plain = starts(Path(name), options.workers, options.rounds, "")
+        torch = starts(Path(name), options.workers, options.rounds, "import torch")
+    median = statistics.median(found["others"])
+    rows = {
+        "boundary, median": statistics.median(found["boundary"]),
+        "boundary, longest": max(found["boundary"]),
+        "others, median": median,
+        "boundary above others, longest": max(found["boundary"]) - median,
+        "start to feeders ready": plain["ready"],
+        "start to first batch": plain["first"],
+        "start to first batch, after import torch": torch["first"],
+    }
+    if options.json:
+        json.dump({"milliseconds": {what: 1e3 * each for what, each in rows.items()}, **found}, sys.stdout, indent=1)
+        return
+    print("| what | ms |\n|---|---|")
+    for what, seconds in rows.items():
+        print(f"| {what} | {1e3 * seconds:.2f} |")
+    print(f"\nbatches of each epoch: {found['batches']}; shards evicted: {found['evicted']}")
+
+
+if __name__ == "__main__":
+    main()
