@@ -74,7 +74,7 @@ class BaseLoader(ABC, Generic[T]):
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
                 "split": (split in (None, *SIDES), split, "'train' or 'validation'"),
                 "validation": (0 < validation < 1, validation, "a share between 0 and 1"),
-                "missing": (missing in ("error", "skip"), missing, "'error' or 'skip'"),
+                "missing": (missing in ("error", "skip", "refetch"), missing, "'error', 'skip' or 'refetch'"),
             }
         )
         if isinstance(cache_or_paths, CacheDir):

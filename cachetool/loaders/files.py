@@ -48,6 +48,10 @@ class FileSubscription:
         """The view, whatever the version: there is no other."""
         return self._view
 
+    def origins(self, view: View) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
     def moved(self, view: View) -> bool:
         """Never."""
         return False

@@ -6,6 +6,7 @@ catalog through a connection of its own, and takes its own lease if it is asked 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import weakref
@@ -36,6 +37,10 @@ class Subscription(Protocol):
 
     def at(self, version: int) -> View:
         """What is left of the view of an earlier version. Takes no lease."""
+        ...
+
+    def origins(self, view: View) -> list[dict[str, Any]]:
+        """Where the shards of the view were pulled from, as plain values; none for files."""
         ...
 
     def moved(self, view: View) -> bool:
@@ -121,6 +126,16 @@ class CacheSubscription:
         """Count one epoch for every shard of the leased snapshot."""
         if self._snapshot is not None and self._pid == os.getpid():
             self._snapshot.served()
+
+    def origins(self, view: View) -> list[dict[str, Any]]:
+        """Rows of the catalog: what it takes to pull each shard again."""
+        here = {part.id for part in view.parts}
+        rows = self._open().catalog.rows(
+            "SELECT id, dataset, format, samples, payload, content, source, turn, draws FROM shards"
+            " WHERE dataset = ? AND source IS NOT NULL",
+            (self.dataset,),
+        )
+        return [{**dict(row), "draws": json.loads(row["draws"] or "[]")} for row in rows if row["id"] in here]
 
     def moved(self, view: View) -> bool:
         """Whether anything was committed or evicted since."""

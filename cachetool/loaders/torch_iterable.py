@@ -189,7 +189,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
                     f"the state is of {was.format(*state['of'])}, this is {was.format(*now)}; go on with as many"
                 )
             samples = sum(part[2] for part in parts)
-            view, lost = found_again(view, Resume(0, samples, parts))
+            view, lost, _ = found_again(view, Resume(0, samples, parts))
             if lost:
                 raise UsageError(
                     f"{len(lost)} of {len(parts)} shards of the epoch to resume were evicted since; begin a new epoch"

@@ -23,6 +23,7 @@ from cachetool.cache import open_cache
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
+from cachetool.loaders.refetching import pulled_again
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.view import Part, View
@@ -43,6 +44,8 @@ class Resume:
     samples: int
     parts: Sequence[Sequence[Any]]
     """Rows as :func:`~cachetool.loaders.plan.rows` gives them."""
+    origins: Sequence[dict[str, Any]] = ()
+    """Where they were pulled from, those that were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class _Turn:
     lease: Subscription
     parts: Sequence[Sequence[Any]]
     """All parts of the epoch, those it lost too, as rows."""
+    origins: Sequence[dict[str, Any]] | None = None
+    """Of an epoch that was taken up again: as it was told."""
 
 
 class Turns:
@@ -148,11 +153,14 @@ class Turns:
     def state(self, reached: int) -> Resume:
         """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks."""
         assert self._current is not None
-        plan = self._current.plan
+        plan, parts, origins = self._current.plan, self._current.parts, self._current.origins
+        if origins is None:
+            assert plan.view is not None
+            origins = self._current.lease.origins(plan.view)
         if not plan.lost:
-            return Resume(reached, plan.samples, self._current.parts)
+            return Resume(reached, plan.samples, parts, origins)
         positions, _ = plan.left(self._settings)
-        return Resume(int(positions[reached]), plan.of[0], self._current.parts)
+        return Resume(int(positions[reached]), plan.of[0], parts, origins)
 
     def given_up(self, short: NotYet) -> CacheToolError:
         """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
@@ -203,9 +211,11 @@ class Turns:
         try:
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
+            if resume is not None and self._settings.missing == "refetch":
+                self._refetch(lease, resume)
             view = lease.newest(epoch=epoch)
             if resume is not None:
-                return _Turn(self._resumed(epoch, view, resume), lease, resume.parts)
+                return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
             samples = self._count(view)
             self._require(view, samples)
             self._short = None
@@ -218,12 +228,21 @@ class Turns:
     def _count(self, view: View) -> int:
         return view.samples if self._split is None else len(self._split.chosen(view))
 
+    def _refetch(self, lease: Subscription, resume: Resume) -> None:
+        """Have shards pulled again that an epoch had and that are gone; those that are there stay meanwhile."""
+        _, _, gone = found_again(lease.newest(), resume)
+        known = {each["id"]: each for each in resume.origins}
+        if unknown := sorted(set(gone) - set(known)):
+            raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
+        if gone:
+            pulled_again(self._settings.root, [known[id] for id in gone])
+
     def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
-        view, lost = found_again(view, resume)
+        view, lost, _ = found_again(view, resume)
         if lost and self._settings.missing != "skip":
             raise UsageError(
                 f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; missing='skip'"
-                " goes on without their samples"
+                " goes on without their samples, missing='refetch' pulls them again"
             )
         if not lost:
             return Plan(self._next(), epoch, view, self._count(view), resume.position)
@@ -269,8 +288,9 @@ class Turns:
             self._free.append(turn.lease)
 
 
-def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...]]:
-    """What is there now of the samples of an earlier snapshot, in its order, and the ranges of indices that are not.
+def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
+    """What is there now of the samples of an earlier snapshot, in its order; the ranges of indices that are not; and
+    the parts that they were.
 
     A part that was converted since has the same content.
     """
@@ -278,12 +298,14 @@ def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int]
     by_content = {(part.content, part.samples): part for part in view.parts if part.content}
     parts: list[Part] = []
     lost: list[tuple[int, int]] = []
+    gone: list[str] = []
     start = 0
     for id, _, samples, content, *_ in resume.parts:
         found = by_id.get(id) or by_content.get((content, samples))
         if found is None:
             lost.append((start, start + samples))
+            gone.append(id)
         else:
             parts.append(found)
         start += samples
-    return replace(view, parts=tuple(parts)), tuple(lost)
+    return replace(view, parts=tuple(parts)), tuple(lost), gone

@@ -95,6 +95,15 @@ def test_two_ranks_on_one_cache_share_every_epoch_out(cache: CacheDir) -> None:
     assert leases(cache) == []
 
 
+def test_four_ranks_share_every_epoch_out(cache: CacheDir) -> None:
+    read = ranks([cache.root] * 4)
+
+    for epoch in zip(*read, strict=True):
+        assert [len(batches) for batches in epoch] == [4] * 4  # 60 samples, 4 x 4 a step
+        assert sorted(n for batches in epoch for batch in batches for n in batch) == list(range(60))
+    assert leases(cache) == []
+
+
 def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache: CacheDir, tmp_path: Path) -> None:
     with open_cache(tmp_path / "other", max_size="20MB") as other:
         put(other, range(100, 127))

@@ -34,7 +34,7 @@ def batches(dataset: Any, loader: DataLoader[Any], epochs: int) -> list[list[str
 def main(method: str, root: str) -> None:
     if method == "forkserver":
         multiprocessing.set_forkserver_preload(["torch"])
-    cases = list(itertools.product(("mixed", "lmdb"), (0, 2, 4), (False, True)))
+    cases = list(itertools.product(("mixed", "lmdb"), (0, 2, 8), (False, True)))
     if method == "spawn":  # every worker imports torch anew, which takes seconds
         cases = [("mixed", 2, True), ("lmdb", 4, False)]
     results = []

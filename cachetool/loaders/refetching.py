@@ -1,0 +1,33 @@
+"""Having shards pulled again by a process of its own: no loader talks to a remote store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from cachetool.errors import CacheToolError, from_json
+
+__all__ = ["pulled_again"]
+
+
+def pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
+    """Pull these evicted shards again (:mod:`cachetool.refetch`). Raises what went wrong there."""
+    boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
+    arguments = {"root": root, "shards": list(shards)}
+    task = {"target": "cachetool.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
+    with subprocess.Popen([sys.executable, "-c", boot], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.flush()  # and it stays open: its end would stop the work
+        for line in process.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise from_json(answer)
+            if "result" in answer:
+                return
+    raise CacheToolError("the process that was to pull evicted shards again ended without a word")
