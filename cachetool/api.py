@@ -196,7 +196,7 @@ def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
 
     from cachetool.formats.reading import check_values
 
-    with cache.snapshot(dataset=found.dataset):
+    with cache.snapshot(dataset=found.dataset, peek=True):
         expected, at = check_content(found.path, found.schema, found.content), np.array([index])
         with open_shard(found.path, get_format(found.format), found.schema, digest=found.digest) as reader:
             block = reader.take(at)

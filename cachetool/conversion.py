@@ -224,7 +224,7 @@ def _to_files(
         with described(source, options.files, beside=out, report=report) as description:
             return None, write(description)
     assert cache is not None
-    with cache.snapshot(dataset=options.dataset) as snapshot:
+    with cache.snapshot(dataset=options.dataset, peek=True) as snapshot:
         shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
         place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}
         return snapshot.dataset, write({"kind": "cache", **place, "content": shards})

@@ -162,7 +162,7 @@ class _Swap:
             for staging in stagings:
                 stack.enter_context(staging)
             # Leased only now: a lease held while waiting for room would keep the very shards whose end makes room.
-            snapshot = stack.enter_context(cache.snapshot(dataset=first.dataset))
+            snapshot = stack.enter_context(cache.snapshot(dataset=first.dataset, peek=True))
             if not {old.id for old in self.olds} <= {shard.id for shard in snapshot.shards}:
                 return []
             blocks, parts = _Blocks(self._read()), []
@@ -187,7 +187,7 @@ class _Swap:
         schema = self.olds[0].schema
         if schema.is_fixed:
             return np.full(self.samples, schema.fixed_nbytes, dtype=np.int64)
-        with self._cache.snapshot(dataset=self.olds[0].dataset):
+        with self._cache.snapshot(dataset=self.olds[0].dataset, peek=True):
             return np.concatenate([run.block.sample_nbytes for run in self._read()])
 
     def _read(self) -> Iterator[_Run]:

@@ -23,12 +23,15 @@ import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
+from cachetool.cache.catalog import bump
+from cachetool.cache.records import write_source_record
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import BadObject, CapBlocked
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.lister import pace_of
+from cachetool.passes import Cached, order_of_turn, runs
 from cachetool.schema import Schema
 from cachetool.sources import Skipped, Source, SourceOptions, open_source
 from cachetool.stores.traffic import in_flight, retries
@@ -39,6 +42,8 @@ TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
 _PULSE = 1.0
+_RANGE_BYTES = 64
+"""Of ``shard.json`` for a range of draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,12 @@ def draw(
     parsed = SourceOptions.from_json(options)
     with CacheDir(Path(root)) as cache:
         samples: Source | None = None
+        cached = Cached()
 
         def whole(turn: int, start: int, stop: int) -> int:
             assert row is not None
             assert samples is not None
-            order = samples.order(seed=row.seed, turn=turn, cuts=row.cuts, sequential=row.sequential)
-            return order.whole(start, stop)
+            return cached.reach(order_of_turn(samples, row, turn), start, stop, end=row.units)
 
         pulse = _Pulse(channel)
         try:
@@ -109,19 +114,24 @@ def draw(
                     if samples is not None:
                         samples.close()  # it has grown
                     samples = open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace))
+                with cache.catalog.read() as connection:
+                    cached.look(connection, samples, row)  # most of the work, before others must wait for it
                 with cache.catalog.write() as connection:
                     cache.holder.register(connection)
                     now, row = row, draws.source_row(connection, source)
                     if row is None or row.units != now.units:
                         continue
+                    cached.look(connection, samples, row)
                     held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
-                    if held is None and follow:
+                    rest = held is None and follow and cached.all_there(connection, samples, row)
+                    if held is None and follow and not rest:
                         draws.next_turn(connection, source)
                     left = draws.job_row(connection, job).left
                 if held is not None:
-                    _Drawing(cache, samples, plan, held, channel).run()
+                    _Drawing(cache, samples, plan, held, channel, cached).run()
                 elif follow or not (row.whole or left == 0):
-                    time.sleep(0.2)  # other workers finish the pass, or more of the listing comes
+                    # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
+                    time.sleep(2.0 if rest else 0.2)
                 else:
                     break
             return {"full": None}
@@ -173,14 +183,15 @@ class _Waiting:
 class _Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
-    def __init__(self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, channel: Channel) -> None:
+    def __init__(
+        self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, channel: Channel, cached: Cached
+    ) -> None:
         self._cache, self._source, self._plan, self._held = cache, source, plan, held
-        row = held.source
-        order = source.order(seed=row.seed, turn=held.turn, cuts=row.cuts, sequential=row.sequential)
-        units = order[np.arange(held.start, held.stop)]
-        vanished = np.isin(units, source.vanished)
-        self._there = np.nonzero(~vanished)[0]
-        """Positions in the claim whose units are still in the source."""
+        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        self._cached = cached.among(units)
+        vanished = np.isin(units, source.vanished) & ~self._cached
+        self._there = np.nonzero(~vanished & ~self._cached)[0]
+        """Positions in the claim whose units are still in the source, and not in the cache."""
         self._units, self._vanished = units[self._there], np.cumsum(vanished)
         self._channel = channel
         self._from = held.start
@@ -231,7 +242,8 @@ class _Drawing:
         """Reserve a shard for what is left of the claim, the first ``least`` samples of ``block`` in any case; they may
         be more than a shard."""
         plan = self._plan
-        samples = max(least, (self._held.stop - self._from) * plan.per_unit)
+        ahead = len(self._there) - int(np.searchsorted(self._there, self._from - self._held.start))
+        samples = max(least, ahead * plan.per_unit)
         nbytes = max(plan.shard_bytes, int(block.sample_nbytes[:least].sum()))
         if plan.schema.is_fixed:
             samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
@@ -240,7 +252,8 @@ class _Drawing:
             dataset=plan.dataset,
             schema=plan.schema,
             format=plan.kind.name,
-            bound=shard_bound(plan.kind, plan.schema, samples, nbytes),
+            bound=shard_bound(plan.kind, plan.schema, samples, nbytes)
+            + _RANGE_BYTES * len(self._ranges(self._held.stop)),
             job=plan.job,
             room=plan.room,
             waiting=_Waiting(self._channel).tell,
@@ -253,20 +266,25 @@ class _Drawing:
         plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
         left_out = len(skipped), self._gone(upto) - self._gone(start)
+        drawn = self._ranges(upto)
+        fresh = sum(b - a for a, b in drawn)
         counts = {"skipped": left_out[0], "vanished": left_out[1], "fetched": self._fetched}
         if files is None or staging is None:
             if upto == start:
                 return
             with self._cache.catalog.write() as connection:
                 draws.finish(connection, plan.job, self._held, upto, samples=0, **counts)
+                if fresh < upto - start:  # done with no shard to tell of it
+                    bump(connection)
+                    write_source_record(connection, self._cache.layout, plan.source)
         else:
             facts = files.facts()
             self._files = None
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-                origin=Origin(plan.source, self._source.url, self._held.turn, ((start, upto),)),
+                origin=Origin(plan.source, self._source.url, self._held.turn, drawn),
                 close=lambda connection: draws.finish(
-                    connection, plan.job, self._held, upto, samples=upto - start - sum(left_out), **counts
+                    connection, plan.job, self._held, upto, samples=fresh - sum(left_out), **counts
                 ),
             )
             self._staging = None
@@ -276,6 +294,11 @@ class _Drawing:
         if skipped:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
+
+    def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
+        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache."""
+        first = self._held.start
+        return runs(self._from, ~self._cached[self._from - first : upto - first])
 
     def _gone(self, upto: int) -> int:
         """How many of the claim's positions below ``upto`` have vanished."""

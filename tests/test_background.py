@@ -215,6 +215,8 @@ def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits
         until(lambda: background.progress().phase == "waiting for room")
         full = {shard.id for shard in cache.shards()}
         assert background.progress().evicted == 0
+        with cache.snapshot() as first:
+            assert {shard.id for shard in first.shards} == full, "nobody has had any of it before"
         with cache.snapshot() as snapshot:
             held = {shard.id for shard in snapshot.shards}
             # What the snapshot let go makes room for new samples; what it reads stays.

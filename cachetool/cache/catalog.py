@@ -100,6 +100,7 @@ _MIGRATIONS = (
         reason, policy, shards, samples, bytes FROM evictions_before;
     DROP TABLE evictions_before;
     """,
+    "ALTER TABLE sources ADD COLUMN past TEXT NOT NULL DEFAULT '[]'",  # what positions meant in earlier passes
 )
 SCHEMA_VERSION = len(_MIGRATIONS)
 

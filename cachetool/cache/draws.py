@@ -5,11 +5,9 @@ A source's draws are the positions ``0 .. units - 1`` of one seeded order per tu
     0 ................ frontier ................ units
       done, but for rows in `claims`              never claimed yet
 
-A source that grows gets more positions behind those it has: draws that are done, claimed or open stay what they are.
-
-A claim has a holder while a worker is on it, none after that worker died or gave it back; claims without a holder are
-handed out before the frontier moves. So no draw is repeated or lost before the turn is complete. The order itself is
-computed by the sampler (:mod:`cachetool.permutation`); this module only counts.
+A source that grows gets more positions behind those it has; the others stay what they are. A claim has a holder while a
+worker is on it, none after that died or gave it back: then it is handed out before the frontier moves. So no draw is
+repeated or lost before the turn is complete.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
+from cachetool.cache.copies import Pass, still_there
 from cachetool.cache.room import Room
 from cachetool.errors import UsageError
 
@@ -70,12 +69,15 @@ class SourceRow:
     """Drawn in the order of the listing instead of a random one."""
     whole: bool = True
     """Whether the listing is: else more segments come."""
+    past: tuple[Pass, ...] = ()
+    """Earlier passes of which shards may be left."""
 
     @classmethod
     def of(cls, row: Row) -> SourceRow:
         """From a row of the table."""
         values = {name: row[name] for name in cls.__dataclass_fields__}
         values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
+        values["past"] = tuple((turn, units, tuple(cuts)) for turn, units, cuts in json.loads(row["past"]))
         return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
 
 
@@ -122,6 +124,7 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int) -> None:
         **asdict(row),
         "options": json.dumps(dict(row.options)),
         "cuts": json.dumps(row.cuts),
+        "past": json.dumps(row.past),
         "bytes": nbytes,
         "created": time.time(),
     }
@@ -216,9 +219,8 @@ def claim(
     connection: Connection, job: str, *, holder: str, most: int, whole: Callable[[int, int, int], int] | None = None
 ) -> Claim | None:
     """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
-
-    ``whole(turn, start, stop)`` says where a claim should rather end, so that what is fetched together is not split. A
-    job's budget counts what is committed and what its workers are on, so that together they never draw too many.
+    ``whole(turn, start, stop)`` says where a claim should rather end. A job's budget counts what is committed and what
+    its workers are on, so that together they never draw too many.
     """
     state = job_row(connection, job)
     source = source_row(connection, state.source)
@@ -311,14 +313,15 @@ def reopen(connection: Connection, source: SourceRow, turn: int, ranges: Iterabl
 
 
 def next_turn(connection: Connection, source: str) -> bool:
-    """Begin the next pass over a source, in a new order, when the present one is complete; whether it was."""
+    """Begin the next pass, in one new order of all units, when the present one is complete; whether it was."""
     row = source_row(connection, source)
     if row is None or not row.whole or drawn(connection, row) < row.units:
         return False
     connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
-    # The next pass goes through all units in one order.
+    past = still_there(connection, source, [*row.past, (row.turn, row.units, row.cuts)])
     connection.execute(
-        "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]' WHERE id = ?", (source,)
+        "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]', past = ? WHERE id = ?",
+        (json.dumps(past), source),
     )
     event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins", dataset=row.dataset)
     return True
@@ -332,8 +335,7 @@ def close_job(connection: Connection, job: str) -> Job:
 
 
 def withdraw(connection: Connection, dataset: str, source: str) -> bool:
-    """Delete a source that nothing was drawn of, and its dataset when it has neither shards nor other sources; whether
-    the source went."""
+    """Delete a source that nothing was drawn of, and its dataset when that is empty then; whether the source went."""
     row = source_row(connection, source)
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
     gone = row is not None and not used and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0

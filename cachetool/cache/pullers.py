@@ -24,6 +24,7 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
 
 __all__ = [
+    "ALL_THERE",
     "FAILED",
     "PAUSED",
     "STOPPED",
@@ -36,7 +37,7 @@ __all__ = [
     "take_turn",
 ]
 
-FAILED, PAUSED, STOPPED = "failed", "waiting for room", "stopped"
+FAILED, PAUSED, STOPPED, ALL_THERE = "failed", "waiting for room", "stopped", "all is in the cache"
 _PAUSE = 2.0
 """Seconds after its last commit from which a pull that wants room counts as paused."""
 
@@ -53,7 +54,8 @@ class PullState:
     """The process that pulls, or pulled."""
     phase: str
     """``starting``, ``listing``, ``looking at samples``, ``pulling``, ``waiting for room`` (the cache is full, and all
-    of it is being read or was not read yet), ``retrying``, ``failed``, ``stopped``."""
+    of it is being read or was not read yet), ``all is in the cache`` (there is nothing left to fetch), ``retrying``,
+    ``failed``, ``stopped``."""
     listed: int
     """Objects listed so far, in the phase ``listing``."""
     samples: int
@@ -147,8 +149,11 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     phase = row["phase"]
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
         phase = STOPPED
-    elif job is not None and job["hungry"] and _idle(connection, job["id"]):
-        phase = PAUSED
+    elif job is not None and known is not None and _idle(connection, job["id"]):
+        if known.whole and drawn(connection, known) >= known.units:
+            phase = ALL_THERE
+        elif job["hungry"]:
+            phase = PAUSED
     cap = connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0]
     evicted = connection.execute("SELECT coalesce(sum(shards), 0) FROM evictions").fetchone()[0]
     return PullState(

@@ -7,6 +7,8 @@ ones end. A second snapshot finds the share reached and adds nothing.
 
 A full cache is never full to the last byte: what is free and too little for the shard that waits counts as nothing.
 With shards of a sixteenth of the cap, a tenth would otherwise come to one shard an epoch (6 %) instead of two.
+
+What no snapshot contained yet stays: this one is to show it.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def top_up(connection: Connection, layout: Layout) -> int:
     lack = int(job["renew"] * cap) - usable - int(leaving.fetchone()[0])
     if lack <= 0:
         return 0
-    ready = candidates(connection)
+    ready = connection.execute("SELECT count(*) FROM shards WHERE state = 'ready'").fetchone()[0]
     victims = choose(
-        ready,
+        candidates(connection, seen=True),
         excess=lack,
         policy=job["policy"],
         min_epochs=job["min_epochs"],
         keep_job=job["id"] if job["keep_own"] else None,
     )
-    chosen = [victim.id for victim in victims][: max(0, len(ready) - 1)]
+    chosen = [victim.id for victim in victims][: max(0, ready - 1)]
     retire(connection, chosen, reason="renewal", policy=job["policy"], job=job["id"])
     return len(chosen)

@@ -192,13 +192,18 @@ class CacheDir:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def snapshot(self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None) -> Snapshot:
-        """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``."""
+    def snapshot(
+        self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False
+    ) -> Snapshot:
+        """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
+
+        ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read."""
         name = self.dataset(dataset)
         self.recover()
         return snapshots.take(
-            self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch
-        )
+            self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
+            peek=peek,
+        )  # fmt: skip
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

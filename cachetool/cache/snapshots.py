@@ -161,8 +161,12 @@ def take(
     schema: Schema,
     run: str | None = None,
     epoch: int | None = None,
+    peek: bool = False,
 ) -> Snapshot:
-    """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``."""
+    """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
+
+    Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read.
+    """
     with catalog.write() as connection:
         holder.register(connection)
         shared = None
@@ -171,7 +175,8 @@ def take(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
         if shared is None:
-            top_up(connection, layout)
+            if not peek:
+                top_up(connection, layout)
             shared = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
         version = int(shared[0])
         cursor = connection.execute(
@@ -179,10 +184,12 @@ def take(
             (holder.id, run, epoch, version, dataset, time.time()),
         )
         shards = tuple(visible(connection, layout, dataset, version))
-        connection.execute(
-            "INSERT INTO meta VALUES ('seen', ?) ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
-            (version,),
-        )
+        if not peek:
+            connection.execute(
+                "INSERT INTO meta VALUES ('seen', ?)"
+                " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
+                (version,),
+            )
     return Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
         shards=shards,

@@ -36,7 +36,7 @@ class FileSubscription:
     def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
         self._view = View(1, "", schema, parts)
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None) -> View:
+    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
         """The view."""
         return self._view
 

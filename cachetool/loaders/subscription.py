@@ -26,9 +26,9 @@ __all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 class Subscription(Protocol):
     """Where a loader gets its views from."""
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None) -> View:
+    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
         """The newest view, leased; the one before it is given back. Those that ask for the same ``epoch`` of the same
-        ``run`` get the same one while any of them has it."""
+        ``run`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet."""
         ...
 
     def now(self) -> View:
@@ -97,11 +97,11 @@ class CacheSubscription:
             self._cache, self._pid = CacheDir(self.root), os.getpid()
         return self._cache
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None) -> View:
+    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         cache = self._open()
         run = None if epoch is None else run or self.run
-        before, after = self._snapshot, cache.snapshot(dataset=self.dataset, run=run, epoch=epoch)
+        before, after = self._snapshot, cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after

@@ -71,7 +71,7 @@ def make_dataset(
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
     subscription = subscribe(cache, dataset=dataset, run=run)
     try:
-        first = subscription.newest()
+        first = subscription.now()
         _files(first)
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:

@@ -34,7 +34,7 @@ class Views:
         self._check, self._changed = check, changed
         self._board = Board()
         self._owner = os.getpid()
-        self._view = self._other = self._take(subscription.newest())
+        self._view = self._other = self._take(subscription.newest(peek=True))
 
     def _take(self, view: View) -> View:
         self._check(view)

@@ -29,6 +29,9 @@ def fill(cache: CacheDir, put: Put) -> None:
 
 
 def hungry(cache: CacheDir, job: str) -> None:
+    """A pull that wants room in a cache all of which some snapshot contained."""
+    with cache.snapshot():
+        pass
     with cache.catalog.write() as connection:
         connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ?", (job,))
 
@@ -54,6 +57,17 @@ def test_a_snapshot_tops_up_to_the_share_and_the_next_adds_nothing(cache: CacheD
     assert list(first.shards) == full[gone:]
     assert free >= 0.25 * cache.max_size > free - full[0].bytes
     first.release()
+
+
+def test_a_snapshot_shows_what_no_other_has_shown_before_any_of_it_leaves(cache: CacheDir, put: Put, job: str) -> None:
+    first = put(100_000)
+    hungry(cache, job)
+    fill(cache, put)
+    full = {shard.id for shard in cache.shards()}
+    with cache.snapshot() as one:
+        assert {shard.id for shard in one.shards} == full - {first}
+        with cache.snapshot() as two:
+            assert len(two.shards) < len(one.shards)
 
 
 def test_an_older_snapshot_keeps_what_retires_under_it(cache: CacheDir, put: Put, job: str) -> None:
@@ -88,6 +102,7 @@ def test_free_bytes_that_are_too_few_for_the_waiting_shard_count_as_none(cache: 
     fill(cache, put)
     full = cache.shards()
     free = cache.max_size - cache.usage().total
+    hungry(cache, job)
     with cache.catalog.write() as connection:
         connection.execute("UPDATE jobs SET hungry = ? WHERE id = ?", (free + 1, job))
     with cache.snapshot() as first, cache.snapshot() as second:

@@ -1,8 +1,9 @@
 """A training of ten epochs beside a background pull into a cache of a fifth of the data.
 
-``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW EPOCHS``. The samples are ``x``, an array whose first
-number names it. Each epoch lasts until the puller has no room left, as a long one would; in the middle of one the
-puller is frozen, which the epoch must not notice. Prints one line of JSON.
+``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW SHARE EPOCHS``. The samples are ``x``, an array whose
+first number names it. Each epoch lasts until the puller has brought SHARE samples or can do nothing before the next
+snapshot, as a long one would; during one the puller is frozen, which the epoch must not notice. Prints one line of
+JSON.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 
 import cachetool
+from cachetool.cache.usage import measure
 
-kind, source, root, cap, renew, epochs = sys.argv[1:]
+kind, source, root, cap, renew, share, epochs = sys.argv[1:]
 FROZEN = 3
 """The epoch that runs beside a frozen puller."""
 
@@ -55,10 +57,11 @@ def batches_of(cache: Any) -> Any:
 
 def tree_bytes(folder: str) -> int:
     total = 0
-    for path in [Path(folder), *Path(folder).rglob("*")]:
-        with contextlib.suppress(FileNotFoundError):
-            found = path.lstat()
-            total += max(found.st_size, found.st_blocks * 512)
+    for place, _, names in os.walk(folder):  # what is deleted meanwhile is passed over
+        for name in ("", *names):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.lstat(os.path.join(place, name))
+                total += max(found.st_size, found.st_blocks * 512)
     return total
 
 
@@ -93,7 +96,10 @@ def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | No
     steps = []
     weights = np.ones((256, 256), dtype=np.float32)
     began = time.perf_counter()
+    out["waits"].append(began)
     for step, batch in enumerate(batches):
+        if step == 0:
+            out["waits"][-1] = time.perf_counter() - began
         numbers += np.asarray(batch["x"])[:, 0].astype(int).tolist()
         weights = np.tanh(weights @ weights / 256)
         steps.append(time.perf_counter() - began)
@@ -103,11 +109,28 @@ def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | No
     if frozen:
         thaw(frozen)
     out["epochs"].append(numbers)
-    out["steps"].append(statistics.median(steps[1:]))
+    out["steps"].append(statistics.median(steps[1:] or steps))
+
+
+def stuck(cache: Any) -> bool:
+    """Whether the puller finds no room before the next snapshot: what is free is too little for the shard that waits,
+    nothing leaves or is being written, and all that is there is being read, or was not read yet."""
+    with cache.catalog.read() as connection:
+
+        def found(query: str) -> Any:
+            return connection.execute(query).fetchone()
+
+        hungry = found("SELECT coalesce(max(hungry), 0) FROM jobs")[0]
+        moving = found("SELECT 1 FROM shards WHERE state IN ('retiring', 'trash', 'staging')")
+        idle = found(
+            "SELECT 1 FROM shards WHERE state = 'ready' AND since <= (SELECT value FROM meta WHERE key = 'seen')"
+        )
+        free = cache.max_size - measure(connection, cache.layout).total
+        return hungry > free and moving is None and (idle is None or found("SELECT 1 FROM leases") is not None)
 
 
 def main() -> None:
-    out: dict[str, Any] = {"epochs": [], "steps": [], "used": [], "disk": []}
+    out: dict[str, Any] = {"epochs": [], "steps": [], "used": [], "disk": [], "committed": [], "full": [], "waits": []}
     with cachetool.open_cache(root, max_size=int(cap)) as cache:
         to = "tfrecord" if kind == "tensorflow" else "lmdb"
         with cachetool.BackgroundPull(
@@ -116,20 +139,18 @@ def main() -> None:
             batches = batches_of(cache)
             for epoch in range(int(epochs)):
                 before = background.progress()
+                out["committed"].append(before.samples)
+                out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE hungry > 0")))
                 train(batches, out, frozen=processes(before.pid) if epoch == FROZEN else None)
                 deadline = time.monotonic() + 200
-                # This epoch's snapshot let go of some if the puller wanted room by then: it is to fetch others first.
-                while epoch > 0 and (
-                    (state := background.progress()).phase != "waiting for room"
-                    or (before.phase == state.phase and before.samples == state.samples)
-                ):
+                while (state := background.progress()).samples - before.samples < int(share) and not stuck(cache):
                     out["disk"].append(tree_bytes(root))
                     background.check()
-                    assert time.monotonic() < deadline, background.progress()
+                    assert time.monotonic() < deadline, state
                     time.sleep(0.05)
-                out["used"].append(background.progress().used)
+                out["used"].append(state.used)
             out["state"] = background.progress().as_dict()
-        out["alone"] = {"epochs": [], "steps": []}
+        out["alone"] = {"epochs": [], "steps": [], "waits": []}
         train(batches, out["alone"])
     print(json.dumps(out), flush=True)
 

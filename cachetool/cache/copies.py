@@ -1,0 +1,36 @@
+"""What the cache has of a source: which draws of which passes lie in its ready shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cachetool.cache.catalog import Connection
+
+__all__ = ["Copies", "Pass", "copies", "still_there"]
+
+Pass = tuple[int, int, tuple[int, ...]]
+"""What the positions of a pass are of: its number, units, cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The draws of one ready shard."""
+
+    shard: str
+    turn: int
+    ranges: tuple[tuple[int, int], ...]
+    """Positions of that turn."""
+
+
+def copies(connection: Connection, source: str) -> list[Copies]:
+    """What snapshots to come have of ``source``; a retiring shard is in none of these."""
+    rows = connection.execute("SELECT id, turn, draws FROM shards WHERE source = ? AND state = 'ready'", (source,))
+    return [Copies(row["id"], row["turn"], tuple((a, b) for a, b in json.loads(row["draws"]))) for row in rows]
+
+
+def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
+    """Those of ``passes`` of which there are ready shards."""
+    left = {copy.turn for copy in copies(connection, source)}
+    return [each for each in passes if each[0] in left]

@@ -1,0 +1,113 @@
+"""Further passes over a source: no sample is in the cache twice, none is fetched that is there, none is lost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cachetool
+from cachetool import passes
+from cachetool.cache.agreement import contradiction
+from cachetool.cache.copies import copies
+from cachetool.passes import Cached, runs
+from cachetool.permutation import SegmentedOrder
+from cachetool.verify import verify
+from tests.test_background import until
+from tests.test_growing import drawn, write
+
+
+def keys(cache: cachetool.Cache) -> Counter[str]:
+    return Counter(key for key, _ in drawn(cache))
+
+
+@given(flags=st.lists(st.booleans(), max_size=40), start=st.integers(0, 9))
+def test_runs_are_the_positions_whose_flag_is_set(flags: list[bool], start: int) -> None:
+    found = runs(start, np.array(flags, dtype=np.bool_))
+    assert [n for a, b in found for n in range(a, b)] == [start + n for n, flag in enumerate(flags) if flag]
+    assert all(a < b for a, b in found)
+    assert all(b < c for (_, b), (c, _) in pairwise(found))
+
+
+@given(count=st.integers(1, 300), seed=st.integers(0, 9), wanted=st.integers(1, 40), data=st.data())
+def test_a_claim_brings_as_many_draws_as_asked_for_and_no_more_ranges_than_are_kept(
+    count: int, seed: int, wanted: int, data: st.DataObject
+) -> None:
+    order = SegmentedOrder(count, seed=seed)
+    held = data.draw(st.sets(st.integers(0, count - 1)))
+    start = data.draw(st.integers(0, count - 1))
+    most = data.draw(st.integers(1, 20))
+    cached = Cached()
+    cached._draws = np.array(sorted(held), dtype=np.int64)
+    before, passes.MOST_RUNS = passes.MOST_RUNS, most
+    try:
+        stop = cached.reach(order, start, min(start + wanted, count), end=count)
+    finally:
+        passes.MOST_RUNS = before
+    assert start < stop <= count
+    flags = np.array([int(unit) not in held for unit in order[np.arange(start, stop)]])
+    assert flags.sum() <= wanted
+    assert len(runs(start, flags)) <= most
+    if held and len(runs(start, flags)) < most:
+        assert flags.sum() == min(wanted, count - start) or stop == count
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_passes_into_a_small_cache_bring_every_sample_and_none_twice(workers: int, tmp_path: Path) -> None:
+    """Pulls of a few samples, evictions of any shards between them, over many passes."""
+    remote = tmp_path / "remote"
+    write(remote, range(40))
+    rng = random.Random(workers)
+    came: Counter[str] = Counter()
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        while cache.stats().sources[:1] == [] or cache.stats().sources[0]["pass"] < 3:
+            before = keys(cache)
+            result = cache.pull(str(remote), samples=rng.randint(5, 25), workers=workers, shard_size=160, seed=3)
+            now = keys(cache)
+            assert max(now.values()) == 1, "a sample twice in one snapshot"
+            assert result.samples == (now - before).total()
+            assert not before - now
+            came += now - before
+            source = cache.catalog.one("SELECT id FROM sources")
+            assert source is not None
+            with cache.catalog.read() as connection:
+                held = copies(connection, source["id"])
+            assert sum(b - a for copy in held for a, b in copy.ranges) == now.total(), "each draw is in its shard"
+            assert contradiction(cache.catalog, cache.layout) is None
+            if rng.random() < 0.7:
+                cache.evict(cache.usage().total - rng.randint(1, cache.stats().shard_bytes), policy="random")
+        assert len(came) == 40
+        root = cache.root
+        rows = [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")]
+        left = keys(cache)
+    (root / "catalog.sqlite3").unlink()
+    assert verify(root, repair=True).sound
+    with cachetool.open_cache(root) as cache:
+        again = [dict(row) for row in cache.catalog.rows("SELECT * FROM sources")]
+        assert [{**row, "fetched": 0} for row in again] == [{**row, "fetched": 0} for row in rows]
+        cache.pull(str(remote), everything=True)
+        cache.pull(str(remote), samples=40)
+        assert keys(cache) == Counter(f"{n:04d}" for n in range(40))
+        assert left.keys() <= keys(cache).keys()
+
+
+def test_a_background_pull_rests_when_all_is_in_the_cache_and_fetches_what_leaves(tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    write(remote, range(30))
+    with (
+        cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache,
+        cachetool.BackgroundPull(cache, str(remote), shard_size=100) as background,
+    ):
+        until(lambda: background.progress().phase == "all is in the cache")
+        assert keys(cache) == Counter(f"{n:04d}" for n in range(30))
+        assert background.progress().samples == 30
+        cache.evict(cache.usage().total - 1)
+        until(lambda: cache.stats().samples == 30)
+        assert keys(cache) == Counter(f"{n:04d}" for n in range(30))
+        assert 30 < background.progress().samples < 60
