@@ -25,6 +25,7 @@ HEAVY = (
     "tfrecord",
     "torch",
     "tensorflow",
+    "jax",
     "sqlite3",
 )
 

@@ -37,6 +37,7 @@ HEAVY = {
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow"},
+    "jax": {"loaders.jax"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},
     "torch": {"bench.rates"} | {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},

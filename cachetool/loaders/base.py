@@ -281,6 +281,11 @@ class Epoch(Iterator[T]):
         self._fetched += 1
         return self._loader._finish(batch)
 
+    def uncounted(self) -> Iterator[T]:
+        """What is left to fetch, for whoever calls :meth:`count` once a batch is delivered."""
+        while not self.all_fetched:
+            yield self.fetch()
+
     def count(self) -> None:
         """A batch was delivered; the last one ends the epoch."""
         self.step += 1

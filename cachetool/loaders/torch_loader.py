@@ -80,12 +80,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
 def _moved(epoch: Epoch[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
     """The batches of an epoch on a device, counted when they are handed out, not when their copies begin."""
-
-    def fetched() -> Iterator[dict[str, Any]]:
-        while not epoch.all_fetched:
-            yield epoch.fetch()
-
-    for batch in DevicePrefetcher(fetched(), device):
+    for batch in DevicePrefetcher(epoch.uncounted(), device):
         epoch.count()
         yield batch
 

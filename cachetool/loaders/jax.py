@@ -1,0 +1,79 @@
+"""Batches on a JAX device before they are asked for.
+
+::
+
+    with Loader("data/cache", batch_size=64) as loader:          # cachetool.loaders.numpy
+        for epoch in range(90):
+            for batch in prefetch_to_device(loader):
+                state = step(state, batch["image"])
+
+A loader's arrays lie in memory that is used again once nothing sees it, and on the CPU JAX takes the memory of a NumPy
+array for its own where it can. So there the values are copied first; for any other device the NumPy batch is kept until
+its copy has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from cachetool.errors import UsageError
+from cachetool.loaders.base import Epoch
+
+__all__ = ["prefetch_to_device"]
+
+
+def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:
+    """The batches of ``iterable`` as JAX arrays on ``device``, up to ``size`` of them there ahead of the one in use.
+
+    A batch is any pytree: NumPy arrays in dicts, lists, tuples, named tuples. ``device`` is a device or a sharding of
+    JAX, by default its default device. 64-bit numbers arrive in 32 bits unless ``jax_enable_x64`` is set, as always in
+    JAX. What JAX has no arrays for stays as it is: dates, columns of str and bytes, ragged columns.
+
+    Works for any iterable; of a loader an epoch counts when its last batch is handed out, not when that is on its way.
+    What the iterable raises is raised after the batches before it. Raises :class:`UsageError` for a size below 1.
+    """
+    if size < 1:
+        raise UsageError(f"size={size} cannot be used: at least 1")
+    return _prefetched(iterable, size, device)
+
+
+def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any]:
+    on_cpu = any(each.platform == "cpu" for each in jax.device_put(np.int8(0), device).devices())
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "mMOSU":
+            return leaf
+        return jax.device_put(np.array(leaf) if on_cpu else leaf, device)
+
+    batches = iter(iterable)
+    epoch = batches if isinstance(batches, Epoch) else None
+    if epoch is not None:
+        batches = epoch.uncounted()
+    ahead: deque[tuple[Any, Any]] = deque()  # batch there, batch here
+    failed: Exception | None = None
+    more = True
+    while True:
+        while more and len(ahead) <= size:
+            try:
+                here = next(batches)
+            except StopIteration:
+                more = False
+            except Exception as error:  # noqa: BLE001 - raised behind the batches before it
+                failed, more = error, False
+            else:
+                ahead.append((jax.tree.map(put, here), None if on_cpu else here))
+                del here
+        if not ahead:
+            break
+        if not on_cpu:
+            jax.block_until_ready(ahead[0][0])
+        if epoch is not None:
+            epoch.count()
+        yield ahead.popleft()[0]  # kept nowhere here while it is in use
+    if failed is not None:
+        raise failed

@@ -1,0 +1,149 @@
+"""``prefetch_to_device`` on JAX's CPU device. ``jax_prefetch.py ROOT``, ROOT an empty folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+
+from cachetool import UsageError
+from cachetool.cache import CacheDir, open_cache
+from cachetool.loaders.jax import prefetch_to_device
+from cachetool.loaders.numpy import Loader
+from tests.loaders.numbered import SMALL, leases, put, sample
+
+
+class Pair(NamedTuple):
+    first: np.ndarray
+    second: np.ndarray
+
+
+def loader_batches(cache: CacheDir, out: dict[str, Any]) -> None:
+    """All batches of an epoch are kept, through many more than the ring has slots, and compared at the end."""
+    fields = ["number", "x", "words", "ragged"]
+    with Loader(cache, batch_size=8, fields=fields, shuffle=False, workers=1, prefetch=3) as loader:
+        kept, counted = [], []
+        for batch in prefetch_to_device(loader):
+            kept.append({name: batch[name] for name in ("number", "x")})
+            counted.append(loader.state_dict()["epoch"])
+        out["types"] = [isinstance(batch[name], jax.Array) for name in fields]
+        out["strings"] = [list(batch["words"]), [sample(SMALL, int(n))["words"] for n in batch["number"]]]
+        out["numbers"] = [int(n) for batch in kept for n in batch["number"]] == list(range(480))
+        wrong = [
+            int(n)
+            for batch in kept
+            for n, x in zip(batch["number"], batch["x"], strict=True)
+            if np.asarray(x).tobytes() != sample(SMALL, int(n))["x"].tobytes()
+        ]
+        out["wrong"], out["batches"], out["epochs counted"] = wrong, len(kept), [counted[-2], counted[-1]]
+
+        put(cache, range(480, 488))
+        again = prefetch_to_device(loader, size=4)
+        first = next(again)
+        out["counted ahead"] = loader.state_dict()["resume"]["position"]
+        out["second epoch"] = len(list(again)) + 1
+        del kept, batch, first, again
+        abandoned = prefetch_to_device(loader)
+        next(abandoned)
+        del abandoned
+        gc.collect()
+        out["live"] = len(jax.live_arrays())
+        out["third epoch"] = sum(len(batch["number"]) for batch in prefetch_to_device(loader))
+    out["leases"] = len(leases(cache))
+
+
+def refilled(out: dict[str, Any]) -> None:
+    """An iterable that fills one aligned array, which JAX on a CPU would take for its own, again and again."""
+    raw = np.empty(2**16 + 16, dtype=np.float32)
+    start = (-raw.ctypes.data % 64) // 4
+    array = raw[start : start + 2**16]
+
+    def batches() -> Iterator[np.ndarray]:
+        for number in range(60):
+            array[:] = number
+            yield array
+
+    kept = list(prefetch_to_device(batches()))
+    out["refilled"] = [[float(a.min()), float(a.max())] for a in kept] == [[n, n] for n in range(60)]
+
+
+def trees(out: dict[str, Any]) -> None:
+    def batches() -> Iterator[Any]:
+        one = np.ones((2, 3), np.float16)
+        yield {"list": [one, 2 * one], "tuple": (one,), "pair": Pair(one, 3 * one), "none": None, "text": "abc"}
+        yield [np.float32(7), np.array(["2026-11-21"], "M8[D]"), np.array([True, False])]
+
+    first, second = prefetch_to_device(batches(), device=jax.devices()[0])
+    out["tree"] = [sorted(first), type(first["pair"]).__name__, first["text"], float(first["pair"].second[1, 2])]
+    out["leaves"] = [type(leaf).__name__ for leaf in jax.tree.leaves(first)]
+    out["other"] = [float(second[0]), type(second[1]).__name__, second[2].tolist()]
+
+
+def ends(out: dict[str, Any]) -> None:
+    """How far ahead it goes, what an error leaves, and what is left of one that was abandoned."""
+    taken: list[int] = []
+    closed: list[bool] = []
+    seen: list[weakref.ref[np.ndarray]] = []
+
+    def batches() -> Iterator[dict[str, np.ndarray]]:
+        try:
+            for number in range(7):
+                taken.append(number)
+                array = np.full(1000, number)
+                seen.append(weakref.ref(array))
+                yield {"a": array}
+                del array
+            raise OSError("the disk is gone")
+        finally:
+            closed.append(True)
+
+    ahead = prefetch_to_device(batches(), size=3)
+    out["lazy"] = list(taken)
+    out["ahead"] = [[int(next(ahead)["a"][0]), len(taken)] for _ in range(3)]
+    found: list[Any] = []
+    try:
+        found.extend(int(batch["a"][0]) for batch in ahead)
+    except OSError as error:
+        found.append(str(error))
+    out["error"] = found
+
+    gc.collect()
+    before = len(jax.live_arrays())
+    closed.clear()
+    ahead = prefetch_to_device(batches(), size=3)
+    next(ahead)
+    held = len(jax.live_arrays()) - before
+    del ahead
+    gc.collect()
+    out["abandoned"] = [held, len(jax.live_arrays()) - before, closed, sum(ref() is not None for ref in seen)]
+    try:
+        prefetch_to_device([], size=0)
+    except UsageError as error:
+        out["size"] = str(error)
+
+
+def main(name: str) -> None:
+    out: dict[str, Any] = {}
+    with open_cache(Path(name) / "cache", max_size="50MB") as cache:
+        for start in range(0, 480, 160):
+            put(cache, range(start, start + 160))
+        loader_batches(cache, out)
+    refilled(out)
+    trees(out)
+    ends(out)
+    out["frameworks"] = [name for name in ("torch", "tensorflow") if name in sys.modules]
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

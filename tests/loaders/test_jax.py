@@ -1,0 +1,67 @@
+"""``prefetch_to_device``; JAX runs in a process of its own, once for all tests here."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.loaders.conftest import run_script
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX: pip install jax")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the script saw."""
+    out: dict[str, Any] = run_script("jax_prefetch.py", tmp_path_factory.mktemp("jax"))
+    return out
+
+
+def test_batches_that_are_kept_stay_equal_while_a_loader_makes_60_more(seen: dict[str, Any]) -> None:
+    assert seen["batches"] == 60
+    assert seen["numbers"]  # in order
+    assert seen["wrong"] == []
+
+
+def test_an_array_that_its_iterable_fills_again_was_copied(seen: dict[str, Any]) -> None:
+    assert seen["refilled"]
+
+
+def test_numbers_arrive_as_jax_arrays_and_the_rest_as_it_was(seen: dict[str, Any]) -> None:
+    assert seen["types"] == [True, True, False, False]
+    assert seen["strings"][0] == seen["strings"][1]
+    assert seen["frameworks"] == []
+
+
+def test_any_pytree_keeps_its_form(seen: dict[str, Any]) -> None:
+    assert seen["tree"] == [["list", "none", "pair", "text", "tuple"], "Pair", "abc", 3.0]
+    assert sorted(seen["leaves"]) == ["ArrayImpl"] * 5 + ["str"]
+    assert seen["other"] == [7.0, "ndarray", [True, False]]
+
+
+def test_an_epoch_of_a_loader_counts_when_its_last_batch_is_handed_out(seen: dict[str, Any]) -> None:
+    assert seen["epochs counted"] == [0, 1]
+    assert seen["counted ahead"] == 8  # of 8 x 5 that were fetched
+    assert seen["second epoch"] == 61  # the cache grew
+    assert seen["third epoch"] == 488  # after one that was abandoned
+    assert seen["leases"] == 0
+
+
+def test_it_stays_size_batches_ahead_and_begins_when_asked(seen: dict[str, Any]) -> None:
+    assert seen["lazy"] == []
+    assert seen["ahead"] == [[0, 4], [1, 5], [2, 6]]
+
+
+def test_an_error_of_the_iterable_comes_behind_the_batches_before_it(seen: dict[str, Any]) -> None:
+    assert seen["error"] == [3, 4, 5, 6, "the disk is gone"]
+
+
+def test_nothing_is_left_of_an_iterator_that_was_abandoned(seen: dict[str, Any]) -> None:
+    assert seen["abandoned"] == [3, 0, [True], 0]
+    assert seen["live"] == 0
+
+
+def test_a_size_below_1_is_refused(seen: dict[str, Any]) -> None:
+    assert seen["size"] == "size=0 cannot be used: at least 1"
