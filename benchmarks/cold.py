@@ -52,7 +52,7 @@ def drop(paths: list[Path]) -> None:
         finally:
             os.close(fd)
         at, size = arena.map(path) or (0, 0)
-        if size and arena.resident(np.array([at]), np.array([size])):
+        if size and arena.resident(np.array([at, at + size - 1])):
             raise AssertionError(f"{path} is still in memory")
 
 

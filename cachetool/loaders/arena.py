@@ -123,13 +123,12 @@ class Arena:
         if not map_at(self._base + at, length, 0, _ANYWHERE, -1):
             raise OSError(ctypes.get_errno(), "unmapping failed")
 
-    def resident(self, starts: Int64s, sizes: Int64s) -> bool:
-        """Whether the first and the last page of all these runs are in memory. True where the kernel does not say, as
-        of files of another user."""
+    def resident(self, positions: Int64s) -> bool:
+        """Whether the pages of these positions are in memory. True where the kernel does not say, as of files of
+        another user."""
         mincore, page = _libc("mincore"), ctypes.create_string_buffer(1)
-        ends = starts + np.maximum(sizes, 1) - 1
-        for at in np.unique(np.concatenate([starts, ends]) // mmap.PAGESIZE).tolist():
-            if mincore(self._base + at * mmap.PAGESIZE, 1, page) == 0 and not page.raw[0] & 1:
+        for at in positions.tolist():
+            if mincore(self._base + (at & -mmap.PAGESIZE), 1, page) == 0 and not page.raw[0] & 1:
                 return False
         return True
 

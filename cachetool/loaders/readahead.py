@@ -27,7 +27,7 @@ __all__ = ["NEAR", "Readahead"]
 
 NEAR = 2**14  # bytes between two samples that are rather read than left out: so many take as long as one request more
 BYTES = 2**26  # read ahead of the batch that is gathered
-_LOOKED_AT = 32  # samples that say whether all of them are in memory
+_LOOKED_AT = 8  # samples that say whether all of them are in memory
 _UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
 
 
@@ -56,15 +56,17 @@ class Readahead:
                 group.append(self._coming.popleft())
                 count += len(group[-1])
             self._ahead += count
-            self._read(np.concatenate(group))
+            if not self._in_memory(group):
+                self._read(np.concatenate(group))
         self._ahead -= samples
 
+    def _in_memory(self, group: list[Int64s]) -> bool:
+        each = -(-_LOOKED_AT // len(group))
+        some = [batch[:: max(1, len(batch) // each)] for batch in group[:: max(1, len(group) // _LOOKED_AT)]]
+        located = self._located(np.concatenate(some))
+        return all(self._arena.resident(runs.starts) for _, runs in located)
+
     def _read(self, indices: Int64s) -> None:
-        if not len(indices):
-            return
-        some = indices[:: max(1, len(indices) // _LOOKED_AT)]
-        if all(self._arena.resident(*self._runs(runs, name)) for name, runs in self._located(some)):
-            return
         for name, runs in self._located(indices):
             self._arena.will_need(*self._runs(runs, name), near=self._near)
 

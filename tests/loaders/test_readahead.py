@@ -17,7 +17,6 @@ from cachetool.loaders import readahead
 from cachetool.loaders.arena import Arena, open_arena
 from cachetool.loaders.gather import Runs
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.numpy import Loader
 from cachetool.loaders.readahead import Readahead
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
@@ -44,7 +43,7 @@ def asleep(arena: Arena, start: int, size: int) -> bool:
     """Whether no page of a run is in memory; the first file of an arena begins at its first huge page."""
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
-    return not any(arena.resident(pages[i : i + 1], np.array([1])) for i in range(len(pages)))
+    return not any(arena.resident(pages[i : i + 1]) for i in range(len(pages)))
 
 
 def awake(arena: Arena, start: int, size: int) -> bool:
@@ -52,7 +51,7 @@ def awake(arena: Arena, start: int, size: int) -> bool:
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
     end = time.monotonic() + 20
-    while not arena.resident(pages, np.ones_like(pages)):
+    while not arena.resident(pages):
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
@@ -79,8 +78,8 @@ class Notes:
     def __init__(self, awake: bool = False) -> None:
         self.awake, self.needed, self.looked = awake, [], 0  # type: ignore[var-annotated]
 
-    def resident(self, starts: Any, sizes: Any) -> bool:
-        self.looked += len(starts)
+    def resident(self, positions: Any) -> bool:
+        self.looked += len(positions)
         return self.awake
 
     def will_need(self, starts: Any, sizes: Any, near: int) -> None:
@@ -125,19 +124,17 @@ def test_nothing_is_asked_for_what_is_in_memory() -> None:
     assert 0 < notes.looked < 200  # of 50,000
 
 
-def test_a_loader_reads_ahead_of_itself(tmp_path: Path, cache: CacheDir) -> None:
-    """One batch was gathered; what is not far behind it is on its way into memory."""
-    schema = Schema((Field("x", "<f4", (16384,)), Field("number", "<i8")))
-    put(cache, range(64), schema=schema, dataset="large", format="hdf5")
+def test_what_is_gathered_last_is_on_its_way_when_the_first_batch_is_there(tmp_path: Path, cache: CacheDir) -> None:
+    schema = Schema((Field("x", "<f4", (MIB // 4,)), Field("number", "<i8")))
+    put(cache, range(12), schema=schema, dataset="large", format="hdf5")
     shard = cache.shards("large")[0]
     arena = dropped(shard.data)
     view = View.of_shards(cache.version, "large", schema, [shard])
     parts = MappedParts()
-    batches = [np.array([at, at + 32]) for at in range(32)]
+    batches = [np.array([at]) for at in (0, 2, 11)]
     parts.expect(view, batches, schema, first=True)
     next(parts.batches(view, batches, schema))
     x = load_extents(shard.path / EXTENTS_FILE, schema).fields["x"]
-    assert awake(arena, x.start, 64 * x.nbytes)
+    assert awake(arena, x.start + 11 * MIB, MIB)
+    assert asleep(arena, x.start + 6 * MIB, MIB)
     parts.close()
-    with Loader(cache, batch_size=8, dataset="large", fields=["number"], workers=1) as loader:
-        assert sorted(int(n) for batch in loader for n in batch["number"]) == list(range(64))
