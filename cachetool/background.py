@@ -128,11 +128,17 @@ class BackgroundPull:
 
     def progress(self) -> PullState:
         """How far the pull of this source is, whichever process does it. Reads the catalog."""
-        with self._cache.catalog.read() as connection:
-            found = pull_state(connection, self._cache.layout, self._source)
+        if self._cache.closed:  # the pull has ended; what became of it can still be asked
+            with CacheDir(self._cache.root) as again:
+                return self._progress(again)
+        return self._progress(self._cache)
+
+    def _progress(self, cache: CacheDir) -> PullState:
+        with cache.catalog.read() as connection:
+            found = pull_state(connection, cache.layout, self._source)
         if found is not None:
             return found
-        return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, self._cache.max_size, 0, 0.0, None)
+        return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, cache.max_size, 0, 0.0, None)
 
     def _look(self) -> None:
         """Take in what the puller may have said at its end. A forked child has no puller: it sees the catalog alone."""

@@ -5,6 +5,7 @@ It looks and reports, and changes nothing: a small lock file is made and removed
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -15,8 +16,10 @@ from cachetool.cache.catalog import Catalog, library_version
 from cachetool.cache.filesystem import ALLOW, file_system, is_network
 from cachetool.cache.holders import lock_states, locks_work
 from cachetool.cache.layout import Layout, cache_option, root_of
+from cachetool.cache.losses import losses, quarantined
+from cachetool.cache.marker import look, settings
 from cachetool.cache.removal import leaseholders
-from cachetool.cache.repair import quarantined, strays
+from cachetool.cache.repair import strays
 from cachetool.cache.usage import measure
 from cachetool.units import format_size
 
@@ -44,12 +47,25 @@ def examine(root: str | Path | None = None) -> list[Finding]:
     """
     path = root_of(root)
     layout = Layout(path)
-    exists = layout.check()
+    exists, wrong = look(layout)
     found = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]
+    if wrong is not None:
+        found.append(Finding(layout.marker.name, "bad", f"it {wrong}; {_mended(layout)}"))
+    if exists:
+        found += [
+            Finding("folder", "bad", f"{folder.name}/ is missing; {_mended(layout)}")
+            if folder == layout.shards
+            else Finding("folder", "note", f"{folder.name}/ is missing; the next command makes it again")
+            for folder in layout.missing()
+        ]
     found += _place(layout)
     if exists:
         found += _catalog(layout)
     return found
+
+
+def _mended(layout: Layout) -> str:
+    return f"run: cachetool verify --repair{cache_option(layout.root)}"
 
 
 def _place(layout: Layout) -> list[Finding]:
@@ -70,16 +86,33 @@ def _place(layout: Layout) -> list[Finding]:
         )
     if not layout.holders.is_dir():
         return [kind, disk]
-    works = locks_work(layout.holders)
+    try:
+        works = locks_work(layout.holders)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM):
+            raise
+        return [
+            kind,
+            Finding("disk", "bad", f"{format_size(free)} free, but nothing can be written: {_refused(error)}"),
+        ]
     text = "a lock of one process keeps another out" if works else "they keep nobody out: put the cache on another disk"
     return [kind, disk, Finding("locks", "ok" if works else "bad", text)]
+
+
+def _refused(error: OSError) -> str:
+    if error.errno == errno.EROFS:
+        return (
+            "the disk is mounted read-only; readers that have a snapshot go on, but no new one can begin: make it"
+            " writable again, for example by mount -o remount,rw"
+        )
+    return f"{error.strerror}; no pull and no new reader can use this cache"
 
 
 def _catalog(layout: Layout) -> list[Finding]:
     catalog = Catalog(layout.catalog)
     trouble = catalog.trouble()
     if trouble is not None:
-        return [Finding("catalog", "bad", f"{trouble}; run: cachetool verify --repair{cache_option(layout.root)}")]
+        return [Finding("catalog", "bad", f"{trouble}; {_mended(layout)}")]
     try:
         with catalog.read() as connection:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
@@ -89,6 +122,7 @@ def _catalog(layout: Layout) -> list[Finding]:
             holders = connection.execute("SELECT id, pid, host, what, started FROM holders ORDER BY started").fetchall()
             leases = leaseholders(connection)
             aside = list(quarantined(connection))
+            missing = losses(connection)
             errors = connection.execute(
                 "SELECT at, text FROM events WHERE kind = 'error' ORDER BY id DESC LIMIT 1"
             ).fetchall()
@@ -119,20 +153,17 @@ def _catalog(layout: Layout) -> list[Finding]:
     found += [Finding("lease", "ok", text) for text in leases]
     if left:
         size = format_size(sum(stray.bytes for stray in left))
-        found.append(
-            Finding(
-                "left over",
-                "bad",
-                f"{len(left)} files or folders, {size}; run: cachetool verify --repair{cache_option(layout.root)}",
-            )
-        )
+        found.append(Finding("left over", "bad", f"{len(left)} files or folders, {size}; {_mended(layout)}"))
     if aside:
         size = format_size(sum(each["bytes"] for each in aside))
-        found.append(
-            Finding(
-                "quarantine", "note", f"{len(aside)} shards, {size}; see: cachetool verify{cache_option(layout.root)}"
-            )
-        )
+        option = cache_option(layout.root)
+        text = f"{len(aside)} shards, {size}; see: cachetool verify{option}; to delete them: --repair --purge"
+        found.append(Finding("quarantine", "note", text))
+    found += [Finding("missing", "bad", f"{each.samples} samples of {each.url}; {_mended(layout)}") for each in missing]
+    said = settings(layout)
+    if any(meta[name] != value for name, value in said.items()):
+        text = f"{layout.marker.name} says {said}, the catalog, which decides, another cap; {_mended(layout)}"
+        found.append(Finding(layout.marker.name, "bad", text))
     found += [
         Finding("last error", "note", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
         for row in errors

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from cachetool.cache import CacheDir, draws, open_cache
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import SourceRow
+from cachetool.cache.losses import reopen
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import UsageError
 from cachetool.options import PullOptions
@@ -39,7 +40,7 @@ def refetch(channel: Channel, *, root: str, shards: Sequence[Message]) -> Messag
                 source = _source(connection, shard)
                 mine = not _pending(connection, source, shard)
                 if mine:
-                    draws.reopen(connection, source, shard["turn"], shard["draws"])
+                    reopen(connection, source, shard["turn"], shard["draws"], None)
             if mine:
                 pull(cache, source.url, _options(source, shard))
             _wait(cache, shard)

@@ -108,8 +108,9 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert [(p["shard"], p["file"], p["action"]) for p in document["problems"]] == [(shard, "data.h5", None)]
 
     ran = run("verify", "--cache", root, "--repair", "--no-repull")
-    assert ran.returncode == 0, ran
+    assert ran.returncode == 5, "10 samples are missing now"
     assert "10 draws of" in ran.stdout
+    assert f"10 samples of {objects} are missing" in ran.stdout
     assert "pulled" not in ran.stdout
     assert len(keys(root)) == 40
     with open_cache(root) as cache:
@@ -127,18 +128,39 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
 
 
 def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, tmp_path: Path) -> None:
+    before = keys(root)
     damage(root)
     gone = shutil.move(objects, tmp_path / "gone")
     try:
         ran = run("verify", "--cache", root, "--repair")
-        assert ran.returncode == 0
-        assert "could not be pulled again" in ran.stdout
+        assert ran.returncode == 5
+        why = f"there is no file or folder '{objects}'"
+        assert f"10 samples of {objects} are missing and could not be pulled again: {why}" in ran.stdout
+        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 samples missing")
+        assert "--repair" in ran.stderr
+        assert "--purge" in ran.stderr
+
+        ran = run("verify", "--cache", root)
+        assert ran.returncode == 5
+        assert f"10 samples of {objects} are missing; the last error of that source: {why}" in ran.stdout
+        assert "run: cachetool verify --repair" in ran.stderr
+        assert f"10 samples of {objects} are missing; " in run("stats", "--cache", root).stdout
+        assert by_name(root)["missing"].state == "bad"
+        ran = run("verify", "--cache", root, "--repair", "--json")
+        assert ran.returncode == 5
+        assert [(m["source"], m["samples"]) for m in json.loads(ran.stdout)["missing"]] == [(str(objects), 10)]
         with open_cache(root) as cache:
             assert cache.stats().sources[0]["drawn"] == 40
             assert cache.stats().errors[0]["kind"] in ("error", "corrupt")
     finally:
         shutil.move(gone, objects)
+    ran = run("verify", "--cache", root, "--repair")
+    assert ran.returncode == 0, ran
+    assert "10 samples that were missing since an earlier repair pulled again" in ran.stdout
+    assert keys(root) == before
+    assert run("verify", "--cache", root).returncode == 0
     with open_cache(root) as cache:
+        assert cache.stats().missing == []
         cache.pull(str(objects), everything=True, workers=1)
     assert len(keys(root)) == len(set(keys(root))) == 60
 
@@ -169,15 +191,6 @@ def test_a_lost_catalog_is_an_error_that_names_the_remedy(root: Path) -> None:
         cache.pull(next(iter(cache.stats().sources))["url"], everything=True, workers=1)
         assert cache.stats().sources[0]["drawn"] == 60
     assert len(set(keys(root))) == 60
-
-
-def test_a_cap_lost_with_the_catalog_is_guessed_and_said(root: Path) -> None:
-    (root / "catalog.sqlite3").unlink()
-    (root / "cachetool.json").write_text('{"layout": 1}')
-    ran = run("verify", "--cache", root, "--repair")
-
-    assert ran.returncode == 0
-    assert "the cap was lost with the catalog: it is" in ran.stdout
 
 
 def test_verify_without_a_cache_is_a_usage_error(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
 from cachetool.cache.layout import Layout
-from cachetool.cache.rebuild import Found, open_draws, scan, without, without_doubles
-from cachetool.cache.records import Record
+from cachetool.cache.rebuild import Found, open_draws, scan, without_doubles
+from cachetool.cache.records import Record, without
 from cachetool.errors import CatalogError
 
 __all__ = ["contradiction"]
@@ -53,7 +53,7 @@ def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
     found = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
     kept, _ = without_doubles(found.shards)
     yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
-    yield from _meta(connection, layout, found)
+    yield from _meta(connection, found)
     schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
     for name, (_, schema) in found.schemas.items():
         if schemas.get(name) != schema:
@@ -69,10 +69,9 @@ def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
         yield from _source(connection, progress, kept + unread)
 
 
-def _meta(connection: Connection, layout: Layout, found: Found) -> Iterator[str]:
+def _meta(connection: Connection, found: Found) -> Iterator[str]:
     meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
     wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
-    wrong += [key for key, value in layout.settings().items() if meta[key] != value]
     yield from (f"{key} is {meta[key]!r}" for key in wrong)
     newest = max([since for since, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
     if newest > meta["version"]:

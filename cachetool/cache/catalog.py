@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.layout import cache_option
+from cachetool.cache.migrations import MIGRATIONS
 from cachetool.errors import CapacityError, CatalogError
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
@@ -37,72 +38,7 @@ FIRST_PAGES = 128
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
 MAX_EVENTS = 1000
 
-_MIGRATIONS = (
-    """
-    CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-    CREATE TABLE holders (id TEXT PRIMARY KEY, pid INTEGER, host TEXT, what TEXT, started REAL) WITHOUT ROWID;
-    CREATE TABLE datasets (name TEXT PRIMARY KEY, schema TEXT NOT NULL, created REAL) WITHOUT ROWID;
-    CREATE TABLE sources (
-        id TEXT PRIMARY KEY, url TEXT, options TEXT, identity TEXT, dataset TEXT, units INTEGER, samples INTEGER,
-        seed INTEGER, turn INTEGER, frontier INTEGER, skipped INTEGER, bytes INTEGER, created REAL
-    ) WITHOUT ROWID;
-    CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, holder TEXT, source TEXT, wanted INTEGER, committed INTEGER, skipped INTEGER, created REAL,
-        renew REAL, policy TEXT, min_epochs INTEGER, keep_own INTEGER, hungry INTEGER
-    ) WITHOUT ROWID;
-    CREATE TABLE claims (
-        id INTEGER PRIMARY KEY, source TEXT, turn INTEGER, start INTEGER, stop INTEGER, holder TEXT, job TEXT
-    );
-    CREATE TABLE shards (
-        id TEXT PRIMARY KEY, seq INTEGER, dataset TEXT, format TEXT, state TEXT, samples INTEGER, payload INTEGER,
-        bytes INTEGER, since INTEGER, until INTEGER, holder TEXT, job TEXT, created REAL, epochs INTEGER, used REAL,
-        source TEXT, turn INTEGER, draws TEXT, content TEXT, digest TEXT, sole INTEGER
-    ) WITHOUT ROWID;
-    CREATE INDEX shards_by_state ON shards (state, seq);
-    CREATE TABLE leases (
-        id INTEGER PRIMARY KEY, holder TEXT, run TEXT, epoch INTEGER, version INTEGER, dataset TEXT, taken REAL
-    );
-    CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, subject TEXT, text TEXT);
-    """,
-    # Integrity: which conversions came from one shard, what was evicted why, bytes fetched and served.
-    """
-    ALTER TABLE shards ADD COLUMN lineage TEXT;
-    ALTER TABLE sources ADD COLUMN fetched INTEGER NOT NULL DEFAULT 0;
-    CREATE TABLE evictions (
-        reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER, PRIMARY KEY (reason, policy)
-    ) WITHOUT ROWID;
-    CREATE INDEX claims_by_source ON claims (source, turn);
-    INSERT INTO meta VALUES ('served', 0);
-    """,
-    # Background pulls: who pulls a source, and what became of it.
-    """
-    CREATE TABLE pullers (
-        source TEXT PRIMARY KEY, holder TEXT, pid INTEGER, url TEXT, dataset TEXT, phase TEXT, listed INTEGER,
-        error TEXT, started REAL, updated REAL
-    ) WITHOUT ROWID;
-    """,
-    # Sources that grow: the places between the segments of the present pass; whether all of them are there.
-    """
-    ALTER TABLE sources ADD COLUMN cuts TEXT NOT NULL DEFAULT '[]';
-    ALTER TABLE sources ADD COLUMN sequential INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE sources ADD COLUMN whole INTEGER NOT NULL DEFAULT 1;
-    """,
-    # Whose evictions and errors: of which pull, of which dataset (of old ones it is known when there is but one).
-    """
-    ALTER TABLE jobs ADD COLUMN evicted INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE events ADD COLUMN dataset TEXT;
-    ALTER TABLE evictions RENAME TO evictions_before;
-    CREATE TABLE evictions (
-        dataset TEXT, reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER,
-        PRIMARY KEY (dataset, reason, policy)
-    ) WITHOUT ROWID;
-    INSERT INTO evictions SELECT (SELECT CASE count(*) WHEN 1 THEN min(name) ELSE '' END FROM datasets),
-        reason, policy, shards, samples, bytes FROM evictions_before;
-    DROP TABLE evictions_before;
-    """,
-    "ALTER TABLE sources ADD COLUMN past TEXT NOT NULL DEFAULT '[]'",  # what positions meant in earlier passes
-)
-SCHEMA_VERSION = len(_MIGRATIONS)
+SCHEMA_VERSION = len(MIGRATIONS)
 
 
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
@@ -151,13 +87,27 @@ class Catalog:
         """Close the connection of this process."""
         with self._turn():
             if self._connection is not None and self._pid == os.getpid():
-                self._connection.close()
-                self._connection = None
+                connection, self._connection = self._connection, None
+                with contextlib.suppress(sqlite3.Error):  # nothing is written by this: what was, is committed
+                    connection.close()
 
     def note_error(self, subject: str, text: str, *, dataset: str) -> None:
         """Keep an error for ``stats`` and for trainers that wait; where nothing can be written it is let go."""
         with contextlib.suppress(CapacityError, CatalogError), self.write() as connection:
             event(connection, time.time(), "error", subject, text, dataset=dataset)
+
+    def untouched(self) -> bool:
+        """Whether nothing was ever entered: there is no file, or it is that of a cache whose making was cut off."""
+        if not self.path.exists():
+            return True
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as connection:
+                if not connection.execute("PRAGMA user_version").fetchone()[0]:
+                    return True
+                tables = ("datasets", "sources", "shards")
+                return not any(connection.execute(f"SELECT 1 FROM {name} LIMIT 1").fetchone() for name in tables)
+        except _FAILURES:
+            return False
 
     def trouble(self) -> str | None:
         """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
@@ -231,6 +181,7 @@ class Catalog:
                     # Rebuilt by another process since it was opened: this connection leads to a deleted file.
                     connection.execute("ROLLBACK")
                     self.close()
+                    connection = None  # it is closed: when there is no other to be had, there is nothing to roll back
                     connection = self._open()
                     connection.execute(begin)
                 yield connection
@@ -301,7 +252,12 @@ class Catalog:
         name = getattr(error, "sqlite_errorname", "")
         if name == "SQLITE_FULL":
             return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
-        if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        if name.startswith("SQLITE_READONLY"):
+            return CapacityError(
+                f"catalog {self.path} cannot be written: the disk is read-only; make it writable again, for example by"
+                " mount -o remount,rw"
+            )
+        if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
             return CapacityError(f"catalog {self.path}: {error}; is the disk full, failing or read-only?")
         if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
             return CatalogError(f"catalog {self.path}: {error}; {self._mend()}")
@@ -313,7 +269,7 @@ def _migrate(connection: sqlite3.Connection, meta: Mapping[str, int]) -> None:
     connection.execute("BEGIN IMMEDIATE")
     try:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
-        for script in _MIGRATIONS[found:]:
+        for script in MIGRATIONS[found:]:
             for statement in script.split(";"):
                 connection.execute(statement)
         if not found:

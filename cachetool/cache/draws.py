@@ -6,8 +6,7 @@ A source's draws are the positions ``0 .. units - 1`` of one seeded order per tu
       done, but for rows in `claims`              never claimed yet
 
 A source that grows gets more positions behind those it has; the others stay what they are. A claim has a holder while a
-worker is on it, none after that died or gave it back: then it is handed out before the frontier moves. So no draw is
-repeated or lost before the turn is complete.
+worker is on it, none after that died or gave it back: then it is handed out before the frontier moves, ``lost`` first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,7 +37,6 @@ __all__ = [
     "job_row",
     "next_turn",
     "open_job",
-    "reopen",
     "source_row",
     "withdraw",
 ]
@@ -239,16 +237,20 @@ def claim(
         return min(limit, start + budget, stop if whole is None else whole(source.turn, start, stop))
 
     row = connection.execute(
-        "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL ORDER BY start LIMIT 1",
+        "SELECT id, start, stop, lost FROM claims WHERE source = ? AND turn = ? AND holder IS NULL"
+        " ORDER BY lost IS NULL, start LIMIT 1",
         (source.id, source.turn),
     ).fetchone()
     if row is not None:
         start, stop = row["start"], end(row["start"], row["stop"])
+        mine = None if row["lost"] is None else row["lost"] * (stop - start) // (row["stop"] - start)
         connection.execute(
-            "UPDATE claims SET stop = ?, holder = ?, job = ? WHERE id = ?", (stop, holder, job, row["id"])
+            "UPDATE claims SET stop = ?, holder = ?, job = ?, lost = ? WHERE id = ?",
+            (stop, holder, job, mine, row["id"]),
         )
         if stop < row["stop"]:
-            _insert(connection, source, stop, row["stop"], None, None)
+            rest = None if mine is None else row["lost"] - mine
+            _insert(connection, source, stop, row["stop"], lost=rest)
         return Claim(row["id"], source.turn, start, stop, source)
     start = source.frontier
     if start >= source.units:
@@ -275,7 +277,10 @@ def finish(
     if upto >= held.stop:
         connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
-        connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
+        connection.execute(
+            "UPDATE claims SET start = :upto, lost = lost * (stop - :upto) / (stop - start) WHERE id = :id",
+            {"upto": upto, "id": held.id},
+        )
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -292,24 +297,19 @@ def give_back(connection: Connection, holder: str, job: str) -> None:
 
 
 def _insert(
-    connection: Connection, source: SourceRow, start: int, stop: int, holder: str | None, job: str | None
+    connection: Connection,
+    source: SourceRow,
+    start: int,
+    stop: int,
+    holder: str | None = None,
+    job: str | None = None,
+    lost: int | None = None,
 ) -> int:
     cursor = connection.execute(
-        "INSERT INTO claims (source, turn, start, stop, holder, job) VALUES (?, ?, ?, ?, ?, ?)",
-        (source.id, source.turn, start, stop, holder, job),
+        "INSERT INTO claims (source, turn, start, stop, holder, job, lost) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (source.id, source.turn, start, stop, holder, job, lost),
     )
     return int(cursor.lastrowid or 0)
-
-
-def reopen(connection: Connection, source: SourceRow, turn: int, ranges: Iterable[tuple[int, int]]) -> int:
-    """Open draws again whose samples were lost; gives how many. Those of an earlier pass come back in a later one."""
-    if turn != source.turn:
-        return 0
-    count = 0
-    for start, stop in ranges:
-        _insert(connection, source, start, stop, None, None)
-        count += stop - start
-    return count
 
 
 def next_turn(connection: Connection, source: str) -> bool:

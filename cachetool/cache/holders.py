@@ -8,6 +8,7 @@ process drops the lock. So the file is opened once per process, here, and a proc
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -20,6 +21,8 @@ import time
 from pathlib import Path
 
 from cachetool.cache.catalog import Connection
+from cachetool.disk import disk_error
+from cachetool.errors import CacheToolError, CapacityError, CatalogError
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
 
@@ -64,7 +67,12 @@ class Holder:
 
 def _make_locked(path: Path) -> int | None:
     """A new lock file, locked; None when a recovery elsewhere took it for that of a dead process before it was."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileNotFoundError:  # somebody deleted the folder, which only holds what is made anew by each process
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(path, flags, 0o600)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if path.exists():
@@ -87,8 +95,22 @@ def holder_of(folder: Path) -> Holder:
     key = (os.getpid(), str(folder.resolve()))
     with _lock:
         if key not in _holders:
-            _holders[key] = Holder(folder)
+            try:
+                _holders[key] = Holder(folder)
+            except OSError as error:
+                raise _unwritable(folder, error) from error
         return _holders[key]
+
+
+def _unwritable(folder: Path, error: OSError) -> CacheToolError:
+    """Whoever reads or writes a cache must leave a lock there: why this process cannot."""
+    if not folder.parent.is_dir():
+        return CatalogError(f"the cache folder {folder.parent} is gone; pull again to fill a new one")
+    known = disk_error(error)
+    why = str(known).partition(": ")[2] if known is not None and error.filename else error.strerror
+    if error.errno == errno.EROFS:
+        why = "the disk is mounted read-only; make it writable again, for example by mount -o remount,rw"
+    return CapacityError(f"cache {folder.parent} takes no new reader or writer, which must leave a lock there: {why}")
 
 
 def existing_holder(folder: Path) -> Holder | None:
@@ -188,6 +210,10 @@ def _alive(path: Path, *, remove: bool = False) -> bool:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return _locker(path) is not None  # a lock cannot be tried for there, but asked after
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if remove:
@@ -202,8 +228,10 @@ def _alive(path: Path, *, remove: bool = False) -> bool:
 
 def _owner(path: Path) -> int | None:
     """Pid of the process that holds the lock, 0 when the kernel does not say (another machine, a container)."""
-    if not _alive(path):
-        return None
+    return _locker(path) if _alive(path) else None
+
+
+def _locker(path: Path) -> int | None:
     if sys.platform != "linux":
         return 0
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Where things lie under a cache's root, and whether a folder is a cache at all.
+"""Where things lie under a cache's root.
 
 ::
 
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shlex
 import shutil
 from pathlib import Path
 
 from cachetool.disk import naming_inodes
-from cachetool.errors import CatalogError, UsageError
+from cachetool.errors import UsageError
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -87,44 +86,6 @@ class Layout:
         """Where the newest record of a source is kept once the shard that held it is gone."""
         return self.listings / f"{source}.json"
 
-    def check(self) -> bool:
-        """Whether a usable cache is here; False when nothing is. Changes nothing.
-
-        Raises :class:`UsageError` for a file or a folder of other things, :class:`CatalogError` for a newer layout.
-        """
-        try:
-            entries = os.listdir(self.root)
-        except FileNotFoundError:
-            if self.root.is_symlink():
-                target = os.readlink(self.root)
-                raise UsageError(
-                    f"cache {self.root} is a link to {target}, which is not there; make that folder, or name another"
-                    " with --cache"
-                ) from None
-            return False
-        except NotADirectoryError:
-            what = "is a file" if self.root.exists() else "lies below a file"
-            raise UsageError(f"cache {self.root} {what}; name a folder with --cache") from None
-        except OSError as error:
-            raise UsageError(f"cache {self.root} cannot be read: {error.strerror}") from error
-        if not entries:
-            return False
-        if self.marker.name not in entries:
-            made = (self.tag.name, self.catalog.name, f"{self.marker.name}.", *(p.name for p in self.folders))
-            if self.tag.name in entries and all(entry.startswith(made) for entry in entries):
-                return False  # killed while it was made: made again
-            raise UsageError(f"folder {self.root} holds other things and is no cache; name an empty or a new folder")
-        try:
-            found = json.loads(self.marker.read_bytes())["layout"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CatalogError(f"{self.marker} cannot be read; is {self.root} a cache?") from error
-        if found > LAYOUT_VERSION:
-            raise CatalogError(
-                f"cache {self.root} was written by a newer cachetool (layout {found}, this one knows {LAYOUT_VERSION});"
-                " upgrade cachetool"
-            )
-        return True
-
     def refuse_place(self) -> None:
         """Raise :class:`UsageError` where a new cache could not be made. Changes nothing."""
         above = self._above()
@@ -134,7 +95,7 @@ class Layout:
             raise UsageError(f"cache {self.root} cannot be made: {above} may not be written to; name another folder")
 
     def make(self) -> None:
-        """Make the folders; harmless where they are already. The catalog comes next, then :meth:`mark`.
+        """Make the folders; harmless where they are already. The catalog comes next, then ``cachetool.json``.
 
         Raises :class:`UsageError` where no folder can be made, ``OSError`` for a disk that has no room.
         """
@@ -149,26 +110,14 @@ class Layout:
                 raise
             raise UsageError(f"cache {self.root} cannot be made: {error.strerror}; name another folder") from error
 
-    def mark(self, **settings: int) -> None:
-        """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it has; under the
-        catalog's lock: the file beside is one for all."""
-        self.marker_aside.unlink(missing_ok=True)
-        write_durable(self.marker_aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
-        os.replace(self.marker_aside, self.marker)
-        fsync_folder(self.root)
-
-    def settings(self) -> dict[str, int]:
-        """What :meth:`mark` was last told; as far as it can be read."""
-        try:
-            found = json.loads(self.marker.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return {name: found[name] for name in ("max_size", "min_free") if isinstance(found.get(name), int)}
-
     @property
     def folders(self) -> tuple[Path, ...]:
         """The folders under the root."""
         return (self.holders, self.shards, self.listings)
+
+    def missing(self) -> list[Path]:
+        """Which of them are not there, or no folders."""
+        return [folder for folder in self.folders if not folder.is_dir()]
 
     def fixed_bytes(self) -> int:
         """Bytes of the root, its folders and small files, as the disk has them now; the catalog is charged apart."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cachetool.cache.catalog import FIRST_PAGES, allowance
+from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout, cache_option, root_of
+from cachetool.cache.marker import check
 from cachetool.cache.root import CacheDir
-from cachetool.errors import CapacityError, CapTooSmall, UsageError
+from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.units import format_size, parse_size
 
 __all__ = ["open_cache", "open_root"]
@@ -35,7 +37,7 @@ def open_cache(
     ``min_free`` keeps that much of the disk free. Left unfinished work of dead processes is finished first.
 
     Raises :class:`UsageError` for a folder that is no cache, or is missing with ``create=False``; :class:`CatalogError`
-    for a cache of a newer version; :class:`CapTooSmall` for a cap below the cache's own files.
+    for a cache of a newer version, or one that lost files of its own; :class:`CapTooSmall` for a cap below those files.
     """
     return open_root(CacheDir, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
 
@@ -55,11 +57,12 @@ def open_root(
     path = root_of(root)
     check_file_system(path, notify)
     layout = Layout(path)
-    exists = layout.check()
+    exists = check(layout)
     if not exists:
         if not create:
             raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")
         layout.refuse_place()
+        size = _left(layout) if size is None else size
     if size is None and not exists:
         size, what = layout.free_disk() // 2, f"half of the free disk of {path}"
         notify = _explained(notify)
@@ -72,11 +75,24 @@ def open_root(
                 f"{what} is {size} bytes: the cache's own files need {least} before any shard, and it must hold one"
             )
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
-    if exists:
-        _recover(cache, notify)
-        if size is not None and size != cache.catalog.meta("max_size"):
-            _refuse_while_used(cache, size)
+    try:
+        if exists:
+            _recover(cache, notify)
+            if size is not None and size != cache.catalog.meta("max_size"):
+                _refuse_while_used(cache, size)
+    except BaseException:
+        cache.close()
+        raise
     return cache
+
+
+def _left(layout: Layout) -> int | None:
+    """The cap of a cache whose making was cut off, and which is made now."""
+    if not layout.catalog.exists():
+        return None
+    with contextlib.suppress(CapacityError, CatalogError), contextlib.closing(Catalog(layout.catalog)) as catalog:
+        return catalog.meta("max_size")
+    return None
 
 
 def _explained(notify: Callable[[str], None] | None) -> Callable[[str], None] | None:

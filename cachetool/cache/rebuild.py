@@ -4,7 +4,7 @@
 
     every shards/<id>/shard.json, checksum and id checked   ->  shards in their order, datasets, draws done
     the newest record of each source, in those or beside its listing  ->  sources, draws of shards evicted since
-    cachetool.json                                          ->  the cap
+    cachetool.json, else the old catalog, else whoever asks ->  the cap
 
 Of two shards with the same samples (a conversion that replaced one, a commit that was cut off and drawn again) the one
 committed last stays. What has no ``shard.json`` was never committed, or was being deleted, and goes. What has one that
@@ -28,7 +28,9 @@ from typing import Any
 from cachetool.cache.catalog import FIRST_PAGES, PAGE_BYTES, Catalog, Connection, event
 from cachetool.cache.holders import holder_of, live_locks
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, fsync_folder, remove_tree, tree_bytes
-from cachetool.cache.records import Record, merged, read_shard_json, record_bound, unseal
+from cachetool.cache.marker import mark
+from cachetool.cache.marker import settings as marked
+from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
 from cachetool.errors import CacheToolError, CatalogError, UsageError
 from cachetool.schema import Schema
 
@@ -39,7 +41,6 @@ __all__ = [
     "quarantine_folder",
     "rebuild",
     "scan",
-    "without",
     "without_doubles",
 ]
 
@@ -60,8 +61,6 @@ class Rebuilt:
     deleted: tuple[str, ...]
     """Folders that were never committed, or whose samples a newer shard holds."""
     max_size: int
-    cap_lost: bool
-    """Whether the cap had to be guessed: half of what the disk has free, beside the shards."""
 
 
 @dataclass(slots=True)
@@ -81,8 +80,11 @@ class Found:
             self.progress[progress["id"]] = (value["since"], progress)
 
 
-def rebuild(layout: Layout) -> Rebuilt:
-    """Replace the catalog. Raises :class:`CatalogError` while another process uses the cache."""
+def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
+    """Replace the catalog; ``max_size`` is the cap where no file tells it any more.
+
+    Raises :class:`CatalogError` while another process uses the cache, and when the cap is not known.
+    """
     holder_of(layout.holders)  # whoever rebuilds at the same moment sees this process, and one of the two gives up
     old = Catalog(layout.catalog)
     with _locked(old):
@@ -94,10 +96,14 @@ def rebuild(layout: Layout) -> Rebuilt:
         salvaged = _salvage(old)
         found = scan(layout)
         kept, superseded = without_doubles(found.shards)
-        settings = {**salvaged["meta"], **layout.settings()}
-        cap_lost = "max_size" not in settings
-        if cap_lost:
-            settings["max_size"] = layout.free_disk() // 2 + sum(tree_bytes(layout.shards / v["id"]) for v in kept)
+        settings = {**salvaged["meta"], **marked(layout)}
+        if settings.setdefault("max_size", max_size) is None:
+            raise CatalogError(
+                f"the cap of {layout.root} was lost with its catalog and {layout.marker.name}; say what it was:"
+                f" cachetool verify --repair --max-size SIZE --cache {layout.root}"
+            )
+        if marked(layout) != (asked := {name: settings.get(name, 0) for name in ("max_size", "min_free")}):
+            mark(layout, **asked)  # before the old catalog goes, which may be the last that knows
         for name in (*found.unfinished, *superseded):
             remove_tree(layout.shards / name, first=SHARD_FILE)
         # From here until the rename there is no catalog: killed there, the next repair begins again.
@@ -112,7 +118,6 @@ def rebuild(layout: Layout) -> Rebuilt:
         bad=tuple(found.bad),
         deleted=(*found.unfinished, *superseded),
         max_size=settings["max_size"],
-        cap_lost=cap_lost,
     )
 
 
@@ -135,6 +140,8 @@ def _locked(old: Catalog) -> Iterator[None]:
 def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
     """Read every ``shard.json``, but of shards to ``leave_out``, and every record beside the listings."""
     found = Found()
+    if not layout.shards.is_dir():
+        return found
     for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
         if not _ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
             continue  # what is not ours is left alone
@@ -214,6 +221,7 @@ def _salvage(old: Catalog) -> dict[str, Any]:
         "epochs": "SELECT id, epochs, used FROM shards",
         "evictions": "SELECT dataset, reason, policy, shards, samples, bytes FROM evictions",
         "events": "SELECT at, kind, subject, text, dataset FROM events ORDER BY id",
+        "lost": "SELECT source, turn, start, stop, lost FROM claims WHERE lost IS NOT NULL",
     }
     read: dict[str, list[tuple[Any, ...]]] = {}
     for name, query in queries.items():
@@ -225,6 +233,7 @@ def _salvage(old: Catalog) -> dict[str, Any]:
         "epochs": {id: (epochs, used) for id, epochs, used in read["epochs"]},
         "evictions": read["evictions"],
         "events": read["events"],
+        "lost": read["lost"],
     }
 
 
@@ -257,7 +266,7 @@ def _write(
         for name, why in found.bad:
             quarantine_folder(connection, layout, name, why)
         for _, progress in found.progress.values():
-            _add_progress(connection, layout, found, progress, kept)
+            _add_progress(connection, layout, found, progress, kept, salvaged["lost"])
         connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?, ?)", salvaged["evictions"])
         for at, kind, subject, text, dataset in salvaged["events"]:
             event(connection, at, kind, subject, text, dataset=dataset)
@@ -290,8 +299,11 @@ def quarantine_folder(connection: Connection, layout: Layout, name: str, why: st
     event(connection, time.time(), "corrupt", name, why)
 
 
-def _add_progress(connection: Connection, layout: Layout, found: Found, progress: Record, kept: list[Record]) -> None:
-    """A source's row, and its open draws: those of the newest record without those of shards that are here."""
+def _add_progress(
+    connection: Connection, layout: Layout, found: Found, progress: Record, kept: list[Record], lost: list[Any]
+) -> None:
+    """A source's row, and its open draws: those of the newest record without those of shards that are here. Of those
+    that the old catalog called ``lost`` it is said again."""
     frontier, pending = open_draws(progress, kept)
     listing = layout.listings / progress["id"]
     schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
@@ -302,9 +314,14 @@ def _add_progress(connection: Connection, layout: Layout, found: Found, progress
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
+    mine = [each[2:] for each in lost if each[:2] == (progress["id"], progress["turn"])]
+    claims = [(start, stop, None) for start, stop in without(pending, [each[:2] for each in mine])]
+    for start, stop, samples in mine:
+        still = without([(start, stop)], without([(start, stop)], pending))
+        claims += [(a, b, samples * (b - a) // (stop - start)) for a, b in still]
     connection.executemany(
-        "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
-        [(progress["id"], progress["turn"], start, stop) for start, stop in pending],
+        "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
+        [(progress["id"], progress["turn"], *claim) for claim in claims],
     )
 
 
@@ -320,14 +337,3 @@ def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
     return frontier, without(pending, here)
-
-
-def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
-    """What of ``ranges`` lies outside of ``taken``."""
-    left = merged(ranges)
-    for start, stop in merged(taken):
-        parts = []
-        for a, b in left:
-            parts += [[a, min(b, start)], [max(a, stop), b]] if a < stop and start < b else [[a, b]]
-        left = [part for part in parts if part[0] < part[1]]
-    return left

@@ -29,6 +29,7 @@ __all__ = [
     "seal",
     "source_progress",
     "unseal",
+    "without",
     "write_source_record",
 ]
 
@@ -97,6 +98,17 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
         elif start < stop:
             out.append([start, stop])
     return out
+
+
+def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
+    """What of ``ranges`` lies outside of ``taken``."""
+    left = merged(ranges)
+    for start, stop in merged(taken):
+        parts = []
+        for a, b in left:
+            parts += [[a, min(b, start)], [max(a, stop), b]] if a < stop and start < b else [[a, b]]
+        left = [part for part in parts if part[0] < part[1]]
+    return left
 
 
 def keep_newest(connection: Connection, layout: Layout, ids: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ and these steps are transactions of one database, so they cannot interleave.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
+from cachetool.errors import CatalogError
 
 __all__ = [
     "Held",
@@ -139,7 +141,8 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
         keep_newest(connection, layout, ids)
     for each in ids:
         remove_tree(layout.shards / each, first=SHARD_FILE)
-    fsync_folder(layout.shards)
+    with contextlib.suppress(FileNotFoundError):  # somebody deleted the folder: nothing of them is left
+        fsync_folder(layout.shards)
     samples = freed = 0
     with catalog.write() as connection:
         for each in ids:
@@ -219,6 +222,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
     Writes nothing when there is nothing to finish.
     """
     with catalog.write() as connection:
+        _make_folders(connection, layout)
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)
         if layout.marker_aside.exists():  # on a read-only disk even a needless unlink is an error
@@ -242,6 +246,23 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (own.id,)).fetchall()
     delete_trash(catalog, layout, [row["id"] for row in rows])
     return len(dead)
+
+
+def _make_folders(connection: Connection, layout: Layout) -> None:
+    """Make a folder again that somebody deleted, unless data was in it. Raises :class:`CatalogError` then: an empty one
+    in its place would look like a cache that is well."""
+    for folder in layout.missing():
+        if folder == layout.shards:
+            row = connection.execute(
+                "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
+                " WHERE state IN ('ready', 'retiring', 'quarantine')"
+            ).fetchone()
+            if row["shards"]:
+                raise CatalogError(
+                    f"{folder} is gone, and with it {row['shards']} shards of {row['samples']} samples;"
+                    f" run: cachetool verify --repair --cache {layout.root}"
+                )
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def sign_out(catalog: Catalog, layout: Layout, holder: Holder) -> None:

@@ -10,17 +10,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
-from cachetool.cache.draws import reopen, source_row
+from cachetool.cache.catalog import Catalog, Row, bump, event
+from cachetool.cache.draws import source_row
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, remove_tree, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, fsync_folder, remove_tree, tree_bytes
+from cachetool.cache.losses import reopen
 from cachetool.cache.rebuild import quarantine_folder
-from cachetool.cache.records import Record, write_source_record
+from cachetool.cache.records import Record, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
 
 __all__ = [
@@ -29,8 +29,9 @@ __all__ = [
     "charge",
     "correct_row",
     "give_up",
-    "quarantined",
+    "misnamed",
     "remove_stray",
+    "rename_back",
     "row_differs",
     "strays",
 ]
@@ -55,10 +56,7 @@ class Stray:
 
 def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
     """Everything that no row accounts for, largest first."""
-    with os.scandir(layout.shards) as entries:
-        shards = [Path(entry.path) for entry in entries]
-    with os.scandir(layout.listings) as entries:
-        listings = [Path(entry.path) for entry in entries]
+    shards, listings = _entries(layout.shards), _entries(layout.listings)
     with catalog.read() as connection:
         known = {row["id"] for row in connection.execute("SELECT id FROM shards")}
         sources = {row["id"] for row in connection.execute("SELECT id FROM sources")}
@@ -73,10 +71,18 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
     for path in layout.root.iterdir():
         if path.name not in names:
             found.append((path, path.name in _ASIDE))
-    found += [(path, False) for path in layout.holders.iterdir() if path.suffix != ".lock"]
+    found += [(path, False) for path in _entries(layout.holders) if path.suffix != ".lock"]
     # Deleted meanwhile: it was on its way out when we looked.
     there = [Stray(path, ours, _bytes(path)) for path, ours in found if os.path.lexists(path)]
     return sorted(there, key=lambda stray: (-stray.bytes, stray.path))
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries]
+    except FileNotFoundError:  # a folder that was deleted is missed elsewhere
+        return []
 
 
 def _bytes(path: Path) -> int:
@@ -101,6 +107,32 @@ def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
         else:
             stray.path.unlink(missing_ok=True)
     return "deleted"
+
+
+def misnamed(layout: Layout, known: Collection[str] | None) -> list[tuple[Path, Record]]:
+    """Folders that hold a shard under another name than its own, which is free: where they are, and what they say.
+
+    Only of shards that are ``known``; None: of any, for a catalog that cannot be asked.
+    """
+    found = []
+    for path in _entries(layout.shards):
+        if path.is_symlink() or (known is not None and path.name in known) or not (path / SHARD_FILE).is_file():
+            continue
+        try:
+            value = unseal(path / SHARD_FILE)
+        except (OSError, ValueError):
+            continue
+        id = str(value.get("id"))
+        free = _SHARD.fullmatch(id) and not os.path.lexists(layout.shards / id)
+        if free and id != path.name and (known is None or id in known):
+            found.append((path, value))
+    return found
+
+
+def rename_back(layout: Layout, path: Path, id: str) -> None:
+    """Give a shard's folder its own name again."""
+    os.rename(path, layout.shards / id)  # fails where by now there is a folder that is not empty
+    fsync_folder(layout.shards)
 
 
 def row_differs(row: Row, value: Record) -> list[str]:
@@ -153,20 +185,11 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str)
             connection.execute("UPDATE shards SET state = 'quarantine', until = ? WHERE id = ?", (bump(connection), id))
             return GivenUp("in quarantine")
         retire(connection, [id], reason="corrupt", policy="verify")
-        count = reopen(connection, source, row["turn"], json.loads(row["draws"]))
+        count = reopen(connection, source, row["turn"], json.loads(row["draws"]), row["samples"])
         write_source_record(connection, layout, source.id)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)
     done = "removed" if id in trash else "it leaves when its readers end"
+    if not count:
+        return GivenUp(f"{done}; it was of pass {row['turn'] + 1}, a later pass draws its samples again")
     return GivenUp(f"{done}, {count} draws are open again", source.id, count)
-
-
-def quarantined(connection: Connection) -> Iterator[dict[str, Any]]:
-    """Shards in quarantine: id, dataset, samples, bytes, and why."""
-    for row in connection.execute(
-        "SELECT id, dataset, samples, bytes FROM shards WHERE state = 'quarantine'"
-    ).fetchall():
-        why = connection.execute(
-            "SELECT text FROM events WHERE kind = 'corrupt' AND subject = ? ORDER BY id DESC LIMIT 1", (row["id"],)
-        ).fetchone()
-        yield {**dict(row), "why": why["text"] if why else ""}

@@ -22,6 +22,7 @@ from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option, remove_tree
 from cachetool.cache.listings import listing_bound, take_in
+from cachetool.cache.marker import mark
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.removal import Removal, recover, sign_out
 from cachetool.cache.room import Room
@@ -68,7 +69,7 @@ class CacheDir:
         self._exists = exists
         self._notify = notify
         self._catalog = Catalog(self.layout.catalog)
-        self._closed = False
+        self.closed = False
         key = (os.getpid(), root.resolve())
         _users[key] = _users.get(key, 0) + 1
         if not _open:
@@ -84,14 +85,17 @@ class CacheDir:
 
     @property
     def catalog(self) -> Catalog:
-        """The catalog; puts a new cache on disk."""
+        """The catalog; puts a new cache on disk. Raises :class:`UsageError` once the cache is closed."""
+        if self.closed:
+            raise UsageError(f"cache {self.root} is closed; open it again with cachetool.open_cache")
         if not self._exists:
             size, min_free = self._wanted["max_size"] or 0, self._wanted["min_free"] or 0
             self.layout.make()
             self._catalog.create(max_size=size, min_free=min_free)
-            self._mark()
+            with self._catalog.write():
+                self._mark()
             self._exists = True
-            if self._notify is not None:
+            if self._notify:
                 self._notify(f"new cache {self.root}, cap {format_size(size)}")
         return self._catalog
 
@@ -104,7 +108,7 @@ class CacheDir:
             with catalog.write() as connection:
                 for key, value in wanted.items():
                     connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
-            self._mark()
+                self._mark()
         self._wanted = dict.fromkeys(self._wanted)
         return holders.holder_of(self.layout.holders)
 
@@ -115,8 +119,8 @@ class CacheDir:
         self._catalog, self._exists = Catalog(self.layout.catalog), False
 
     def _mark(self) -> None:
-        with self._catalog.write():
-            self.layout.mark(**{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
+        """Write the settings into the marker; inside the transaction that wrote them into the catalog."""
+        mark(self.layout, **{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
 
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""
@@ -133,10 +137,9 @@ class CacheDir:
     @property
     def min_free(self) -> int:
         """Bytes of the disk that stay free."""
-        wanted = self._wanted["min_free"]
-        if wanted is None:
-            return self.catalog.meta("min_free") if self._exists else 0
-        return wanted
+        if (wanted := self._wanted["min_free"]) is not None:
+            return wanted
+        return self.catalog.meta("min_free") if self._exists else 0
 
     @property
     def version(self) -> int:
@@ -320,9 +323,9 @@ class CacheDir:
 
     def close(self) -> None:
         """Close the catalog; the last one of a process takes its holder and its leases out. May be called twice."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         key = (os.getpid(), self.root.resolve())
         _users[key] = _users.get(key, 1) - 1
         own = holders.existing_holder(self.layout.holders)
@@ -343,5 +346,5 @@ class CacheDir:
         self.close()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
-        _ = self.catalog  # another process must find it on disk
+        _ = self._exists or self.catalog  # another process must find it on disk
         return type(self), (self.root,)

@@ -8,9 +8,10 @@ from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, drawn
+from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout
+from cachetool.cache.losses import losses, quarantined
 from cachetool.cache.pullers import STOPPED, pull_states
-from cachetool.cache.repair import quarantined
 from cachetool.cache.usage import measure
 from cachetool.schema import Schema
 
@@ -47,9 +48,12 @@ class Stats:
     pulls: list[dict[str, Any]]
     """Background pulls at work or failed: the fields of :class:`cachetool.cache.pullers.PullState`."""
     holders: list[dict[str, Any]]
+    """Living processes that use the cache, this one apart: pid, host, what, started."""
     leases: list[dict[str, Any]]
     quarantine: list[dict[str, Any]]
     """Shards that are not whole and exist nowhere else: id, dataset, samples, bytes, why. No snapshot has them."""
+    missing: list[dict[str, Any]]
+    """Samples that were damaged and not yet pulled again: the fields of :class:`cachetool.cache.losses.Loss`."""
     evicted: int
     """Shards evicted so far."""
     evictions: list[dict[str, Any]]
@@ -102,6 +106,8 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         ).fetchall()
         fetched = sum(each["fetched"] for each in sources)
         served = meta["served"] if dataset is None else meta.get(f"served:{dataset}", 0)
+        own, gone = existing_holder(layout.holders), dead_holders(connection, layout.holders)
+        apart = [*gone, own.id] if own is not None else gone
         return Stats(
             root=str(layout.root),
             version=meta["version"],
@@ -121,16 +127,22 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             pulls=[
                 state.as_dict() for state in pull_states(connection, layout, dataset=dataset) if state.phase != STOPPED
             ],
-            holders=[dict(row) for row in connection.execute("SELECT pid, host, what, started FROM holders")],
+            holders=[
+                {name: row[name] for name in ("pid", "host", "what", "started")}
+                for row in connection.execute("SELECT * FROM holders ORDER BY started")
+                if row["id"] not in apart
+            ],
             leases=[
-                dict(row)
+                {name: row[name] for name in ("pid", "what", "run", "epoch", "version", "dataset", "taken")}
                 for row in connection.execute(
-                    "SELECT h.pid, h.what, l.run, l.epoch, l.version, l.dataset, l.taken"
+                    "SELECT h.pid, h.what, l.*"
                     f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
                     wanted,
                 )
+                if row["holder"] not in gone
             ],
             quarantine=[each for each in quarantined(connection) if dataset in (None, each["dataset"])],
+            missing=[asdict(each) for each in losses(connection) if dataset in (None, each.dataset)],
             evicted=sum(row["shards"] for row in evictions),
             evictions=[dict(row) for row in evictions],
             fetched=fetched,

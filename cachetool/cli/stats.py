@@ -111,7 +111,13 @@ def _print(out: Output, found: dict[str, Any]) -> None:
         fetched, served = format_size(found["fetched"]), format_size(found["served"])
         out.line(f"{fetched} fetched, {served} served to epochs: each byte {found['reuse']:.1f} times")
     for row in found["quarantine"]:
-        out.line(f"in quarantine: shard {row['id']}, {row['samples']} samples: {row['why']}")
+        size = format_size(row["bytes"])
+        out.line(f"in quarantine: shard {row['id']}, {count(row['samples'], 'sample')}, {size}: {row['why']}")
+    if found["quarantine"]:
+        size = format_size(sum(row["bytes"] for row in found["quarantine"]))
+        out.line(f"what is in quarantine takes {size}; cachetool verify --repair --purge deletes it")
+    for row in found["missing"]:
+        out.line(f"{count(row['samples'], 'sample')} of {row['url']} are missing; cachetool verify --repair pulls them")
     for row in found["errors"][:1]:
         out.line(f"last error, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
     if found["leases"]:

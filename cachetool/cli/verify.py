@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cachetool.cli.options import CacheOption, JsonOption, QuietOption
-from cachetool.cli.output import Output
+from cachetool.cli.output import Output, count
 from cachetool.errors import CorruptError
 from cachetool.units import format_size, parse_fraction
+
+if TYPE_CHECKING:
+    from cachetool.verify import Missing, Verified
 
 __all__ = ["verify"]
 
@@ -20,6 +23,18 @@ def verify(
         bool,
         typer.Option("--repair", help="Mend it: remove or set aside what is bad, rebuild a lost catalog, pull again."),
     ] = False,
+    purge: Annotated[
+        bool,
+        typer.Option(
+            "--purge", help="With --repair: delete what is in quarantine, and give up what could not be pulled again."
+        ),
+    ] = False,
+    max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-size", metavar="SIZE", help="With --repair: the cap, when no file of the cache tells it any more."
+        ),
+    ] = None,
     repull: Annotated[
         bool, typer.Option("--repull/--no-repull", help="Whether --repair fetches again what had to be removed.")
     ] = True,
@@ -33,23 +48,24 @@ def verify(
 ) -> None:
     """Check every byte of every shard, and the catalog.
 
-    Exit code 5 when something is wrong and not repaired. With --repair a bad shard that can be pulled again is removed
-    and exactly its samples are pulled again (with --no-repull by the next pull); one that exists nowhere else is kept
-    in quarantine, where no training reads it. A second repair changes nothing.
+    Exit code 5 when something is wrong and not repaired, or samples are missing. With --repair a bad shard that can be
+    pulled again is removed and exactly its samples are pulled again (with --no-repull by the next pull); one that
+    exists nowhere else is kept in quarantine, where no training reads it and which takes room under the cap until
+    --purge. What could not be pulled again is tried again by the next --repair.
 
     \b
     Examples:
       cachetool verify
       cachetool verify --sample 5%
       cachetool verify --repair
+      cachetool verify --repair --purge
     """
-    from cachetool.cache.layout import cache_option
     from cachetool.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
     share = parse_fraction(sample, what="--sample")
     with out.progress() as report:
-        found = check(cache, repair=repair, repull=repair and repull, sample=share, report=report)
+        found = check(cache, repair=repair, repull=repull, purge=purge, max_size=max_size, sample=share, report=report)
     if as_json:
         out.document(found.as_dict())
     else:
@@ -63,23 +79,60 @@ def verify(
                 ["in quarantine", "dataset", ">samples", ">bytes", "why"],
                 [(q["id"], q["dataset"], q["samples"], format_size(q["bytes"]), q["why"]) for q in found.quarantine],
             )
-        for url, count in found.reopened.items():
-            out.line(f"{count} draws of {url} are open again" + (f", {found.repulled} pulled" if repull else ""))
+        for url, draws in found.reopened.items():
+            out.line(f"{draws} draws of {url} are open again" + (f", {found.repulled} pulled" if repull else ""))
+        if found.repulled and not found.reopened:
+            out.line(f"{count(found.repulled, 'sample')} that were missing since an earlier repair pulled again")
+        if found.purged is not None:
+            samples, freed = count(found.purged["samples"], "sample"), format_size(found.purged["bytes"])
+            out.line(f"purged {count(found.purged['shards'], 'shard')} with {samples}, {freed}")
         for text in (*(f"not of cachetool, left alone: {name}" for name in found.foreign), *found.notes):
             out.line(text)
+        for each in found.missing:
+            out.line(_missing(each))
+        gone = f", {found.gone} missing" if found.gone else ""
         out.line(
-            f"read {found.checked} of {found.shards} shards, {found.samples} samples, {format_size(found.bytes)}:"
-            f" {_verdict(len(found.problems), sound=found.sound)}"
+            f"read {found.checked} of {found.shards} shards{gone}, {found.samples} samples, {format_size(found.bytes)}:"
+            f" {_verdict(found)}"
         )
     if not found.sound:
         if not as_json:
-            option = "" if cache is None else cache_option(Path(cache))
-            out.note(f"run: cachetool verify --repair{option}")
+            for hint in _hints(found, cache, repair=repair):
+                out.note(hint)
         raise typer.Exit(CorruptError.exit_code)
 
 
-def _verdict(problems: int, *, sound: bool) -> str:
-    if not problems:
+def _missing(what: Missing) -> str:
+    line = f"{count(what.samples, 'sample')} of {what.source} are missing"
+    if what.failed is not None:
+        return f"{line} and could not be pulled again: {what.failed}"
+    return f"{line}; the last error of that source: {what.last_error}" if what.last_error else line
+
+
+def _verdict(found: Verified) -> str:
+    if found.sound and not found.problems:
         return "all as it was written"
-    things = "1 thing" if problems == 1 else f"{problems} things"
-    return f"{things} repaired" if sound else f"{things} wrong"
+    wrong = sum(problem.action is None for problem in found.problems)
+    said = [(wrong, f"{count(wrong, 'thing')} wrong")]
+    mended = len(found.problems) - wrong
+    said.append((mended, f"{count(mended, 'thing')} repaired"))
+    missing = sum(each.samples for each in found.missing)
+    said.append((missing, f"{count(missing, 'sample')} missing"))
+    said.append((len(found.quarantine), f"{count(len(found.quarantine), 'shard')} in quarantine"))
+    return ", ".join(text for number, text in said if number)
+
+
+def _hints(found: Verified, cache: str | None, *, repair: bool) -> list[str]:
+    """What to do next."""
+    from cachetool.cache.layout import cache_option
+
+    line = "cachetool verify --repair" + ("" if cache is None else cache_option(Path(cache)))
+    if not repair and (found.missing or any(each.action is None for each in found.problems)):
+        return [f"run: {line}"]
+    hints = []
+    if found.missing:
+        hints.append(f"the next pull of that source draws them, and so does: {line}; to give them up: {line} --purge")
+    if found.quarantine:
+        size = format_size(sum(each["bytes"] for each in found.quarantine))
+        hints.append(f"the quarantine takes {size} of the cap and nobody reads it; to delete it: {line} --purge")
+    return hints

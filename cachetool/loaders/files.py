@@ -18,6 +18,7 @@ from typing import Any
 
 from cachetool.cache import CacheDir
 from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE
@@ -82,7 +83,7 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
         path = Path(cache_or_paths).absolute()
         if not is_shards(path):
             try:
-                Layout(path).check()
+                check(Layout(path))
             except UsageError:
                 _look(path)
                 raise

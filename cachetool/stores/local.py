@@ -37,7 +37,7 @@ def open_local_store(root: str | Path) -> LocalStore:
     except PermissionError as error:
         raise AccessDenied(f"{shown!r}: permission denied") from error
     except (OSError, ValueError) as error:
-        raise NotFound(f"no folder {shown!r}") from error
+        raise NotFound(f"there is no file or folder {shown!r}") from error
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{shown!r} is a file; give the folder that holds the samples")
     return LocalStore(real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache
+from cachetool.cache.losses import losses, reopen
+from cachetool.errors import CatalogError, UsageError
 
 from .conftest import SCHEMA, put_shard
 
@@ -30,6 +33,15 @@ with cache.catalog.write() as connection:
 if "fork" in sys.argv and os.fork() == 0:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     time.sleep(600)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+READ = """
+import sys, time
+from cachetool.cache import open_cache
+cache = open_cache(sys.argv[1])
+snapshot = cache.snapshot()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -104,6 +116,74 @@ def test_a_snapshot_released_after_its_cache_was_closed_changes_nothing(cache: C
         assert again.catalog.rows("SELECT * FROM holders") == []
 
 
+def test_a_closed_cache_says_that_it_is_closed(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.close()
+    for use in (cache.snapshot, cache.stats, cache.shards, lambda: cache.declare("other", SCHEMA)):
+        with pytest.raises(UsageError, match=r"is closed; open it again with cachetool\.open_cache"):
+            use()
+
+    assert os.listdir(cache.root / "holders") == []
+
+
+def test_a_program_whose_cache_was_deleted_ends_without_a_word(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.close()
+    code = """
+import shutil, sys, cachetool
+cache = cachetool.open_cache(sys.argv[1])
+snapshot = cache.snapshot()
+shutil.rmtree(sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, cache.root], capture_output=True, text=True, check=True)
+
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("folder", ["holders", "listings"])
+def test_a_folder_of_temporary_things_is_made_again(cache: CacheDir, folder: str) -> None:
+    put_shard(cache)
+    cache.close()
+    shutil.rmtree(cache.root / folder)
+    with open_cache(cache.root) as again, again.snapshot() as snapshot:
+        assert snapshot.samples == 10
+        shutil.rmtree(cache.root / folder)
+        with again.snapshot() as other:
+            assert other.samples == 10
+
+    assert (cache.root / folder).is_dir()
+
+
+def test_an_empty_shards_folder_is_made_again_and_one_of_shards_is_not(cache: CacheDir) -> None:
+    (cache.root / "shards").rmdir()
+    shard = put_shard(cache)
+    shutil.rmtree(cache.root / "shards")
+    for use in (cache.snapshot, lambda: put_shard(cache), lambda: open_cache(cache.root)):
+        with pytest.raises(CatalogError, match="1 shards of 10 samples; run: cachetool verify --repair --cache"):
+            use()
+
+    assert not (cache.root / "shards").exists()
+    assert [each.id for each in cache.shards()] == [shard]
+
+
+def test_only_others_that_live_are_holders_in_the_stats(cache: CacheDir) -> None:
+    put_shard(cache)
+    snapshot = cache.snapshot()
+    assert cache.stats().holders == []
+    child = subprocess.Popen([sys.executable, "-c", READ, cache.root], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    assert [row["pid"] for row in cache.stats().holders] == [child.pid]
+    assert {row["pid"] for row in cache.stats().leases} == {child.pid, os.getpid()}
+
+    child.kill()
+    child.wait()
+    assert cache.catalog.rows("SELECT * FROM holders WHERE pid = ?", (child.pid,)), "nobody has looked since"
+    assert cache.stats().holders == []
+    assert {row["pid"] for row in cache.stats().leases} == {os.getpid()}
+    snapshot.release()
+
+
 def test_two_open_caches_of_one_process_share_one_holder(cache: CacheDir) -> None:
     put_shard(cache)
     with open_cache(cache.root) as other:
@@ -153,6 +233,34 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
         assert (again.turn, again.start, again.stop) == (1, 0, 20)
 
 
+def test_lost_draws_come_first_and_are_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:
+    cache.add_source(source(units=40), listing)
+    me = cache.holder.id
+    with cache.catalog.write() as connection:
+        job, row = draws.open_job(connection, "s", holder=me, wanted=None, seed=None)
+        first = draws.claim(connection, job, holder=me, most=30)
+        assert first is not None
+        draws.finish(connection, job, first, 30, samples=30, skipped=0)
+        open_one = draws.claim(connection, job, holder=me, most=4)
+        assert open_one is not None
+        draws.give_back(connection, me, job)  # an open draw as any
+        assert losses(connection) == []
+        assert reopen(connection, row, 0, [(5, 9), (20, 26)], 10) == 10
+        assert [(each.samples, each.draws) for each in losses(connection)] == [(10, 10)]
+        got = []
+        for left in (7, 6, 3, 0):
+            held = draws.claim(connection, job, holder=me, most=3)
+            assert held is not None
+            got.append((held.start, held.stop))
+            draws.finish(connection, job, held, held.stop, samples=3, skipped=0)
+            assert sum(each.samples for each in losses(connection)) == left
+        assert got == [(5, 8), (8, 9), (20, 23), (23, 26)]
+        assert losses(connection) == []
+        held = draws.claim(connection, job, holder=me, most=30)
+        assert held is not None
+        assert (held.start, held.stop) == (30, 34)
+
+
 def test_a_job_never_claims_more_than_it_was_asked_for(cache: CacheDir, listing: Path) -> None:
     cache.add_source(source(units=100), listing)
     me = cache.holder.id
@@ -189,7 +297,6 @@ def test_a_forked_child_has_a_connection_and_a_holder_of_its_own(cache: CacheDir
 
 
 def test_a_new_schema_for_a_dataset_is_refused(cache: CacheDir) -> None:
-    from cachetool.errors import UsageError
     from cachetool.schema import Field, Schema
 
     cache.declare("default", SCHEMA)

@@ -220,6 +220,23 @@ def test_the_command_ends_with_4_and_two_lines_when_its_disk_fails(tmp_path: Pat
     assert (document["problems"], document["samples"]) == ([], 400)
 
 
+NEW_READERS = [
+    f"""
+import sys, warnings
+from cachetool.errors import CacheToolError
+try:
+    {use}
+except CacheToolError as error:
+    print(type(error).__name__, error.exit_code, error)
+"""
+    for use in (
+        "import cachetool; cachetool.open_cache(sys.argv[1]).snapshot()",
+        "from cachetool.loaders.torch import CacheDataset; len(CacheDataset(sys.argv[1]))",
+        "from cachetool.loaders.numpy import Loader; next(iter(Loader(sys.argv[1], batch_size=4, workers=1)))",
+    )
+]
+
+
 def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, objects: Path) -> None:
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
@@ -246,6 +263,18 @@ def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, 
             assert "Traceback" not in ran.stderr
             ran = cachetool("stats", "--cache", disk / "cache", "--json")
             assert json.loads(ran.stdout).get("samples") == 100, ran
+            ran = cachetool("doctor", "--cache", disk / "cache")
+            assert ran.returncode == 6, ran
+            assert "nothing can be written: the disk is mounted read-only" in ran.stdout
+            assert "catalog" in ran.stdout, "the rest of the table is there too"
+            for reader in NEW_READERS:
+                ran = subprocess.run(
+                    [sys.executable, "-c", reader, disk / "cache"], capture_output=True, text=True, check=False
+                )
+                assert ran.stdout.startswith("CapacityError 4 "), ran
+                assert str(disk / "cache") in ran.stdout
+                assert "read-only" in ran.stdout
+                assert "remount,rw" in ran.stdout
         subprocess.run(["umount", disk], check=True)
         subprocess.run(["mount", "-o", "loop", image, disk], check=True)
         assert cachetool(*words, "--all").returncode == 0

@@ -140,9 +140,8 @@ def test_a_bad_shard_is_removed_and_the_next_pull_draws_exactly_its_samples(
     with open_cache(root) as cache:
         assert cache.catalog.rows("SELECT draws FROM shards ORDER BY seq DESC LIMIT 1")[0][0] == draws
         assert cache.stats().sources[0]["drawn"] == 48
-        assert cache.stats().evictions == [
-            {"reason": "corrupt", "policy": "verify", "shards": 1, "samples": 12, "bytes": bad.bytes}
-        ]
+        row = {"dataset": "default", "reason": "corrupt", "policy": "verify"}
+        assert cache.stats().evictions == [{**row, "shards": 1, "samples": 12, "bytes": bad.bytes}]
         assert cache.stats().errors[0]["subject"] == bad.id
 
 
@@ -158,7 +157,7 @@ def test_bad_data_that_exists_nowhere_else_is_kept_aside(root: Path, ledger: Pat
     found = verify(root, repair=True)
 
     assert [(p.shard, p.file, p.action) for p in found.problems] == [(sole.id, "data.lmdb", "in quarantine")]
-    assert found.sound
+    assert not found.sound, "its samples are neither whole nor to be had again"
     with open_cache(root) as cache:
         assert sole.id not in {shard.id for shard in cache.shards()}
         with cache.snapshot() as snapshot:
@@ -172,6 +171,15 @@ def test_bad_data_that_exists_nowhere_else_is_kept_aside(root: Path, ledger: Pat
     assert again.problems == []
     assert [row["id"] for row in again.quarantine] == [sole.id]
     assert restore
+    purged = verify(root, repair=True, purge=True)
+    assert purged.purged == {"shards": 1, "samples": 12, "bytes": sole.bytes}
+    assert purged.sound
+    assert not sole.path.exists()
+    with open_cache(root) as cache:
+        assert cache.stats().quarantine == []
+        purged_row = {"dataset": "default", "reason": "purged", "policy": "verify"}
+        assert {**purged_row, "shards": 1, "samples": 12, "bytes": sole.bytes} in cache.stats().evictions
+    assert verify(root, repair=True).problems == []
 
 
 def damage(path: Path) -> None:

@@ -425,12 +425,13 @@ def old_catalog(root: Path) -> None:
     with sqlite3.connect(path) as connection:
         for table, columns in (
             ("shards", ("lineage",)),
-            ("sources", ("fetched", "cuts", "sequential", "whole")),
+            ("sources", ("fetched", "cuts", "sequential", "whole", "past")),
             ("jobs", ("evicted",)),
             ("events", ("dataset",)),
         ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+        connection.execute("ALTER TABLE claims DROP COLUMN lost")
         connection.execute("DROP TABLE evictions")
         connection.execute("DROP TABLE pullers")
         connection.execute("DROP INDEX claims_by_source")

@@ -70,9 +70,9 @@ def test_a_file_url_with_a_host_is_refused() -> None:
 def test_a_missing_folder_is_not_found_and_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("x")
 
-    with pytest.raises(NotFound, match="no folder"):
+    with pytest.raises(NotFound, match="no file or folder"):
         open_store(str(tmp_path / "missing"))
-    with pytest.raises(NotFound, match="no folder"):
+    with pytest.raises(NotFound, match="no file or folder"):
         open_store(str(tmp_path / "nul\0"))
     with pytest.raises(UsageError, match="is a file"):
         open_store(str(tmp_path / "file.txt"))

@@ -1,0 +1,254 @@
+"""A cache whose own files are deleted, garbled or renamed: it does not guess, names the way out, and can be mended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cachetool.api import open_cache
+from cachetool.cache.marker import settings
+from cachetool.doctor import examine
+from cachetool.errors import CatalogError, UsageError
+from cachetool.verify import verify
+from tests.test_verify import damage, keys, run
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 60 samples."""
+    folder = tmp_path_factory.mktemp("objects")
+    for number in range(60):
+        np.save(folder / f"{number:03d}.npy", np.random.default_rng(number).random(500))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pulled(objects: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of 20 of them; not to be changed."""
+    root = tmp_path_factory.mktemp("pulled") / "cache"
+    with open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(objects), samples=20, to="hdf5", shard_size=41_000, workers=1)
+    return root
+
+
+@pytest.fixture
+def root(pulled: Path, tmp_path: Path) -> Path:
+    """A copy of that."""
+    shutil.copytree(pulled, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+LOST = {
+    "deleted": lambda root: (root / "cachetool.json").unlink(),
+    "emptied": lambda root: (root / "cachetool.json").write_bytes(b""),
+    "garbled": lambda root: (root / "cachetool.json").write_bytes(bytes(range(200))),
+    "without its tag": lambda root: [(root / name).unlink() for name in ("cachetool.json", "CACHEDIR.TAG")],
+    "with other things": lambda root: ((root / "cachetool.json").unlink(), (root / "notes.txt").touch()),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_without_its_marker_a_cache_is_refused_with_the_way_out_and_mended_with_its_cap(
+    root: Path, objects: Path, how: str
+) -> None:
+    before = keys(root)
+    LOST[how](root)
+    lines = [
+        ("pull", objects, "--samples", 2),
+        ("stats",),
+        ("ls",),
+        ("evict", "--max-size", "1MB"),
+        ("convert", "--to", "lmdb"),
+    ]
+    for line in lines if how == "deleted" else lines[:1]:
+        ran = run(*line, "--cache", root)
+        assert ran.returncode == 6, ran
+        assert f"cachetool verify --repair --cache {root}" in ran.stderr
+    with pytest.raises(CatalogError, match="verify --repair"):
+        open_cache(root, max_size="1GB")
+    found = {finding.what: finding for finding in examine(root)}
+    assert found["cachetool.json"].state == "bad"
+    assert "verify --repair" in found["cachetool.json"].text
+    assert found["catalog"].state == "ok"
+    found_wrong = verify(root)
+    assert (found_wrong.sound, found_wrong.shards) == (False, 2)
+    assert "cachetool.json" in {problem.file for problem in found_wrong.problems}
+
+    ran = run("verify", "--repair", "--cache", root)
+    assert ran.returncode == 0, ran
+    assert "with the cap of 20.0 MB that the catalog has" in ran.stdout
+    assert keys(root) == before
+    with open_cache(root) as cache:
+        assert cache.max_size == 20_000_000
+        assert settings(cache.layout) == {"max_size": 20_000_000, "min_free": 0}
+    assert verify(root, repair=True).problems == []
+
+
+def test_without_marker_and_catalog_the_cap_is_asked_for_and_the_shards_know_the_rest(
+    root: Path, objects: Path
+) -> None:
+    before = keys(root)
+    (root / "cachetool.json").unlink()
+    (root / "catalog.sqlite3").unlink()
+    for line in (("pull", objects, "--samples", 2), ("verify", "--repair")):
+        ran = run(*line, "--cache", root)
+        assert ran.returncode == 6, ran
+        assert "cachetool verify --repair" in ran.stderr
+    assert f"cachetool verify --repair --max-size SIZE --cache {root}" in ran.stderr
+    assert len(list((root / "shards").iterdir())) == 2
+
+    ran = run("verify", "--repair", "--max-size", "20MB", "--cache", root)
+    assert ran.returncode == 0, ran
+    assert keys(root) == before
+    with open_cache(root) as cache:
+        assert cache.max_size == 20_000_000
+        assert {shard.format for shard in cache.shards("default")} == {"hdf5"}
+        assert cache.pull(str(objects), samples=2, workers=1).format == "hdf5"
+    assert verify(root, repair=True).problems == []
+
+
+def test_of_two_caps_the_catalog_decides(root: Path) -> None:
+    (root / "cachetool.json").write_text(json.dumps({"layout": 1, "max_size": 123, "min_free": 0}))
+    found = verify(root)
+    assert [(p.file, p.action) for p in found.problems] == [("cachetool.json", None)]
+    assert "max_size is 123 in it, and 20000000 in the catalog, which decides" in found.problems[0].what
+    assert {finding.what: finding.state for finding in examine(root)}["cachetool.json"] == "bad"
+    assert verify(root, repair=True).sound
+    with open_cache(root) as cache:
+        assert cache.max_size == settings(cache.layout)["max_size"] == 20_000_000
+
+
+def test_a_cap_that_is_known_is_not_changed_by_a_repair(root: Path) -> None:
+    found = verify(root, repair=True, max_size="1GB")
+    assert found.notes == ["--max-size was not needed: the cap is known to be 20.0 MB"]
+    with open_cache(root) as cache:
+        assert cache.max_size == 20_000_000
+    with pytest.raises(UsageError, match="--repair"):
+        verify(root, purge=True)
+
+
+@pytest.mark.parametrize("name", ["cachetool.json", "catalog.sqlite3", "shards"])
+def test_a_folder_of_somebody_else_is_never_taken_for_a_cache(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "shards").mkdir()
+    (folder / "shards" / "model-00001").mkdir()
+    (folder / name).mkdir() if name == "shards" and not (folder / name).exists() else (folder / "notes").touch()
+    if name != "shards":
+        (folder / name).write_text("mine")
+    for use in (lambda: open_cache(folder), lambda: verify(folder, repair=True)):
+        with pytest.raises(UsageError, match="holds other things"):
+            use()
+
+
+def test_a_making_that_was_cut_off_goes_on_with_the_cap_it_had(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="7MB") as cache:
+        _ = cache.catalog
+    (tmp_path / "cache" / "cachetool.json").unlink()
+    with open_cache(tmp_path / "cache") as cache:
+        _ = cache.catalog
+        assert cache.max_size == 7_000_000
+
+
+def test_missing_shards_are_counted_as_missing_and_pulled_again(root: Path, objects: Path) -> None:
+    before = keys(root)
+    shutil.rmtree(root / "shards")
+    for line in (("pull", objects, "--samples", 2), ("stats",)):
+        ran = run(*line, "--cache", root)
+        assert ran.returncode == 6, ran
+        assert f"cachetool verify --repair --cache {root}" in ran.stderr
+    found = {finding.what: finding for finding in examine(root)}
+    assert found["folder"].state == "bad"
+    assert run("verify", "--cache", root).returncode == 5
+    ran = run("verify", "--repair", "--cache", root)
+    assert ran.returncode == 0, ran
+    assert "read 0 of 2 shards, 2 missing, 0 samples" in ran.stdout
+    assert keys(root) == before
+    assert verify(root, repair=True).problems == []
+
+
+def test_deleted_shards_are_not_counted_as_read(root: Path) -> None:
+    shutil.rmtree(next((root / "shards").iterdir()))
+    found = verify(root)
+
+    assert (found.shards, found.checked, found.gone, found.samples) == (2, 1, 1, 10)
+    assert "read 1 of 2 shards, 1 missing, 10 samples" in run("verify", "--cache", root).stdout
+
+
+@pytest.mark.parametrize("name", ["my-backup", "0123456789abcdef"])
+@pytest.mark.parametrize("catalog", ["whole", "lost"])
+def test_a_renamed_shard_gets_its_name_back(root: Path, name: str, catalog: str) -> None:
+    before = keys(root)
+    shard = sorted((root / "shards").iterdir())[0]
+    shard.rename(root / "shards" / name)
+    if catalog == "lost":
+        (root / "catalog.sqlite3").unlink()
+    assert (shard.name, f"shards/{name}") in {(p.shard, p.file) for p in verify(root).problems}
+    found = verify(root, repair=True)
+
+    assert found.sound
+    assert (shard.name, "renamed back") in {(p.shard, p.action) for p in found.problems}
+    assert found.reopened == {}
+    assert shard.is_dir()
+    assert not (root / "shards" / name).exists()
+    assert keys(root) == before
+    assert verify(root, repair=True).problems == []
+
+
+def test_a_renamed_shard_that_is_not_whole_is_not_adopted(root: Path) -> None:
+    before = keys(root)
+    name = damage(root)
+    (root / "shards" / name).rename(root / "shards" / "my-backup")
+    assert run("verify", "--repair", "--cache", root).returncode == 0
+
+    assert not (root / "shards" / name).exists()
+    assert (root / "shards" / "my-backup").is_dir(), "what has no name of ours is left alone"
+    assert keys(root) == before
+
+
+def test_purge_empties_the_quarantine_gives_up_the_missing_and_gives_the_room_back(root: Path, objects: Path) -> None:
+    one, two = sorted((root / "shards").iterdir())
+    with open_cache(root) as cache:
+        used = cache.usage().total
+    (one / "shard.json").write_text("{")
+    two_bytes = bytearray((two / "data.h5").read_bytes())
+    two_bytes[-100] ^= 1
+    (two / "data.h5").write_bytes(two_bytes)
+    (root / "catalog.sqlite3").unlink()
+    assert run("verify", "--repair", "--no-repull", "--cache", root).returncode == 5
+    ran = run("verify", "--cache", root)
+    assert ran.returncode == 5
+    assert "1 shard in quarantine" in ran.stdout
+    assert "10 samples missing" in ran.stdout
+    ran = run("verify", "--repair", "--no-repull", "--cache", root)
+    assert f"cachetool verify --repair --cache {root} --purge" in ran.stderr
+    ran = run("stats", "--cache", root)
+    assert "cachetool verify --repair --purge deletes it" in ran.stdout
+    assert run("verify", "--purge", "--cache", root).returncode == 2
+
+    ran = run("verify", "--repair", "--no-repull", "--purge", "--cache", root)
+    assert ran.returncode == 0, ran
+    assert "purged 1 shard with" in ran.stdout
+    assert not one.exists()
+    with open_cache(root) as cache:
+        assert cache.usage().total < used - 40_000
+        assert cache.stats().quarantine == cache.stats().missing == []
+    assert run("verify", "--cache", root).returncode == 0
+
+
+def test_missing_samples_are_still_missing_after_the_catalog_was_lost_too(root: Path) -> None:
+    """As far as the old catalog can be read: here one row of it is wrong, so that it is made anew."""
+    import sqlite3
+
+    damage(root)
+    assert verify(root, repair=True).missing[0].samples == 10
+    with sqlite3.connect(root / "catalog.sqlite3") as raw:
+        raw.execute("UPDATE meta SET value = 1 WHERE key = 'version'")
+    raw.close()
+    found = verify(root, repair=True)
+    assert found.problems[0].file == "catalog.sqlite3"
+    assert [each.samples for each in found.missing] == [10]
