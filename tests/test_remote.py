@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -27,7 +28,7 @@ from cachetool.cache.layout import tree_bytes
 from cachetool.errors import BadObject, CapacityError, NotFound, UsageError
 from cachetool.inputs import describe, open_input
 from cachetool.sources.files import FileOptions
-from tests.servers import Http, Moto, Scripted, folder_server, scripted_server
+from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
 
 X = np.arange(600, dtype=np.float32).reshape(100, 2, 3)
 
@@ -97,7 +98,7 @@ KINDS = ["x.npy", "both.npz", "a.h5", "many/", "z.zarr", "folder.lmdb", "a.tar",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("store", ["http", "s3"])
+@pytest.mark.parametrize("store", ["http", "s3", "sftp", "hf"])
 def test_what_lies_in_a_store_is_read_as_if_it_lay_here(
     place: Path, web: Http, moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, store: str
 ) -> None:
@@ -108,7 +109,15 @@ def test_what_lies_in_a_store_is_read_as_if_it_lay_here(
         files = [top] if top.is_file() else [path for path in top.rglob("*") if path.is_file()]
         moto.put("place", {str(path.relative_to(place)): path.read_bytes() for path in files})
     options = {"value_format": "npy"} if kind == "folder.lmdb" else {}
-    found = everything(bring(f"{web.url if store == 'http' else 's3://place'}/{kind}", tmp_path / "in", **options))
+    with contextlib.ExitStack() as stack:
+        url = {"http": web.url, "s3": "s3://place", "hf": "hf://datasets/owner/name"}.get(store, "")
+        if store == "hf":
+            monkeypatch.setenv("HF_ENDPOINT", stack.enter_context(hub_server(place)).url)
+        if store == "sftp":
+            monkeypatch.setenv("HOME", str(tmp_path / "home"))
+            monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+            url = stack.enter_context(sftp_server(place, tmp_path / "home"))
+        found = everything(bring(f"{url}/{kind}", tmp_path / "in", **options))
     expected = everything(describe(place / kind, FileOptions(**options)))
 
     assert found.schema == expected.schema
