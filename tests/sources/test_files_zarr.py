@@ -246,6 +246,17 @@ def test_damaged_metadata_and_chunks_are_errors_that_name_the_array(tmp_path: Pa
         assert "scalar" in found or "no samples in it" in found
 
 
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_shard_cut_short_is_an_error_and_never_fill_values(tmp_path: Path, cut: int) -> None:
+    """zarr-python takes an empty shard for one that was never written."""
+    array = zarr.create_array(tmp_path / "x.zarr", shape=(N, 6), chunks=(2, 6), shards=(16, 6), dtype="f8")
+    array[:] = RANDOM.normal(size=(N, 6))
+    shard = tmp_path / "x.zarr" / "c" / "1" / "0"
+    shard.write_bytes(shard.read_bytes()[:cut])
+
+    assert "rows" in str(outcome(tmp_path / "x.zarr"))
+
+
 def test_folders_of_a_folder_are_one_input(tmp_path: Path) -> None:
     for k in range(3):
         write(tmp_path / f"{k}.zarr", 3 if k else 2, {"n": np.arange(5) + 5 * k})
