@@ -19,7 +19,7 @@ from cachetool.cache import CacheDir, Origin
 from cachetool.conversion import content_digest
 from cachetool.errors import CapacityError, CapTooSmall
 from cachetool.formats import get_format
-from cachetool.formats.shard import open_shard
+from cachetool.formats.shard import open_shard, shard_bound
 from cachetool.regroup import Piece, cuts, groups, is_exact, origin_of
 from cachetool.replacement import replace_groups
 from cachetool.verify import verify
@@ -223,7 +223,7 @@ def test_a_group_that_does_not_fit_under_the_cap_is_refused_and_all_stays(tmp_pa
     with open_cache(root) as cache:
         before = ids(cache)
         most = sum(shard.payload for shard in cache.shards())
-        assert cache.max_size - cache.usage().total < get_format("lmdb").bound(world.SCHEMA, 36, most)
+        assert cache.max_size - cache.usage().total < shard_bound(get_format("lmdb"), world.SCHEMA, 36, most)
         with pytest.raises(CapacityError):
             replace(root, [before])
         assert ids(cache) == before
