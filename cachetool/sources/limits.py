@@ -8,7 +8,16 @@ from pathlib import Path
 from cachetool.errors import BadObject
 from cachetool.units import format_size
 
-__all__ = ["FREE_VALUE", "LMDB_HEAD", "check_allocation", "check_claims", "disk_bytes", "is_lmdb", "quoted"]
+__all__ = [
+    "FREE_VALUE",
+    "LMDB_HEAD",
+    "MAX_VALUE",
+    "check_allocation",
+    "check_claims",
+    "disk_bytes",
+    "is_lmdb",
+    "quoted",
+]
 
 MAX_VALUE = 4 * 2**30
 """Bytes of the largest single value, chunk or record that is read."""

@@ -24,11 +24,13 @@ from cachetool.sources.base import Piece, Probe, Skipped
 from cachetool.sources.decode import Value, decode
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.keys import CONTAINERS, Part, Stem
+from cachetool.sources.limits import MAX_VALUE
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import Order
 from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
+from cachetool.units import format_size
 
 __all__ = ["ObjectsSource"]
 
@@ -173,6 +175,11 @@ class ObjectsSource:
         sample = _Sample(pairs[0][1].sample)
         try:
             for item, part in self._assembler.needed(sample, pairs):
+                if item.size > MAX_VALUE:
+                    raise BadObject(
+                        f"object {item.key!r} has {format_size(item.size)}, and at most {format_size(MAX_VALUE)} are"
+                        " read as one; leave it out with --on-error skip"
+                    )
                 data = self._store.get(item)
                 sample.fetched += len(data)
                 fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
