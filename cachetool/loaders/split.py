@@ -16,7 +16,7 @@ from cachetool.loaders.order import Int64s
 from cachetool.loaders.view import Part, View
 from cachetool.schema import KEY, Schema
 
-__all__ = ["Split"]
+__all__ = ["SIDES", "Split"]
 
 SIDES = ("train", "validation")
 
@@ -40,9 +40,10 @@ class Split:
                     known[_identity(part)] = self._side_of(view, number, parts)
         finally:
             parts.close()
-        self._known = {name: found for name, found in known.items() if found is not None}  # others have left
+        kept = {name: found for name, found in known.items() if found is not None}
+        self._known = kept  # others have left; a view that another thread asks for may be another one
         starts = view.starts.tolist()
-        found = [self._known[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
+        found = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def _side_of(self, view: View, number: int, parts: Parts) -> Int64s:

@@ -3,10 +3,12 @@
 ::
 
     from_generator              one element an epoch: the names of all files of a new snapshot. Python's only turn.
-      flat_map -> interleave    TFRecordDataset over each file
+      flat_map -> interleave    TFRecordDataset over each file; with split= zipped with a mask of its records, filtered
       shuffle -> batch          of records, not yet parsed
       map                       a whole batch parsed at once: parse_example, decode_raw, reshape
       repeat
+
+Records of half a MiB and more are parsed one by one and then batched: each is still in the processor's cache then.
 
 The snapshot's lease ends when the last file of the epoch has been read, or with an iterator that was abandoned. Nothing
 here imports the ``tfrecord`` package, which cannot be loaded beside TensorFlow.
@@ -28,6 +30,7 @@ from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.formats.example import shape_name, storage_kind
 from cachetool.loaders.order import order
+from cachetool.loaders.split import SIDES, Split
 from cachetool.loaders.subscription import subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
@@ -35,6 +38,12 @@ from cachetool.schema import Field, Schema
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
 _OPEN_FILES = 16
+_TOGETHER = 16
+"""Small records that are taken from one file before the next one's turn."""
+_LARGE = 2**16
+"""Bytes of a record from which on it is read without a buffer in between, and files are worth a thread each."""
+_HUGE = 2**19
+"""Bytes of a record from which on a batch of them leaves the processor's cache between reading and parsing."""
 
 
 def make_dataset(
@@ -48,13 +57,16 @@ def make_dataset(
     repeat: bool = False,
     drop_remainder: bool = False,
     run: str | None = None,
+    split: str | None = None,
+    validation: float = 0.05,
 ) -> tf.data.Dataset:
     """Batches of the samples that are in the cache when an epoch begins.
 
     Each time the dataset is iterated over (and at each turn of ``repeat``) it takes a new snapshot: it grows with the
     cache. With a ``shuffle_buffer`` of so many records the files are shuffled too, by ``seed`` and epoch; without one
     the samples come oldest first. ``repeat`` goes on for ever. ``run`` names a training run of several processes: they
-    get the same snapshot for the same epoch.
+    get the same snapshot for the same epoch. ``split`` is ``"train"`` or ``"validation"`` by a hash of ``__key__``,
+    ``validation`` of the samples in the latter: the sides of every loader, and a sample never changes sides.
 
     Its length is unknown to TensorFlow. Keras takes the number of batches of the first epoch for that of all: to see a
     growing cache whole, call ``model.fit(..., initial_epoch=k, epochs=k + 1)`` for each epoch, or repeat the dataset
@@ -69,10 +81,13 @@ def make_dataset(
     """
     if batch_size < 1 or shuffle_buffer < 0:
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
+    if split not in (None, *SIDES) or not 0 < validation < 1:
+        raise UsageError(f"split is 'train' or 'validation', validation a share between 0 and 1: {split}, {validation}")
+    sides = None if split is None else Split(split, validation)
     subscription = subscribe(cache, dataset=dataset, run=run)
     try:
-        first = subscription.now()
-        _files(first)
+        first = subscription.newest()
+        size = _record_size(first, _files(first, sides)[0])
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
         subscription.close()
@@ -80,25 +95,35 @@ def make_dataset(
     chosen_seed = secrets.randbits(32) if seed is None else seed
     numbers = itertools.count()
 
-    def epoch() -> Iterator[tuple[list[str], list[str]]]:
+    def epoch() -> Iterator[tuple[list[Any], ...]]:
         number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
         try:
             view = mine.newest(epoch=None if run is None else number)
-            names, compressions = _files(view)
-            turns = order(len(names), shuffle=shuffle, seed=chosen_seed, epoch=number)
+            columns = _files(view, sides)
+            turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
-            yield [names[i] for i in at], [compressions[i] for i in at]
+            yield tuple([column[i] for i in at] for column in columns)
             mine.served()
         finally:
             mine.close()
 
-    names = tf.TensorSpec((None,), tf.string)
-    out = tf.data.Dataset.from_generator(epoch, output_signature=(names, names))
-    out = out.flat_map(lambda files, kinds: _records(files, kinds, shuffle=shuffle, fixed=seed is not None))
+    def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+        return parse_batch(records, schema)
+
+    def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
+
+    column = tf.TensorSpec((None,), tf.string)
+    out = tf.data.Dataset.from_generator(epoch, output_signature=(column, column, column))
+    fixed = seed is not None or not shuffle
+    out = out.flat_map(lambda *files: _records(files, size=size, mixed=shuffle, fixed=fixed, split=split is not None))
     if shuffle:
         out = out.shuffle(shuffle_buffer, seed=seed)
-    out = out.batch(batch_size, drop_remainder=drop_remainder)
-    out = out.map(lambda records: parse_batch(records, schema), num_parallel_calls=tf.data.AUTOTUNE)
+    if size < _HUGE or any(field.kind == "ragged" for field in schema):
+        out = out.batch(batch_size, drop_remainder=drop_remainder).map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
+    else:
+        out = out.map(parsed_alone, num_parallel_calls=tf.data.AUTOTUNE)
+        out = out.batch(batch_size, drop_remainder=drop_remainder)
     # Prefetching ends with the epoch: behind `repeat`, where TensorFlow puts one by itself, it would take the next
     # snapshot before the last batches of this one are out.
     out = out.prefetch(tf.data.AUTOTUNE)
@@ -109,27 +134,49 @@ def make_dataset(
     return out
 
 
-def _files(view: View) -> tuple[list[str], list[str]]:
-    """Names and compressions of the files of a view. Raises :class:`UsageError` for other formats and for none."""
+def _files(view: View, sides: Split | None) -> tuple[list[str], list[str], list[bytes]]:
+    """Names and compressions of the files of a view; with ``sides`` a bool for each record, and no file without any.
+
+    Raises :class:`UsageError` for other formats, and when there is a split and no ``__key__``.
+    """
     others = sorted({part.format for part in view.parts} - {"tfrecord"})
     if others:
         raise UsageError(
             f"dataset {view.dataset!r} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run:"
-            f" {view.conversion('tfrecord')}"
+            " cachetool convert --to tfrecord"
         )
-    names = [str(part.folder / (part.file or "data.tfrecord")) for part in view.parts]
-    # Only compressed files have no extents.
-    return names, ["" if part.extents.exists() else "GZIP" for part in view.parts]
+    mine = np.ones(view.samples, dtype=np.bool_)
+    if sides is not None:
+        mine[:] = False
+        mine[sides.chosen(view)] = True
+    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(mine, view.starts[1:-1])]
+    files = [
+        # Only compressed files have no extents.
+        (str(part.folder / (part.file or "data.tfrecord")), "" if part.extents.exists() else "GZIP", mask)
+        for part, mask in zip(view.parts, masks, strict=False)
+        if sides is None or any(mask)
+    ]
+    return [name for name, _, _ in files], [kind for _, kind, _ in files], [mask for _, _, mask in files]
 
 
-def _records(files: tf.Tensor, kinds: tf.Tensor, *, shuffle: bool, fixed: bool) -> tf.data.Dataset:
-    named = tf.data.Dataset.from_tensor_slices((files, kinds))
-    return named.interleave(
-        lambda file, kind: tf.data.TFRecordDataset(file, compression_type=kind),
-        cycle_length=_OPEN_FILES if shuffle else 1,
-        num_parallel_calls=tf.data.AUTOTUNE,
-        deterministic=fixed or not shuffle,
-    )
+def _record_size(view: View, files: list[str]) -> int:
+    """Bytes of a record, on average."""
+    return sum(Path(file).stat().st_size for file in files) // max(1, view.samples)
+
+
+def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, split: bool) -> tf.data.Dataset:
+    def of(file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor) -> tf.data.Dataset:
+        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=0 if size >= _LARGE else None)
+        if not split:
+            return records
+        mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
+        return tf.data.Dataset.zip(records, mine).filter(lambda _, here: here).map(lambda record, _: record)
+
+    named = tf.data.Dataset.from_tensor_slices(files)
+    cycle = _OPEN_FILES if mixed else 1
+    if size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
+        return named.interleave(of, cycle_length=cycle, block_length=_TOGETHER)
+    return named.interleave(of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
 
 
 def feature_spec(schema: Schema) -> dict[str, tf.io.FixedLenFeature]:

@@ -28,6 +28,9 @@ SMALL = Schema(
 )
 """One field of each kind."""
 
+KEYED = Schema((Field("__key__", "str"), Field("number", "<i8")))
+"""Samples with a key of their own each."""
+
 NUMERIC = ("bool", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", "M8[us]", "m8[s]")
 _NAMES = [np.dtype(d).name.replace("[", " ").replace("]", "") for d in NUMERIC]
 EVERY = Schema(
@@ -51,7 +54,9 @@ def sample(schema: Schema, number: int) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     out: dict[str, Any] = {}
     for field in schema:
-        if field.kind == "str":
+        if field.name == "__key__":
+            out[field.name] = f"scan{number}"
+        elif field.kind == "str":
             out[field.name] = f"sample {number} ☂" * (number % 3)
         elif field.kind == "bytes":
             out[field.name] = rng.bytes(number % 7)

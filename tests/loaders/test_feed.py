@@ -25,7 +25,7 @@ from cachetool.formats.reading import load_extents
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
 from tests.loaders.conftest import REPOSITORY, run_script
-from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put
+from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
 
 FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), ("hdf5", "gzip"), ("zarr", "zstd"))
 
@@ -434,10 +434,6 @@ def test_ranks_take_the_same_number_of_steps_and_share_no_sample(cache: CacheDir
 
 
 def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows(tmp_path: Path) -> None:
-    from cachetool.schema import Field, Schema
-
-    schema = Schema((Field("__key__", "str"), Field("number", "<i8")))
-
     def sides(cache: CacheDir) -> list[set[int]]:
         read = []
         for side in ("train", "validation"):
@@ -446,26 +442,15 @@ def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows
         return read
 
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        put_keyed(cache, schema, range(100))
+        put(cache, range(100), schema=KEYED)
         train, validation = sides(cache)
-        put_keyed(cache, schema, range(100, 150))
+        put(cache, range(100, 150), schema=KEYED)
         more, held_out = sides(cache)
     assert train | validation == set(range(100))
     assert not train & validation
     assert 15 <= len(validation) <= 45
     assert train < more
     assert validation < held_out
-
-
-def put_keyed(cache: CacheDir, schema: Any, numbers: range) -> None:
-    import tests.loaders.numbered as numbered
-
-    original = numbered.sample
-    numbered.sample = lambda _, n: {"__key__": f"scan{n}", "number": n}  # type: ignore[assignment]
-    try:
-        put(cache, numbers, schema=schema)
-    finally:
-        numbered.sample = original  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -48,6 +49,35 @@ def test_a_lease_lasts_as_long_as_the_epoch_or_its_iterator(seen: dict[str, Any]
     assert seen["leases after"] == 0
     assert seen["abandoned"] == [1, 0]
     assert seen["leases at the end"] == 0
+
+
+def test_python_takes_one_turn_an_epoch_however_many_samples_and_files_it_has(seen: dict[str, Any]) -> None:
+    small, large = seen["turns"]
+    assert small[:2] == [50, 1]
+    assert large[:2] == [5000, 1]
+    assert large[2] == small[2]  # calls from TensorFlow into Python: of the generator's beginning, element and end
+    assert large[2] <= 5
+
+
+def test_training_and_validation_are_disjoint_and_whole_and_those_of_the_numpy_loader(seen: dict[str, Any]) -> None:
+    epochs = seen["sides"]
+    for (train, validation, *_), count in zip(epochs, (400, 700, 702), strict=True):
+        assert sorted(train + validation) == list(range(count))
+        assert count * 0.1 < len(validation) < count * 0.3
+    for before, after in itertools.pairwise(epochs):
+        assert set(before[0]) <= set(after[0])
+        assert set(before[1]) <= set(after[1])
+    assert all(same for epoch in epochs for same in epoch[2:])
+    assert seen["sides leases"] == 0
+    assert seen["empty side"] == []
+    assert "split is 'train' or 'validation'" in seen["bad split"][0]
+    assert "a share between 0 and 1" in seen["bad split"][1]
+    assert "split= needs the field __key__" in seen["no keys"]
+
+
+@pytest.mark.parametrize("nbytes", [2**17, 2**19])
+def test_large_records_come_back_equal_and_damage_is_noticed(seen: dict[str, Any], nbytes: int) -> None:
+    assert seen[f"large {nbytes}"] == [[], 18, 16, True, [[None, nbytes // 4], [None], [None]]]
 
 
 def test_an_evicted_shard_stays_until_the_epoch_is_over(seen: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,13 +15,16 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import script_ops
 
 import cachetool
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
 from cachetool.loaders import subscription
+from cachetool.loaders.numpy import Loader
 from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
-from tests.loaders.numbered import EVERY, SMALL, leases, put, sample
+from cachetool.schema import Field, Schema
+from tests.loaders.numbered import EVERY, KEYED, SMALL, leases, put, sample
 
 
 def plain(value: Any) -> Any:
@@ -125,6 +129,99 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     out["leases at the end"] = len(leases(cache))
 
 
+def turns(root: Path, out: dict[str, Any]) -> None:
+    """How often Python is called for epochs of 50 and of 5,000 samples in one and in four files."""
+    elements: list[int] = []
+    calls: list[int] = []
+    from_generator, call = tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__
+
+    def counted(generator: Callable[[], Iterator[Any]], **more: Any) -> tf.data.Dataset:
+        def counting() -> Iterator[Any]:
+            for element in generator():
+                elements.append(1)
+                yield element
+
+        return from_generator(counting, **more)
+
+    def counted_call(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        return call(self, *arguments)
+
+    tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__ = counted, counted_call
+    try:
+        with open_cache(root / "turns", max_size="20MB") as cache:
+            put(cache, range(50), format="tfrecord")
+            dataset = make_dataset(cache, batch_size=10, shuffle_buffer=100)
+            found = [[len(numbers(iter(dataset))), len(elements), len(calls)]]
+            for start in (50, 1700, 3400):
+                put(cache, range(start, start + 1650), format="tfrecord")
+            elements.clear(), calls.clear()
+            found.append([len(numbers(iter(dataset))), len(elements), len(calls)])
+    finally:
+        tf.data.Dataset.from_generator, script_ops.FuncRegistry.__call__ = from_generator, call
+    out["turns"] = found
+
+
+def sides(root: Path, out: dict[str, Any]) -> None:
+    """Train and validation of a cache that grows, and what the NumPy loader has on each side."""
+    found: list[Any] = []
+    with open_cache(root / "sides", max_size="20MB") as cache:
+        put(cache, range(400), schema=KEYED, format="tfrecord")
+        kinds = [("train", 300), ("validation", 0)]
+        made = [
+            make_dataset(
+                cache, batch_size=16, fields=["number"], shuffle_buffer=buffer, split=side, validation=0.2, seed=1
+            )
+            for side, buffer in kinds
+        ]
+        for more in (range(400, 700), range(700, 702), range(0)):
+            read = [numbers(iter(dataset)) for dataset in made]
+            other = []
+            for side, _ in kinds:
+                with Loader(cache, batch_size=16, fields=["number"], split=side, validation=0.2, workers=0) as loader:
+                    other.append(sorted(int(n) for batch in loader for n in batch["number"]))
+            found.append([sorted(read[0]), sorted(read[1]), sorted(read[0]) == other[0], read[1] == other[1]])
+            if more:
+                gzip = "gzip" if len(more) > 2 else None
+                put(cache, more, schema=KEYED, format="tfrecord", compression=gzip)
+        out["sides"] = found
+        out["sides leases"] = len(leases(cache))
+
+        few = make_dataset(cache, batch_size=16, fields=["number"], split="validation", validation=1e-9)
+        out["empty side"] = numbers(iter(few))
+        out["bad split"] = [
+            refused(lambda: make_dataset(cache, batch_size=1, split="test")),
+            refused(lambda: make_dataset(cache, batch_size=1, split="train", validation=1.0)),
+        ]
+    with open_cache(root / "no keys", max_size="20MB") as cache:
+        put(cache, range(5), format="tfrecord")
+        out["no keys"] = refused(lambda: make_dataset(cache, batch_size=1, split="train"))
+
+
+def large(root: Path, out: dict[str, Any]) -> None:
+    """Records so large that they are read and parsed in other ways; of one file the last bytes are damaged."""
+    for nbytes in (2**17, 2**19):
+        schema = Schema((Field("x", "<f4", (nbytes // 4,)), Field("number", "<i8"), Field("words", "str")))
+        with open_cache(root / f"large {nbytes}", max_size="90MB") as cache:
+            put(cache, range(9), schema=schema, format="tfrecord")
+            put(cache, range(9, 18), schema=schema, format="tfrecord", compression="gzip")
+            dataset = make_dataset(cache, batch_size=4)
+            wrong, seen = [], 0
+            for batch in dataset:
+                for row in range(len(batch["number"])):
+                    wrong += [n for n in schema.names if plain(batch[n][row]) != plain(sample(schema, seen)[n])]
+                    seen += 1
+            shuffled = numbers(iter(make_dataset(cache, batch_size=4, shuffle_buffer=6, drop_remainder=True)))
+            path = cache.shards()[0].data
+            path.chmod(0o600)
+            with path.open("r+b") as file:
+                file.seek(-nbytes // 2, os.SEEK_END)
+                file.write(b"damage")
+            damaged = refused(functools.partial(list, dataset))
+            spec = [tuple(each.shape) for each in dataset.element_spec.values()]
+            out[f"large {nbytes}"] = [wrong, seen, len(set(shuffled)), "corrupted record" in damaged, spec]
+
+
 def fit(cache: CacheDir, out: dict[str, Any]) -> None:
     """``model.fit`` over it: every epoch is a pass over what is there."""
     seen: list[int] = []
@@ -172,6 +269,9 @@ def main(name: str) -> None:
         growth(cache, out)
         fit(cache, out)
     errors(root, out)
+    turns(root, out)
+    sides(root, out)
+    large(root, out)
     out["tfrecord package"] = "tfrecord" in sys.modules
     print(json.dumps(out))
 
