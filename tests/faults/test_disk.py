@@ -145,7 +145,7 @@ def test_inodes_that_run_out_are_called_so(tmp_path: Path, objects: Path) -> Non
 def test_a_disk_smaller_than_the_cap_ends_the_pull_and_loses_nothing(
     tmp_path: Path, objects: Path, format: str
 ) -> None:
-    with small_disk(tmp_path / "disk", "size=2500k") as disk:
+    with small_disk(tmp_path / "disk", "size=3200k") as disk:
         words = (
             "pull",
             objects,
