@@ -163,8 +163,6 @@ def _meta(connection: Connection, key: str) -> int:
 def _catalog_growth(connection: Connection) -> int:
     """Bytes that the catalog's allowance must grow by, once three quarters of its page limit are in use; else 0."""
     limit = _meta(connection, "pages")
-    # Another process may have raised it: the pragma is this connection's alone.
-    connection.execute(f"PRAGMA max_page_count = {limit}")
     count = int(connection.execute("PRAGMA page_count").fetchone()[0])
     return allowance(2 * limit) - allowance(limit) if 4 * count > 3 * limit else 0
 

@@ -50,6 +50,11 @@ def library_version() -> str:
     return sqlite3.sqlite_version
 
 
+def _limit_pages(connection: Connection) -> None:
+    pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+
+
 def allowance(pages: int) -> int:
     """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers."""
     return int(2.01 * pages * PAGE_BYTES) + 65536
@@ -184,6 +189,8 @@ class Catalog:
                     connection = None  # it is closed: when there is no other to be had, there is nothing to roll back
                     connection = self._open()
                     connection.execute(begin)
+                if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
+                    _limit_pages(connection)
                 yield connection
                 connection.execute("COMMIT")
             except _FAILURES as error:
@@ -241,8 +248,7 @@ class Catalog:
             )
         if found < SCHEMA_VERSION:
             _migrate(connection, meta or {})
-        pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
-        connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+        _limit_pages(connection)
 
     def _mend(self) -> str:
         """What to do about a file that is no catalog."""

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from cachetool.cache.capping import refuse
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
-from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.marker import check
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
-from cachetool.units import format_size, parse_size
+from cachetool.units import parse_size
 
 __all__ = ["open_cache", "open_root"]
 
@@ -79,7 +79,8 @@ def open_root(
         if exists:
             _recover(cache, notify)
             if size is not None and size != cache.catalog.meta("max_size"):
-                _refuse_while_used(cache, size)
+                with cache.catalog.write() as connection:
+                    refuse(connection, layout, size)
     except BaseException:
         cache.close()
         raise
@@ -108,16 +109,3 @@ def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:
     except (CapacityError, OSError) as error:  # a full or read-only disk: what is there can still be read
         if notify is not None:
             notify(f"warning: {error}")
-
-
-def _refuse_while_used(cache: CacheDir, size: int) -> None:
-    with cache.catalog.write() as connection:
-        dead = dead_holders(connection, cache.layout.holders)
-        rows = connection.execute("SELECT id, pid, what FROM holders").fetchall()
-    own = existing_holder(cache.layout.holders)
-    others = [row for row in rows if row["id"] not in dead and (own is None or row["id"] != own.id)]
-    if others:
-        raise UsageError(
-            f"the cap of {cache.root} is {format_size(cache.catalog.meta('max_size'))} and cannot become"
-            f" {format_size(size)} while pid {others[0]['pid']} ({others[0]['what']}) uses it; leave --max-size out"
-        )

@@ -15,6 +15,7 @@ from typing import Self
 
 from cachetool.cache import holders, snapshots
 from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
+from cachetool.cache.capping import change
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import Staging, folder_bound, stage_together
 from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
@@ -106,8 +107,7 @@ class CacheDir:
         wanted = {key: value for key, value in self._wanted.items() if value is not None}
         if any(catalog.meta(key) != value for key, value in wanted.items()):
             with catalog.write() as connection:
-                for key, value in wanted.items():
-                    connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+                change(connection, self.layout, wanted)
                 self._mark()
         self._wanted = dict.fromkeys(self._wanted)
         return holders.holder_of(self.layout.holders)

@@ -2,8 +2,8 @@
 
 ::
 
-    the folder is not there -> the verb makes the cache, fails -> no shard, source, dataset, other holder in it?
-      -> renamed away under the catalog's lock, then deleted
+    the folder is not there -> the verb makes the cache, fails -> no shard, source, dataset, other holder in it, and no
+      file that somebody else put there? -> renamed away under the catalog's lock, then its own files are deleted
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cachetool.cache import holders
 from cachetool.cache.layout import remove_tree
+from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CacheToolError
 
@@ -28,7 +29,7 @@ def leaving_nothing(cache: CacheDir) -> Iterator[None]:
     missing = [path for path in (cache.root, *cache.root.parents) if not path.exists()]
     try:
         yield
-    except BaseException:
+    except Exception:  # what is interrupted may be begun again at once, by somebody who waits for it too
         if missing and cache.exists:
             with contextlib.suppress(CacheToolError, OSError):
                 _unmake(cache, missing)
@@ -44,6 +45,8 @@ def withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
 def _unmake(cache: CacheDir, made: list[Path]) -> None:
     layout, own = cache.layout, holders.existing_holder(cache.layout.holders)
     aside = layout.root.with_name(f".{layout.root.name}.{os.getpid()}.empty")
+    if any(not stray.ours for stray in strays(cache.catalog, layout)):  # somebody else's file: the folder stays
+        return
     with cache.catalog.write() as connection:
         for table in ("shards", "sources", "datasets"):
             if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():

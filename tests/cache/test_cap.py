@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,3 +224,64 @@ def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
 
         assert cache.catalog.meta("pages") == 2 * first
         assert cache.usage().overhead > before
+
+
+def test_a_limit_that_another_process_raised_is_seen_by_those_that_were_open(root: Path) -> None:
+    """SQLite's limit belongs to a connection: a reader must not find the disk full because a puller needed more."""
+    with open_cache(root, max_size="40MB") as cache, CacheDir(root) as other:
+        cache.declare("default", SCHEMA)
+        pages = other.catalog.meta("pages")
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (4 * pages,))
+        with cache.catalog.write() as connection:
+            connection.executemany(
+                "INSERT INTO shards (id, dataset, format, state, bytes, seq) VALUES (?, '', 'lmdb', 'ready', 0, 1)",
+                [(f"{n:0200d}",) for n in range(2 * pages * 4096 // 600)],
+            )
+        with other.catalog.write() as connection:
+            connection.executemany(
+                "INSERT INTO events (at, kind, subject, text) VALUES (0, '', '', ?)", [("x" * 3000,)] * 50
+            )
+        assert len(other.catalog.rows("SELECT id FROM events")) == 50
+
+
+def test_a_cap_below_what_is_used_is_refused_with_the_command_that_makes_room(root: Path) -> None:
+    with open_cache(root, max_size="9MB") as cache:
+        put_shard(cache, 3_000_000)
+        put_shard(cache, 3_000_000)
+        used = cache.usage().total
+    with pytest.raises(
+        CapTooSmall, match=rf"{used} are used; make room first with: cachetool evict --max-size 5000000"
+    ):
+        open_cache(root, max_size=5_000_000)
+    with open_cache(root) as cache:
+        assert cache.max_size == 9_000_000
+        cache.evict(5_000_000)
+    with open_cache(root, max_size=5_000_000) as cache:
+        _ = cache.holder
+        assert cache.max_size == 5_000_000
+
+
+def test_another_cap_is_refused_at_the_first_write_when_somebody_came_since_it_was_opened(root: Path) -> None:
+    with open_cache(root, max_size="9MB") as cache:
+        cache.declare("default", SCHEMA)
+        put_shard(cache, 1000)
+    with open_cache(root, max_size="20MB") as late:
+        code = (
+            "import sys, cachetool.cache\n"
+            "cache = cachetool.cache.open_cache(sys.argv[1])\n"
+            "with cache.snapshot():\n"
+            "    print('here', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        reader = subprocess.Popen(
+            [sys.executable, "-c", code, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "here\n"
+        with pytest.raises(UsageError, match=f"while pid {reader.pid}"):
+            late.snapshot()
+        assert late.catalog.meta("max_size") == 9_000_000
+        reader.communicate()
+        with late.snapshot():
+            assert late.max_size == 20_000_000

@@ -28,7 +28,10 @@ def test_an_empty_new_cache_goes_with_the_folders_above_it_and_the_object_stays_
         assert len(again.shards()) == 1
 
 
-@pytest.mark.parametrize("what", ["nothing fails", "a dataset", "a shard", "another process", "there before", "folder"])
+@pytest.mark.parametrize(
+    "what",
+    ["nothing fails", "a dataset", "a shard", "another process", "there before", "folder", "a file", "an interrupt"],
+)
 def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> None:
     root = tmp_path / "cache"
     if what == "there before":
@@ -45,9 +48,13 @@ def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> Non
                     cache.declare("default", SCHEMA)
                 if what == "a shard":
                     put_shard(cache)
+                if what == "a file":
+                    (root / "notes.txt").write_text("of the user")
+                if what == "an interrupt":
+                    raise KeyboardInterrupt
                 if what != "nothing fails":
                     raise SourceError("failed")
-        except SourceError:
+        except (SourceError, KeyboardInterrupt):
             pass
         assert cache.exists
         assert cache.layout.marker.exists()

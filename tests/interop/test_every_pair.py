@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import cachetool
 from cachetool.block import Block
+from cachetool.errors import NotFound
 from cachetool.formats.digest import ContentDigest, checksums
 from tests.formats.samples import DTYPES, EVERY_FIELD, big_endian, block, blocks
 from tests.interop.documented import arguments, expected, read
@@ -91,10 +92,14 @@ THOROUGH = settings.default.max_examples >= 300  # type: ignore[union-attr]
 @settings(max_examples=settings.default.max_examples if THOROUGH else 8)  # type: ignore[union-attr]
 @given(content=blocks(), data=st.data())
 def test_random_samples_keep_every_bit(a: str, b: str, content: Block, data: st.DataObject) -> None:
-    """Any schema, any names, any bits, none or one sample, any cut: verified, and read again through the library."""
+    """Any schema, any names, any bits, any cut: verified, and read again through the library. None is an error."""
     size = data.draw(st.integers(1, content.nbytes + 1))
     with tempfile.TemporaryDirectory() as folder:
         made = make(Path(folder) / "made", a, content)
+        if not len(content):
+            with pytest.raises(NotFound, match="no samples in it"):
+                cachetool.convert(made, to=b, out=Path(folder) / "out")
+            return
         result = cachetool.convert(made, to=b, out=Path(folder) / "out", shard_size=size, verify=True)
         assert (result.samples, result.digest) == (len(content), content_digest(content))
         found = whole(Path(folder) / "out")

@@ -1,0 +1,41 @@
+"""Changing the cap, and the floor of free disk, of a cache that is there: only while nobody else lives by them."""
+
+from __future__ import annotations
+
+from cachetool.cache.catalog import Connection
+from cachetool.cache.holders import dead_holders, existing_holder
+from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.usage import measure
+from cachetool.errors import CapTooSmall, UsageError
+from cachetool.units import format_size
+
+__all__ = ["change", "refuse"]
+
+
+def refuse(connection: Connection, layout: Layout, size: int) -> None:
+    """Raise :class:`UsageError` when another process lives by the present cap, and :class:`CapTooSmall` when more than
+    ``size`` bytes are used; call it within a write transaction."""
+    present = connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0]
+    if size == present:
+        return
+    dead, own = dead_holders(connection, layout.holders), existing_holder(layout.holders)
+    for row in connection.execute("SELECT id, pid, what FROM holders").fetchall():
+        if row["id"] not in dead and (own is None or row["id"] != own.id):
+            raise UsageError(
+                f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
+                f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"
+            )
+    used = measure(connection, layout).total
+    if used > size:
+        raise CapTooSmall(
+            f"the cap of {layout.root} cannot become {size} bytes, {used} are used; make room first with:"
+            f" cachetool evict --max-size {size}{cache_option(layout.root)}"
+        )
+
+
+def change(connection: Connection, layout: Layout, wanted: dict[str, int]) -> None:
+    """Write ``max_size`` and ``min_free`` into the catalog; raises what :func:`refuse` raises."""
+    if "max_size" in wanted:
+        refuse(connection, layout, wanted["max_size"])
+    for key, value in wanted.items():
+        connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
