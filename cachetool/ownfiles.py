@@ -16,11 +16,11 @@ from typing import Any
 from cachetool.cache import open_cache
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.catalog import Catalog
-from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.layout import SHARD_FILE, Layout, tree_bytes
 from cachetool.cache.marker import mark, settings
 from cachetool.cache.rebuild import rebuild
 from cachetool.cache.repair import misnamed, rename_back
-from cachetool.errors import CacheToolError
+from cachetool.errors import CacheToolError, CapTooSmall
 from cachetool.inspection import bad_files
 from cachetool.units import format_size, parse_size
 
@@ -153,6 +153,10 @@ def _rebuild(
 ) -> None:
     action = written = None
     if repair:
+        if cap is not None and cap < (there := tree_bytes(layout.root)):
+            raise CapTooSmall(
+                f"--max-size is {cap} bytes, and what lies in {layout.root} takes {there}; name a larger one"
+            )
         made = rebuild(layout, max_size=cap)
         action = f"rebuilt from {made.shards} shards with {made.samples} samples"
         written = f"made again, with a cap of {format_size(made.max_size)}"

@@ -101,6 +101,9 @@ def test_without_marker_and_catalog_the_cap_is_asked_for_and_the_shards_know_the
     assert f"cachetool verify --repair --max-size SIZE --cache {root}" in ran.stderr
     assert len(list((root / "shards").iterdir())) == 2
 
+    small = run("verify", "--repair", "--max-size", "1kB", "--cache", root)
+    assert (small.returncode, "name a larger one" in small.stderr) == (4, True), small.stderr
+
     ran = run("verify", "--repair", "--max-size", "20MB", "--cache", root)
     assert ran.returncode == 0, ran
     assert keys(root) == before

@@ -190,7 +190,7 @@ def leases(connection: Connection) -> list[Lease]:
 
 def leaseholders(connection: Connection) -> list[str]:
     """Who reads what, one line a lease."""
-    return [lease.who for lease in leases(connection)]
+    return list(dict.fromkeys(lease.who for lease in leases(connection)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +210,8 @@ def held_back(connection: Connection, *, also: Collection[str] = ()) -> Held:
     going = [row for row in rows if row["state"] == "retiring" or row["id"] in also]
     readers = leases(connection)
     held = [row for row in going if any(lease.holds(row) for lease in readers)]
-    who = tuple(lease.who for lease in readers if any(lease.holds(row) for row in held))
-    return Held(frozenset(row["id"] for row in held), tuple(row["bytes"] for row in held), who)
+    who = dict.fromkeys(lease.who for lease in readers if any(lease.holds(row) for row in held))
+    return Held(frozenset(row["id"] for row in held), tuple(row["bytes"] for row in held), tuple(who))
 
 
 def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> int:

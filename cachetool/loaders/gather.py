@@ -201,6 +201,7 @@ def evicted_errors(part: Part) -> Iterator[None]:
             raise
         raise UsageError(
             f"shard {part.id} was evicted: these indices are of an earlier snapshot, whose lease is over"
+            " (or its files were deleted by hand: cachetool verify --repair brings them again)"
         ) from error
 
 
