@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,34 @@ def cache(tmp_path: Path) -> Iterator[CacheDir]:
         for start in (0, 20, 40):
             put(opened, range(start, start + 20))
         yield opened
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Runs a program in a process of its own."""
+
+    def run(text: str, *arguments: object, how: str = "script") -> subprocess.Popen[str]:
+        stdin = how == "stdin"
+        code = textwrap.dedent(text)
+        path = tmp_path / "program.py"
+        path.write_text(code)
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                *{"script": [str(path)], "module": ["-m", "program"], "stdin": ["-"]}[how],
+                *map(str, arguments),
+            ],
+            cwd=tmp_path,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        if stdin and process.stdin is not None:
+            process.stdin.write(code)
+            process.stdin.close()
+            process.stdin = None
+        return process
+
+    return run

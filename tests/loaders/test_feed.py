@@ -6,10 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,8 @@ from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
-from tests.loaders.conftest import REPOSITORY, run_script
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
+from tests.loaders.processes import alive, children, until
 
 FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), ("hdf5", "gzip"), ("zarr", "zstd"))
 
@@ -128,26 +125,6 @@ def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -
         assert sorted(numbers(loader)) == list(range(20, 60))
         for pid in children():
             assert first.id not in Path(f"/proc/{pid}/maps").read_text()
-
-
-def children() -> list[int]:
-    """Feeders of this process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(entry.name)
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"loaders.feeder" in (entry / "cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    """Wait until a condition holds; for what happens in another process."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def test_batches_beyond_the_steps_that_are_wanted_are_not_made(cache: CacheDir, tmp_path: Path) -> None:
@@ -453,37 +430,6 @@ def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows
     assert validation < held_out
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Any:
-    """Runs a program in a process of its own."""
-
-    def run(text: str, *arguments: object, how: str = "script") -> subprocess.Popen[str]:
-        stdin = how == "stdin"
-        code = textwrap.dedent(text)
-        path = tmp_path / "program.py"
-        path.write_text(code)
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                *{"script": [str(path)], "module": ["-m", "program"], "stdin": ["-"]}[how],
-                *map(str, arguments),
-            ],
-            cwd=tmp_path,
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-        if stdin and process.stdin is not None:
-            process.stdin.write(code)
-            process.stdin.close()
-            process.stdin = None
-        return process
-
-    return run
-
-
 UNGUARDED = """
     import sys
     from cachetool.loaders.numpy import Loader
@@ -517,13 +463,6 @@ RUNS = """
         for batch in loader:
             pass
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.mark.parametrize("forks", [(), (1,)], ids=["alone", "forked"])
@@ -562,28 +501,6 @@ def test_two_interrupts_end_a_program_at_once_and_leave_nothing(script: Any, cac
     assert process.returncode in (-signal.SIGINT, 1, 130)
     until(lambda: not any(map(alive, feeders)))
     assert leases(cache) == []
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of 40 small shards in all formats."""
-    root = tmp_path_factory.mktemp("many") / "cache"
-    with open_cache(root, max_size="50MB") as cache:
-        for at in range(40):
-            put(cache, range(2 * at, 2 * at + 2), format=FORMATS[at % 4][0])
-    return root
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_grows_over_many_epochs_of_more_files_than_descriptors(workers: int, many: Path) -> None:
-    """40 epochs, some broken off, some batches kept; 80 files and 32 descriptors in each process."""
-    found = run_script("feed_steady.py", many, workers)
-
-    assert found["read"] == 80
-    assert found["grown"]["memory"] < 4096
-    assert abs(found["grown"]["maps"]) < 40
-    assert found["grown"]["descriptors"] <= 8  # those of a transaction or a part that is open just now
-    assert found["grown"]["threads"] == 0
 
 
 def test_an_epoch_goes_on_in_another_process_and_another_world(cache: CacheDir) -> None:

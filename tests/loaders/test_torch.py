@@ -85,6 +85,33 @@ def test_an_old_index_never_means_another_sample(growth: dict[str, Any]) -> None
     assert "draw indices of the present one" in growth["old index"]
 
 
+MATRIX = [(kind, method, "0 2 2p 8 8p") for kind in ("cache", "lmdb") for method in ("fork", "forkserver", "spawn")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "cases"),
+    [
+        ("cache", "fork", "0 8"),
+        ("lmdb", "forkserver", "0 8p"),
+        ("cache", "spawn", "2p"),
+        *(pytest.param(*each, marks=pytest.mark.soak, id=f"{each[0]}-{each[1]}-all") for each in MATRIX),
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_three_rounds_of_growth_and_one_of_eviction(kind: str, method: str, cases: str, tmp_path: Path) -> None:
+    """Each epoch delivers exactly the samples of its snapshot, byte by byte; a shard that left is closed everywhere."""
+    snapshots = [range(60), range(80), range(100), range(120), range(20, 120)]
+
+    seen = run_script("torch_rounds.py", kind, method, tmp_path / "cache", *cases.split(), seconds=1100)
+
+    assert list(seen) == cases.split()
+    for case, found in seen.items():
+        assert found["epochs"] == [digests(SMALL, numbers) for numbers in snapshots], case
+        assert found["waits"], case  # the evicted shard stays until the epoch that reads it is over
+        assert found["still mapped"] == 0, case
+        assert found["leases"] == 0, case
+
+
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What ``torch_single.py`` saw; it leaves one dataset open when it ends."""

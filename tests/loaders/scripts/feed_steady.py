@@ -1,4 +1,7 @@
-"""A loader over many epochs with few descriptors; what grew, as one line of JSON. Arguments: cache, workers."""
+"""A loader over many epochs with few descriptors; what grew, as one line of JSON.
+
+``feed_steady.py CACHE WORKERS DESCRIPTORS``
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from cachetool.loaders.numpy import Loader
 
-DESCRIPTORS = 32
+EPOCHS = 50
 
 
 def measured(pids: list[int]) -> dict[str, int]:
@@ -27,11 +30,11 @@ def measured(pids: list[int]) -> dict[str, int]:
     return found
 
 
-def main(root: str, workers: int) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+def main(root: str, workers: int, descriptors: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     with Loader(root, batch_size=4, workers=workers) as loader:
         read = set()
-        for epoch in range(40):
+        for epoch in range(EPOCHS):
             kept = []
             for step, batch in enumerate(loader):
                 read.update(batch["number"].tolist())
@@ -40,11 +43,11 @@ def main(root: str, workers: int) -> None:
                 if epoch % 7 == 3 and step == 9:
                     break
             del batch, kept
-            if epoch == 9:
+            if epoch == 9:  # by then all slots and buffers have the size that they need
                 pids = [os.getpid(), *(p.pid for p in getattr(loader._feed, "_processes", []))]
                 before = measured(pids)
         after = measured(pids)
     print(json.dumps({"read": len(read), "grown": {name: after[name] - before[name] for name in before}}))
 
 
-main(sys.argv[1], int(sys.argv[2]))
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,36 @@
+"""What tests of loaders ask the kernel about processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def children() -> list[int]:
+    """Feeders of this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"loaders.feeder" in (entry / "cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until a condition holds; for what happens in another process."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

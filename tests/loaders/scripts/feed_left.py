@@ -1,0 +1,115 @@
+"""What is left after each way in which iterating a loader ends, as one line of JSON. Arguments: cache, workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cachetool import CacheToolError
+from cachetool.cache import CacheDir, open_cache
+from cachetool.loaders.numpy import Loader
+from tests.loaders.numbered import leases
+from tests.loaders.processes import children
+
+root, workers = sys.argv[1], int(sys.argv[2])
+
+
+def fails(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["number"] == 30:
+        raise ZeroDivisionError("no such number")
+    return {"number": sample["number"]}
+
+
+def loader(**options: Any) -> Loader:
+    return Loader(root, batch_size=2, workers=workers, **options)
+
+
+def exhausted() -> None:
+    with loader() as opened:
+        for _ in range(2):
+            list(opened)
+
+
+def abandoned() -> None:
+    batches = iter(loader())
+    next(batches)
+
+
+def broken_off() -> None:
+    with loader() as opened:
+        for _ in opened:
+            break
+
+
+def failed() -> None:
+    with loader(transform=fails) as opened, contextlib.suppress(CacheToolError):
+        list(opened)
+        raise AssertionError
+
+
+def failed_and_forgotten() -> None:
+    with contextlib.suppress(CacheToolError):
+        list(loader(transform=fails))
+        raise AssertionError
+
+
+def killed_feeder() -> None:
+    with loader(prefetch=1) as opened, contextlib.suppress(CacheToolError):
+        batches = iter(opened)
+        next(batches)
+        os.kill(children()[0], signal.SIGKILL)
+        list(batches)
+        raise AssertionError
+
+
+def measured(cache: CacheDir) -> dict[str, int]:
+    """Processes, zombies among them; descriptors, threads; maps and segments of shared memory; leases."""
+    tasks = list(Path("/proc/self/task").iterdir())
+    files = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
+    shared = [*files, *_targets()]
+    return {
+        "processes": sum(len((task / "children").read_text().split()) for task in tasks),
+        "threads": len(tasks),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "maps": sum(name.startswith(str(Path(root).resolve())) for name in files),
+        "segments": sum(name.startswith(("/memfd:", "/dev/shm/", "/dev/zero")) for name in shared),
+        "leases": len(leases(cache)),
+    }
+
+
+def _targets() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{name}")
+
+
+def main() -> None:
+    ends: list[Callable[[], None]] = [exhausted, abandoned, broken_off, failed, failed_and_forgotten]
+    ends += [killed_feeder] if workers else []
+    out: dict[str, Any] = {}
+    with open_cache(root) as cache:
+        for end in (exhausted, failed):
+            end()  # what is imported and opened once for all
+        measured(cache)
+        for end in ends:
+            before = measured(cache)
+            end()
+            deadline = time.monotonic() + 20
+            while (after := measured(cache)) != before and time.monotonic() < deadline:
+                time.sleep(0.01)  # a thread or a process that is about to end
+            out[end.__name__] = {name: after[name] - before[name] for name in before}
+        with loader() as opened:
+            batches = iter(opened)
+            next(batches)
+            out["while it runs"] = {name: value - before[name] for name, value in measured(cache).items()}
+    print(json.dumps(out))
+
+
+main()

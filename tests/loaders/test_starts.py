@@ -1,0 +1,76 @@
+"""Where a loader may be started: in a cell of a notebook, and on an empty cache beside a pull of the same program."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir, open_cache
+from tests.loaders.conftest import run_script
+from tests.loaders.numbered import leases
+
+NOTE = """
+    import os
+    offset = 5
+    def note(name):
+        with open("notes", "a") as file:
+            file.write(f"{name} {os.getpid()}\\n")
+    note("first")
+"""
+TRAIN = """
+    note("second")
+    from cachetool.loaders.numpy import Loader
+    loader = Loader(%r, batch_size=8, workers=2, transform=lambda s: {"n": s["number"] + offset, "pid": os.getpid()})
+    batches = list(loader)
+    print(sorted(int(n) for batch in batches for n in batch["n"]) == list(range(5, 65)))
+"""
+AGAIN = """
+    note("third")
+    offset = 6
+    print(sorted(int(n) for batch in loader for n in batch["n"]) == list(range(5, 65)))
+    feeders = {int(pid) for batch in batches for pid in batch["pid"]}
+    print(len(feeders), os.getpid() in feeders)
+    loader.close()
+"""
+
+
+def test_a_notebook_trains_and_none_of_its_cells_runs_a_second_time(cache: CacheDir, tmp_path: Path) -> None:
+    """A lambda over a variable of an earlier cell; a later cell goes on with the loader and its feeders, which keep the
+    function as it was when they started."""
+    cells = [textwrap.dedent(cell) for cell in (NOTE, TRAIN % str(cache.root), AGAIN)]
+
+    printed = run_script("notebook.py", tmp_path, *cells)
+
+    assert printed == ["", "True\n", "True\n2 False\n"]
+    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert [name for name, _ in notes] == ["first", "second", "third"]
+    assert len({pid for _, pid in notes}) == 1
+    assert leases(cache) == []
+
+
+EMPTY = """
+    import sys, cachetool
+    from cachetool.loaders.numpy import Loader
+    print("started", flush=True)
+    cache = cachetool.open_cache(sys.argv[2], max_size="20MB")
+    offset = 3
+    loader = Loader(cache, batch_size=8, workers=2, transform=lambda s: {"three": offset}, min_samples=100)
+    assert not cache.shards()
+    background = cachetool.BackgroundPull(cache, sys.argv[1], seed=3, shard_size="20kB")
+    epochs = [[int(three) for batch in loader for three in batch["three"]] for _ in range(2)]
+    print([set(epoch) for epoch in epochs], 100 <= len(epochs[0]) <= len(epochs[1]), flush=True)
+"""
+
+
+def test_an_unguarded_script_starts_loader_and_pull_on_an_empty_cache_and_trains(
+    digits: Path, script: Any, tmp_path: Path
+) -> None:
+    """It waits until there are ``min_samples``; its own end closes the pull and the feeders."""
+    out, err = script(EMPTY, digits, tmp_path / "cache").communicate(timeout=120)
+
+    assert out == "started\n[{3}, {3}] True\n"
+    assert all(line.startswith("cachetool: waiting for samples: ") for line in err.splitlines()), err
+    with open_cache(tmp_path / "cache") as cache:
+        assert leases(cache) == []
+        assert cache.catalog.rows("SELECT 1 FROM jobs") == []
