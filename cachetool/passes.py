@@ -8,6 +8,7 @@
 
 A draw whose sample lies in a ready shard is done without a fetch: it is in every snapshot to come. One that is retiring
 is fetched again: no snapshot will have both. A unit that is evicted after it was passed over comes in the next pass.
+One that was damaged is drawn again as what it was, a draw of an earlier pass; the present one goes around it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from cachetool.cache import SourceRow
 from cachetool.cache.catalog import Connection
-from cachetool.cache.copies import copies
+from cachetool.cache.copies import copies, promised
 from cachetool.sources import Source
 from cachetool.sources.order import Order
 
@@ -48,7 +49,7 @@ class Cached:
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""
-        found = [copy for copy in copies(connection, row.id) if copy.turn != row.turn]
+        found = [copy for copy in copies(connection, row.id) if copy.turn != row.turn] + promised(connection, row.id)
         if self._by_shard.keys() == {copy.shard for copy in found}:
             return
         self._by_shard = {

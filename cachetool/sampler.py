@@ -104,7 +104,8 @@ def draw(
         def whole(turn: int, start: int, stop: int) -> int:
             assert row is not None
             assert samples is not None
-            return cached.reach(order_of_turn(samples, row, turn), start, stop, end=row.units)
+            order = order_of_turn(samples, row, turn)
+            return cached.reach(order, start, stop, end=row.units) if turn == row.turn else order.whole(start, stop)
 
         pulse = _Pulse(channel)
         try:
@@ -188,7 +189,8 @@ class _Drawing:
     ) -> None:
         self._cache, self._source, self._plan, self._held = cache, source, plan, held
         units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
-        self._cached = cached.among(units)
+        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
+        self._cached = cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._there = np.nonzero(~vanished & ~self._cached)[0]
         """Positions in the claim whose units are still in the source, and not in the cache."""

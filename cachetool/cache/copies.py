@@ -1,4 +1,4 @@
-"""What the cache has of a source: which draws of which passes lie in its ready shards."""
+"""What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cachetool.cache.catalog import Connection
 
-__all__ = ["Copies", "Pass", "copies", "still_there"]
+__all__ = ["Copies", "Pass", "copies", "promised", "still_there"]
 
 Pass = tuple[int, int, tuple[int, ...]]
 """What the positions of a pass are of: its number, units, cuts."""
@@ -16,7 +16,7 @@ Pass = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The draws of one ready shard."""
+    """The draws of one ready shard, or of one claim."""
 
     shard: str
     turn: int
@@ -28,6 +28,20 @@ def copies(connection: Connection, source: str) -> list[Copies]:
     """What snapshots to come have of ``source``; a retiring shard is in none of these."""
     rows = connection.execute("SELECT id, turn, draws FROM shards WHERE source = ? AND state = 'ready'", (source,))
     return [Copies(row["id"], row["turn"], tuple((a, b) for a, b in json.loads(row["draws"]))) for row in rows]
+
+
+def promised(connection: Connection, source: str) -> list[Copies]:
+    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
+    are as good as there, else it would bring them too."""
+    rows = connection.execute(
+        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        " WHERE c.source = ? AND c.turn <> s.turn",
+        (source,),
+    )
+    return [
+        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], ((row["start"], row["stop"]),))
+        for row in rows
+    ]
 
 
 def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:

@@ -153,11 +153,10 @@ def grow(connection: Connection, source: SourceRow, *, units: int, identity: str
 
 
 def drawn(connection: Connection, source: SourceRow) -> int:
-    """Positions of the present turn that are done, skipped ones included."""
-    pending = connection.execute(
-        "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND turn = ?", (source.id, source.turn)
-    ).fetchone()[0]
-    return source.frontier - int(pending)
+    """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
+    query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ?"
+    pending = connection.execute(query, (source.id,)).fetchone()[0]
+    return max(0, source.frontier - int(pending))
 
 
 def open_job(
@@ -232,17 +231,17 @@ def claim(
     if budget <= 0:
         return None
 
-    def end(start: int, limit: int) -> int:
+    def end(turn: int, start: int, limit: int) -> int:
         stop = min(limit, start + most)
-        return min(limit, start + budget, stop if whole is None else whole(source.turn, start, stop))
+        return min(limit, start + budget, stop if whole is None else whole(turn, start, stop))
 
     row = connection.execute(
-        "SELECT id, start, stop, lost FROM claims WHERE source = ? AND turn = ? AND holder IS NULL"
-        " ORDER BY lost IS NULL, start LIMIT 1",
-        (source.id, source.turn),
+        "SELECT id, turn, start, stop, lost FROM claims WHERE source = ? AND holder IS NULL"
+        " ORDER BY lost IS NULL, turn, start LIMIT 1",
+        (source.id,),
     ).fetchone()
     if row is not None:
-        start, stop = row["start"], end(row["start"], row["stop"])
+        start, stop = row["start"], end(row["turn"], row["start"], row["stop"])
         mine = None if row["lost"] is None else row["lost"] * (stop - start) // (row["stop"] - start)
         connection.execute(
             "UPDATE claims SET stop = ?, holder = ?, job = ?, lost = ? WHERE id = ?",
@@ -250,12 +249,12 @@ def claim(
         )
         if stop < row["stop"]:
             rest = None if mine is None else row["lost"] - mine
-            _insert(connection, source, stop, row["stop"], lost=rest)
-        return Claim(row["id"], source.turn, start, stop, source)
+            _insert(connection, source, stop, row["stop"], lost=rest, turn=row["turn"])
+        return Claim(row["id"], row["turn"], start, stop, source)
     start = source.frontier
     if start >= source.units:
         return None
-    stop = end(start, source.units)
+    stop = end(source.turn, start, source.units)
     connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
     return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop, source)
 
@@ -304,10 +303,11 @@ def _insert(
     holder: str | None = None,
     job: str | None = None,
     lost: int | None = None,
+    turn: int | None = None,
 ) -> int:
     cursor = connection.execute(
         "INSERT INTO claims (source, turn, start, stop, holder, job, lost) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (source.id, source.turn, start, stop, holder, job, lost),
+        (source.id, source.turn if turn is None else turn, start, stop, holder, job, lost),
     )
     return int(cursor.lastrowid or 0)
 

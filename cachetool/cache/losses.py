@@ -37,7 +37,7 @@ class Loss:
     dataset: str
     samples: int
     draws: int
-    """Positions of the pass that bring them again."""
+    """Positions of the passes that drew them, which bring them again."""
     why: str
     """The newest error of that source; empty when there was none."""
 
@@ -45,9 +45,10 @@ class Loss:
 def reopen(
     connection: Connection, source: SourceRow, turn: int, ranges: Iterable[tuple[int, int]], samples: int | None
 ) -> int:
-    """Open draws again whose ``samples`` were lost (None: and are not missed); gives how many draws. Those of an
-    earlier pass come back in a later one."""
-    if turn != source.turn:
+    """Open draws again whose ``samples`` were lost (None: and are not missed); gives how many draws. What an
+    earlier pass drew is drawn again as what it was, positions of that pass: the present one has been past it, or goes
+    around it. When it is not missed, a later pass brings it."""
+    if turn != source.turn and samples is None:
         return 0
     parts = [(start, stop) for start, stop in ranges if start < stop]
     left, count = samples, sum(stop - start for start, stop in parts)
@@ -67,7 +68,7 @@ def losses(connection: Connection) -> list[Loss]:
     """What is missing of each source."""
     rows = connection.execute(
         "SELECT s.id AS source, s.url, s.dataset, sum(c.lost) AS samples, sum(c.stop - c.start) AS draws FROM claims c"
-        " JOIN sources s ON s.id = c.source AND s.turn = c.turn WHERE c.lost > 0 GROUP BY s.id ORDER BY s.created"
+        " JOIN sources s ON s.id = c.source WHERE c.lost > 0 GROUP BY s.id ORDER BY s.created"
     ).fetchall()
     return [Loss(**dict(row), why=_newest(connection, "error", row["url"])) for row in rows]
 

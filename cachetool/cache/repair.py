@@ -190,6 +190,4 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)
     done = "removed" if id in trash else "it leaves when its readers end"
-    if not count:
-        return GivenUp(f"{done}; it was of pass {row['turn'] + 1}, a later pass draws its samples again")
     return GivenUp(f"{done}, {count} draws are open again", source.id, count)

@@ -1,0 +1,64 @@
+"""``verify --repair`` and the samples that it has to bring back: which are missing, which come again, what is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import cachetool
+from cachetool.cache.agreement import contradiction
+from cachetool.verify import verify
+from tests.test_growing import drawn, write
+
+
+def keys(cache: cachetool.Cache) -> Counter[str]:
+    return Counter(key for key, _ in drawn(cache))
+
+
+def flip(folder: Path) -> None:
+    """One bit of the largest file of a shard."""
+    path = max((each for each in folder.iterdir() if each.name != "shard.json"), key=lambda each: each.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("second", "how"), [(40, "repair"), (8, "pull"), (8, "accept")])
+def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_and_come_again(
+    second: int, how: str, tmp_path: Path
+) -> None:
+    """A bad shard of pass 1 while pass 2 is under way (8 of 36 samples) or is at its end."""
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(60))
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, shard_size=160, workers=1, to="hdf5", seed=3)
+        while cache.stats().samples > 24:
+            cache.evict(cache.usage().total - 1)
+        left = cache.stats().samples
+        cache.pull(str(remote), samples=second, shard_size=160, workers=1)
+        before = keys(cache)
+        bad = cache.catalog.one("SELECT id, samples FROM shards WHERE state = 'ready' AND turn = 0")
+        assert bad is not None
+        assert left + min(second, 60 - left) == before.total()
+    flip(root / "shards" / bad["id"])
+
+    found = verify(root, repair=True)
+    assert [each.samples for each in found.missing] == [bad["samples"]]
+    assert not found.sound
+    if how == "repair":
+        found = verify(root, repair=True, repull=True)
+        assert found.sound
+        assert found.repulled == bad["samples"]
+        with cachetool.open_cache(root) as cache:
+            assert keys(cache) == before
+    if how == "accept":
+        assert verify(root, repair=True, purge=True).sound
+    with cachetool.open_cache(root) as cache:
+        assert contradiction(cache.catalog, cache.layout) is None
+        cache.pull(str(remote), everything=True, shard_size=160, workers=1)
+        assert keys(cache) == Counter(f"{n:04d}" for n in range(60))
+        assert cache.stats().sources[0]["drawn"] == 60
+        assert contradiction(cache.catalog, cache.layout) is None
+    assert verify(root).sound
