@@ -167,18 +167,25 @@ def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, 
     failed = {}
     for loss in missing:
         left: Loss | None = loss
-        try:
-            while left is not None:
-                before = left.samples
+        while left is not None:
+            before = left.samples
+            try:
                 result.repulled += _pull_loss(cache, left, report)
-                with cache.catalog.read() as connection:
-                    left = next((each for each in losses(connection) if each.source == loss.source), None)
-                if left is not None and left.samples >= before:
-                    break
-        except CacheToolError as error:
-            failed[loss.source] = str(error)
-            cache.catalog.note_error(loss.url, str(error), dataset=loss.dataset)
+            except CacheToolError as error:
+                left = _still_missing(cache, loss)
+                result.repulled += before - (0 if left is None else left.samples)  # it did not end, but some came
+                failed[loss.source] = " ".join(str(error).splitlines())
+                cache.catalog.note_error(loss.url, str(error), dataset=loss.dataset)
+                break
+            left = _still_missing(cache, loss)
+            if left is not None and left.samples >= before:
+                break
     return failed
+
+
+def _still_missing(cache: CacheDir, loss: Loss) -> Loss | None:
+    with cache.catalog.read() as connection:
+        return next((each for each in losses(connection) if each.source == loss.source), None)
 
 
 def _pull_loss(cache: CacheDir, loss: Loss, report: Report) -> int:

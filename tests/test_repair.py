@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cachetool
 from cachetool.cache.agreement import contradiction
+from cachetool.cache.losses import losses
+from cachetool.options import PullOptions
 from cachetool.verify import verify
 from tests.test_growing import drawn, write
 
@@ -62,3 +66,34 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
         assert cache.stats().sources[0]["drawn"] == 60
         assert contradiction(cache.catalog, cache.layout) is None
     assert verify(root).sound
+
+
+def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader keeps two bad shards, and there is room for one more only."""
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    remote.mkdir()
+    for number in range(20):
+        np.save(remote / f"{number:02d}.npy", np.random.default_rng(number).random(12_500))
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, shard_size=410_000, workers=1, to="hdf5")
+        assert [shard.samples for shard in cache.shards()] == [4] * 5
+        used = cache.usage().total
+    monkeypatch.setattr("cachetool.verify.PullOptions", partial(PullOptions, wait=0))  # not a minute for the reader
+    with cachetool.open_cache(root, max_size=used + 700_000) as cache, cache.snapshot():
+        for shard in cache.shards()[1:3]:
+            flip(shard.path)
+        found = verify(root, repair=True, repull=True)
+        with cache.catalog.read() as connection:
+            [left] = losses(connection)
+        assert 0 < left.samples < 8
+        assert found.reopened == {str(remote): 8}
+        assert found.repulled == 8 - left.samples
+        [missing] = found.missing
+        assert missing.samples == left.samples
+        assert missing.failed is not None
+        assert missing.failed.startswith("stopped at the cap with ")
+        assert "; raise --max-size" in missing.failed
+        said = [missing.failed, missing.last_error, *(error["text"] for error in cache.stats().errors)]
+        assert not any("\n" in text for text in said)

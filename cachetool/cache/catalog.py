@@ -97,9 +97,9 @@ class Catalog:
                     connection.close()
 
     def note_error(self, subject: str, text: str, *, dataset: str) -> None:
-        """Keep an error for ``stats`` and for trainers that wait; where nothing can be written it is let go."""
+        """Keep an error, as one line, for ``stats`` and trainers that wait; where nothing can be written, let go."""
         with contextlib.suppress(CapacityError, CatalogError), self.write() as connection:
-            event(connection, time.time(), "error", subject, text, dataset=dataset)
+            event(connection, time.time(), "error", subject, " ".join(text.splitlines()), dataset=dataset)
 
     def untouched(self) -> bool:
         """Whether nothing was ever entered: there is no file, or it is that of a cache whose making was cut off."""
