@@ -32,7 +32,7 @@ from cachetool.options import PullOptions
 from cachetool.ownfiles import Missing, Problem, Verified, check_own
 from cachetool.planning import source_id
 from cachetool.progress import Progress, Report, silent
-from cachetool.pull import pull
+from cachetool.pull import PullResult, pull
 from cachetool.sources import SourceOptions
 from cachetool.units import format_size
 
@@ -82,7 +82,7 @@ def verify(
             result.purged = {"shards": shards, "samples": samples, "bytes": freed}
         with cache.catalog.read() as connection:
             result.quarantine = list(quarantined(connection))
-            result.missing = [
+            result.missing += [
                 Missing(each.url, each.dataset, each.samples, failed.get(each.source), each.why)
                 for each in losses(connection)
             ]
@@ -167,19 +167,34 @@ def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, 
     failed = {}
     for loss in missing:
         left: Loss | None = loss
+        # So many of these draws gave nothing before, and need not now. Where none are, each sample must come.
+        empty = max(0, loss.draws - loss.samples)
+        came = skipped = 0
+        bad: Missing | None = None
         while left is not None:
             before = left.samples
             try:
-                result.repulled += _pull_loss(cache, left, report)
+                made = _pull_loss(cache, left, report, skip=empty > 0)
+                came, skipped = came + made.samples, skipped + made.skipped
+                result.repulled += made.samples
+                if skipped > empty and made.skipped_examples:
+                    last = made.skipped_examples[-1]
+                    text = f"of {skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
+                    bad = Missing(loss.url, loss.dataset, skipped - empty, " ".join(text.splitlines()), "")
             except CacheToolError as error:
                 left = _still_missing(cache, loss)
                 result.repulled += before - (0 if left is None else left.samples)  # it did not end, but some came
                 failed[loss.source] = " ".join(str(error).splitlines())
                 cache.catalog.note_error(loss.url, str(error), dataset=loss.dataset)
                 break
+            if came >= loss.samples:  # whatever is open yet gave nothing before
+                accept(cache.catalog, loss.source)
             left = _still_missing(cache, loss)
             if left is not None and left.samples >= before:
                 break
+        if bad is not None:
+            result.missing.append(bad)
+            cache.catalog.note_error(loss.url, f"{bad.samples} samples were lost, {bad.failed}", dataset=loss.dataset)
     return failed
 
 
@@ -188,7 +203,7 @@ def _still_missing(cache: CacheDir, loss: Loss) -> Loss | None:
         return next((each for each in losses(connection) if each.source == loss.source), None)
 
 
-def _pull_loss(cache: CacheDir, loss: Loss, report: Report) -> int:
+def _pull_loss(cache: CacheDir, loss: Loss, report: Report, *, skip: bool) -> PullResult:
     row = cache.source(loss.source)
     assert row is not None
     shards = cache.shards(row.dataset)
@@ -196,9 +211,10 @@ def _pull_loss(cache: CacheDir, loss: Loss, report: Report) -> int:
         to=shards[-1].format if shards else None,
         samples=loss.samples,
         dataset=row.dataset,
+        on_error="skip" if skip else "error",
         source=SourceOptions.from_json(row.options),
     )
     if source_id(row.url, options) != loss.source:
         # Of a URL with a query, or a path of another working directory, the catalog does not have all that it was.
         raise UsageError("what it names is not known here; pull it by its URL")
-    return pull(cache, row.url, options, report=report).samples
+    return pull(cache, row.url, options, report=report)

@@ -97,3 +97,31 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
         assert "; raise --max-size" in missing.failed
         said = [missing.failed, missing.last_error, *(error["text"] for error in cache.stats().errors)]
         assert not any("\n" in text for text in said)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone_bad_since_is_missed(
+    more: int, tmp_path: Path
+) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(40))
+    (remote / "0007.x.npy").write_bytes(b"no array")
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1, seed=3)
+        before = keys(cache)
+        assert before.total() == 39
+        assert cache.stats().sources[0]["skipped"] == 1
+        for shard in cache.shards():
+            flip(shard.path)
+    if more:
+        (remote / "0011.x.npy").write_bytes(b"no array")
+
+    found = verify(root, repair=True, repull=True)
+    assert found.repulled == 39 - more
+    assert [each.samples for each in found.missing] == [1] * more
+    assert found.sound is not bool(more)
+    assert verify(root, repair=True, repull=True).repulled == 0
+    with cachetool.open_cache(root) as cache:
+        assert keys(cache) == before - (Counter({"0011": 1}) if more else Counter())
+        assert cache.stats().sources[0]["skipped"] == 1 + more
+        assert contradiction(cache.catalog, cache.layout) is None

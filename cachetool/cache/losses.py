@@ -61,6 +61,9 @@ def reopen(
             "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
             (source.id, turn, start, stop, mine),
         )
+    if turn == source.turn and samples is not None:  # what was skipped among them is counted when it is again
+        again = max(0, count - samples)
+        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (again, source.id))
     return count
 
 
@@ -73,10 +76,12 @@ def losses(connection: Connection) -> list[Loss]:
     return [Loss(**dict(row), why=_newest(connection, "error", row["url"])) for row in rows]
 
 
-def accept(catalog: Catalog) -> None:
-    """Call nothing missing any more: what was not pulled again is open like any other draw."""
+def accept(catalog: Catalog, source: str | None = None) -> None:
+    """Call nothing missing any more, of one source or of any: what was not pulled again is open like other draws."""
     with catalog.write() as connection:
-        connection.execute("UPDATE claims SET lost = NULL WHERE lost IS NOT NULL")
+        connection.execute(
+            "UPDATE claims SET lost = NULL WHERE lost IS NOT NULL AND source = coalesce(?, source)", (source,)
+        )
 
 
 def quarantined(connection: Connection) -> Iterator[dict[str, Any]]:
