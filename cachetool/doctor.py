@@ -113,6 +113,9 @@ def _catalog(layout: Layout) -> list[Finding]:
     trouble = catalog.trouble()
     if trouble is not None:
         return [Finding("catalog", "bad", f"{trouble}; {_mended(layout)}")]
+    if (older := catalog.older()) is not None:
+        text = f"sound, schema {older} of an older cachetool; any other command brings it up to date: then look again"
+        return [Finding("catalog", "note", text)]
     try:
         with catalog.read() as connection:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from cachetool.api import open_cache
+from cachetool.cache.migrations import MIGRATIONS
 from cachetool.doctor import examine
 from cachetool.errors import CatalogError, UsageError
 from cachetool.verify import verify
@@ -201,8 +204,6 @@ def test_verify_without_a_cache_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_catalog_of_a_newer_version_is_not_repaired_away(root: Path) -> None:
-    import sqlite3
-
     with sqlite3.connect(root / "catalog.sqlite3") as raw:
         raw.execute("PRAGMA user_version = 99")
     raw.close()
@@ -225,6 +226,23 @@ def test_doctor_finds_nothing_wrong_and_changes_nothing(root: Path) -> None:
     assert "journal mode persist" in found["SQLite"].text
     assert "keeps another out" in found["locks"].text
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+
+
+def test_doctor_leaves_the_catalog_of_an_older_version_as_it_is(root: Path) -> None:
+    path = root / "catalog.sqlite3"
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for script in MIGRATIONS[:4]:
+            connection.executescript(script)
+        values = {"max_size": 20_000_000, "min_free": 0, "version": 1, "seq": 0, "pages": 128}
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
+        connection.execute("PRAGMA user_version = 4")
+    before = path.read_bytes()
+
+    found = by_name(root)["catalog"]
+    assert found.state == "note"
+    assert found.text.startswith("sound, schema 4 of an older cachetool; ")
+    assert path.read_bytes() == before
 
 
 def test_doctor_names_readers_dead_holders_leftovers_and_damage(root: Path) -> None:

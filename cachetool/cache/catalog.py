@@ -114,6 +114,16 @@ class Catalog:
         except _FAILURES:
             return False
 
+    def older(self) -> int | None:
+        """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
+        bring them; else None."""
+        try:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as connection:
+                found = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        except _FAILURES as error:
+            raise self._error(error) from error
+        return found if found < SCHEMA_VERSION else None
+
     def trouble(self) -> str | None:
         """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
         cachetool. Raises :class:`CatalogError` or :class:`CapacityError` when that cannot be found out."""
