@@ -77,7 +77,7 @@ def verify(
         if repair and repull:
             failed = _pull_again(cache, result, report)
         if purge:
-            accept(cache.catalog)
+            accept(cache.catalog, cache.layout)
             shards, samples, freed = purge_quarantine(cache.catalog, cache.layout, cache.holder)
             result.purged = {"shards": shards, "samples": samples, "bytes": freed}
         with cache.catalog.read() as connection:
@@ -188,7 +188,7 @@ def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, 
                 cache.catalog.note_error(loss.url, str(error), dataset=loss.dataset)
                 break
             if came >= loss.samples:  # whatever is open yet gave nothing before
-                accept(cache.catalog, loss.source)
+                accept(cache.catalog, cache.layout, loss.source)
             left = _still_missing(cache, loss)
             if left is not None and left.samples >= before:
                 break

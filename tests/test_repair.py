@@ -51,6 +51,9 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
     found = verify(root, repair=True)
     assert [each.samples for each in found.missing] == [bad["samples"]]
     assert not found.sound
+    (root / "catalog.sqlite3").unlink()
+    found = verify(root, repair=True)
+    assert [each.samples for each in found.missing] == [bad["samples"]], "also by a catalog made anew"
     if how == "repair":
         found = verify(root, repair=True, repull=True)
         assert found.sound
@@ -59,6 +62,8 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
             assert keys(cache) == before
     if how == "accept":
         assert verify(root, repair=True, purge=True).sound
+        (root / "catalog.sqlite3").unlink()
+        assert verify(root, repair=True).sound
     with cachetool.open_cache(root) as cache:
         assert contradiction(cache.catalog, cache.layout) is None
         cache.pull(str(remote), everything=True, shard_size=160, workers=1)
@@ -125,3 +130,22 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
         assert keys(cache) == before - (Counter({"0011": 1}) if more else Counter())
         assert cache.stats().sources[0]["skipped"] == 1 + more
         assert contradiction(cache.catalog, cache.layout) is None
+
+
+def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(20))
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), samples=15, shard_size=80, workers=1, seed=3)
+        before = keys(cache)
+        bad = cache.shards()[1]
+    flip(bad.path)
+    assert [each.samples for each in verify(root, repair=True).missing] == [bad.samples]
+    (root / "catalog.sqlite3").unlink()
+
+    assert [each.samples for each in verify(root, repair=True).missing] == [bad.samples]
+    assert verify(root, repair=True, repull=True).repulled == bad.samples
+    (root / "catalog.sqlite3").unlink()
+    assert verify(root, repair=True).sound
+    with cachetool.open_cache(root) as cache:
+        assert keys(cache) == before

@@ -76,12 +76,16 @@ def losses(connection: Connection) -> list[Loss]:
     return [Loss(**dict(row), why=_newest(connection, "error", row["url"])) for row in rows]
 
 
-def accept(catalog: Catalog, source: str | None = None) -> None:
+def accept(catalog: Catalog, layout: Layout, source: str | None = None) -> None:
     """Call nothing missing any more, of one source or of any: what was not pulled again is open like other draws."""
     with catalog.write() as connection:
-        connection.execute(
-            "UPDATE claims SET lost = NULL WHERE lost IS NOT NULL AND source = coalesce(?, source)", (source,)
-        )
+        which = "lost IS NOT NULL AND source = coalesce(?, source)"
+        rows = connection.execute(f"SELECT DISTINCT source FROM claims WHERE {which}", (source,)).fetchall()
+        connection.execute(f"UPDATE claims SET lost = NULL WHERE {which}", (source,))
+        if rows:
+            bump(connection)  # newer than what the shards say of their source
+        for row in rows:
+            write_source_record(connection, layout, row["source"])
 
 
 def quarantined(connection: Connection) -> Iterator[dict[str, Any]]:

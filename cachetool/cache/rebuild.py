@@ -303,37 +303,40 @@ def _add_progress(
     connection: Connection, layout: Layout, found: Found, progress: Record, kept: list[Record], lost: list[Any]
 ) -> None:
     """A source's row, and its open draws: those of the newest record without those of shards that are here. Of those
-    that the old catalog called ``lost`` it is said again."""
+    that this record, or else the old catalog, calls ``lost`` it is said again."""
     frontier, pending = open_draws(progress, kept)
     listing = layout.listings / progress["id"]
     schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
-    row = {name: value for name, value in progress.items() if name != "pending"} | {
+    row = {name: value for name, value in progress.items() if name not in ("pending", "lost")} | {
         "frontier": frontier,
         "options": json.dumps(progress["options"]),
         "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema),
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
-    mine = [each[2:] for each in lost if each[:2] == (progress["id"], progress["turn"])]
-    claims = [(start, stop, None) for start, stop in without(pending, [each[:2] for each in mine])]
-    for start, stop, samples in mine:
-        still = without([(start, stop)], without([(start, stop)], pending))
-        claims += [(a, b, samples * (b - a) // (stop - start)) for a, b in still]
+    present = progress["turn"]
+    mine = progress.get("lost", [each[1:] for each in lost if each[0] == progress["id"]])
+    again = [(start, stop) for turn, start, stop, _ in mine if turn == present]
+    claims = [(present, start, stop, None) for start, stop in without(pending, again)]
+    for turn, start, stop, samples in mine:
+        done = without([(start, stop)], pending) if turn == present else _held(kept, progress["id"], turn)
+        claims += [(turn, a, b, samples * (b - a) // (stop - start)) for a, b in without([(start, stop)], done)]
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
-        [(progress["id"], progress["turn"], *claim) for claim in claims],
+        [(progress["id"], *claim) for claim in claims],
     )
 
 
 def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
     """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
     of shards that are here."""
-    here = [
-        (start, stop)
-        for value in kept
-        if value["source"] == progress["id"] and value["turn"] == progress["turn"]
-        for start, stop in value["draws"]
-    ]
+    here = _held(kept, progress["id"], progress["turn"])
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
     return frontier, without(pending, here)
+
+
+def _held(kept: Iterable[Record], source: str, turn: int) -> list[tuple[int, int]]:
+    """The draws of a pass that are in shards."""
+    mine = (value["draws"] for value in kept if value["source"] == source and value["turn"] == turn)
+    return [(start, stop) for draws in mine for start, stop in draws]

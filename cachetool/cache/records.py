@@ -38,6 +38,9 @@ Record = dict[str, Any]
 MOST_PENDING = 256
 """Ranges of open draws in a record. Of more, the smallest are left out: after a rebuild they wait for the next pass."""
 
+MOST_LOST = 64
+"""Ranges of lost draws in a record, those of the most samples: after a rebuild no more are called missing."""
+
 
 def seal(value: Mapping[str, Any]) -> bytes:
     """A record as a file's bytes; its last line is a checksum of all bytes before it."""
@@ -76,7 +79,8 @@ def record_bound(schema: Sequence[Mapping[str, Any]], nbytes: int = 0) -> int:
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:
-    """The row of a source and which draws of its present pass are not done; inside a transaction."""
+    """The row of a source, which draws of its present pass are not done, and which of any pass were lost: turn, start,
+    stop, samples; inside a transaction."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     if row is None:
         return None
@@ -86,7 +90,16 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     pending = merged((each["start"], each["stop"]) for each in claims)
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
-    return {**dict(row), "options": json.loads(row["options"]), "pending": pending}
+    lost = connection.execute(
+        "SELECT turn, start, stop, lost FROM claims WHERE source = ? AND lost > 0 ORDER BY lost DESC LIMIT ?",
+        (row["id"], MOST_LOST),
+    )
+    return {
+        **dict(row),
+        "options": json.loads(row["options"]),
+        "pending": pending,
+        "lost": [list(each) for each in lost],
+    }
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
