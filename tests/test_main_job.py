@@ -379,6 +379,10 @@ def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
         if int(path.stem) not in drawn_first(200):
             path.write_bytes(b"junk")
     assert ".npy" in Ran(("pull", source, "--cache", tmp_path / "c", "--max-size", "8MB"), {}).refused(3)
+    assert not (tmp_path / "c").exists()
+
+    (tmp_path / "c").mkdir()  # a folder that was there stays
+    assert ".npy" in Ran(("pull", source, "--cache", tmp_path / "c", "--max-size", "8MB"), {}).refused(3)
     stats = Ran(("stats", "--cache", tmp_path / "c", "--json"), {}).document
 
     assert (stats["datasets"], stats["sources"], stats["shards"]) == ([], [], 0)

@@ -86,7 +86,7 @@ def make_dataset(
     sides = None if split is None else Split(split, validation)
     subscription = subscribe(cache, dataset=dataset, run=run)
     try:
-        first = subscription.newest()
+        first = subscription.newest(peek=True)
         size = _record_size(first, _files(first, sides)[0])
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
