@@ -151,7 +151,8 @@ def convert(
     """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
 
     With ``source`` and ``out`` no cache is touched, and none may be named. Without ``source`` the cache must exist.
-    ``notify`` hears the cap that a new cache got.
+    ``notify`` hears the cap that a new cache got. Raises :class:`UsageError` for a cache beside ``out``; otherwise
+    errors are those of :func:`cachetool.conversion.convert`.
     """
     if source is not None and out is not None:
         if cache is not None or max_size is not None:

@@ -83,6 +83,7 @@ class Ragged:
 
 
 Column = npt.NDArray[Any] | Ragged
+"""The values of one field: an array of shape (k, *shape), or a ragged one; bytes and str are ragged too."""
 
 
 @dataclass(frozen=True, slots=True)

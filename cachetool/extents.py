@@ -32,6 +32,7 @@ from cachetool.schema import Field, Schema, storage_dtype
 __all__ = ["EXTENTS_FILE", "Extents", "FieldExtents"]
 
 EXTENTS_FILE = "extents.bin"
+"""Name of the file, beside the data files of a shard."""
 _MAGIC = b"CTEXT001"
 _ALIGN = 64
 _FARTHEST = 2**62

@@ -31,6 +31,7 @@ from cachetool.errors import UsageError
 __all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
+"""What a field is, which decides how every format stores it."""
 
 KEY = "__key__"
 """The field that names a sample by where it came from."""

@@ -36,7 +36,8 @@ __all__ = ["app", "run"]
 app = typer.Typer(
     name="cachetool",
     help="A size-capped local cache of training samples, fed from remote stores while training runs.",
-    epilog="Exit codes: 0 done, 2 usage, 3 source or store, 4 no room, 5 corrupt data, 6 catalog, 130 interrupted.",
+    epilog="To begin: cachetool demo. Exit codes: 0 done, 2 usage, 3 source or store, 4 no room, 5 corrupt data,"
+    " 6 catalog, 130 interrupted.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -104,7 +104,7 @@ StemOption = Annotated[
     typer.Option(
         "--stem",
         metavar="first|last|REGEX",
-        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1.",
+        help="Objects are one sample when their names agree up to the first dot, the last dot, or in group 1 of REGEX.",
     ),
 ]
 DecodeOption = Annotated[

@@ -131,6 +131,7 @@ def pull(
     Examples:
       cachetool pull ./volumes --samples 1000 --max-size 50GB
       cachetool pull s3://bucket/train/ --to hdf5 --fields image,label --follow
+      cachetool pull s3://bucket/run7.h5 --samples 500 --dataset run7
     """
     from cachetool.api import open_cache
 

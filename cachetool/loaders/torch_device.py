@@ -20,7 +20,8 @@ class DevicePrefetcher:
 
     Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
     copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
-    host memory is kept until its copy is done. On the CPU batches pass through.
+    host memory is kept until its copy is done. On the CPU batches pass through. Raises :class:`UsageError` for a
+    ``depth`` below 1.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
+
+from cachetool.cli.app import app
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -159,6 +163,13 @@ def test_the_help_of_a_command_has_examples_and_fits_80_columns(here: Run, comma
     assert max(map(len, ran.stdout.splitlines())) <= 80
     for option in ("--json", "--quiet", "--help"):
         assert option in ran.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_help_page_parse(here: Run, command: str) -> None:
+    page = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    for line in re.findall(rf"^    cachetool {command}\b(.*)$", here(command, "--help").stdout, flags=re.MULTILINE):
+        assert page.make_context(command, shlex.split(line)).params
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"demo"}))

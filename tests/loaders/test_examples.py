@@ -1,30 +1,144 @@
-"""The examples run as they are, and the cache they train on grows."""
+"""The examples run as they are, and do what they say."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.servers import free_port
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["torch_growing_cache.py", "tensorflow_growing_cache.py"])
-def test_every_epoch_of_an_example_trains_on_more_samples(name: str, tmp_path: Path) -> None:
+def run(folder: Path, *line: str | Path, **env: str) -> str:
+    """What a command prints; it must succeed, within four minutes on any machine."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), str(tmp_path / "work")],
-        cwd=tmp_path,
+        [sys.executable, *map(str, line)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
-    assert done.returncode == 0, done.stderr
-    epochs = re.findall(r"epoch (\d): (\d+) samples, accuracy (\d\.\d\d)", done.stdout)
+
+def test_every_example_is_run_here_or_in_a_test_of_its_own() -> None:
+    elsewhere = {"custom_format.py": "tests/formats/test_custom_format.py"}
+    here = Path(__file__).read_text()
+
+    for path in EXAMPLES.glob("*.py"):
+        if (test := elsewhere.get(path.name)) is not None:
+            here += (EXAMPLES.parent / test).read_text()
+        assert f'"{path.name}"' in here
+
+
+@pytest.mark.parametrize("name", ["torch_growing_cache.py", "tensorflow_growing_cache.py"])
+def test_every_epoch_of_an_example_trains_on_more_samples(name: str, tmp_path: Path) -> None:
+    told = run(tmp_path, EXAMPLES / name, tmp_path / "work")
+
+    epochs = re.findall(r"epoch (\d): (\d+) samples, accuracy (\d\.\d\d)", told)
     assert [(int(epoch), int(samples)) for epoch, samples, _ in epochs] == [(1, 300), (2, 600), (3, 900), (4, 1200)]
     assert float(epochs[0][2]) < float(epochs[-1][2])
     assert float(epochs[-1][2]) > 0.9
+
+
+def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    told = run(tmp_path, *launcher, EXAMPLES / "torch_ddp.py", tmp_path / "work")
+
+    epochs = [
+        (int(samples), float(share)) for samples, share in re.findall(r"(\d+) samples on 2 ranks, accuracy (.+)", told)
+    ]
+    assert len(epochs) == 4
+    assert 300 <= epochs[0][0] <= epochs[-1][0]
+    assert epochs[0][1] < epochs[-1][1]
+
+
+NODES = """
+import json, os, sys
+from pathlib import Path
+import cachetool
+from cachetool.loaders.torch import Loader
+from torch import distributed
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+root = Path(sys.argv[1], f"node{rank}")  # each rank is a node of its own, with a cache of its own
+with cachetool.open_cache(root, max_size="20MB") as cache:
+    cache.pull(sys.argv[2], samples=(30, 50)[rank], seed=rank)
+with Loader(root, batch_size=5, fields=["__key__"]) as loader:
+    epochs = [[list(batch["__key__"]) for batch in loader] for _ in range(2)]
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(epochs))
+distributed.destroy_process_group()
+"""
+
+
+def test_ranks_with_a_cache_each_take_the_same_number_of_steps(tmp_path: Path) -> None:
+    """As docs/training.md says of several nodes: the least number that any rank can take."""
+    (tmp_path / "data").mkdir()
+    for number in range(100):
+        (tmp_path / "data" / f"{number:03d}.json").write_text(json.dumps({"n": number}))
+    (tmp_path / "nodes.py").write_text(NODES)
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor(2) as pool:  # as a launcher starts them
+        for _ in pool.map(lambda rank: run(tmp_path, "nodes.py", tmp_path, tmp_path / "data", RANK=rank, **job), "01"):
+            pass
+
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [[len(epoch) for epoch in epochs] for epochs in ranks] == [[3, 3], [3, 3]]
+    for epochs in ranks:
+        keys = [[key for batch in epoch for key in batch] for epoch in epochs]
+        assert all(len(set(each)) == len(each) for each in keys)
+        assert set(keys[0]) != set(keys[1])
+
+
+def test_a_transform_runs_in_workers_and_is_the_same_in_every_run(tmp_path: Path) -> None:
+    told = run(tmp_path, EXAMPLES / "transform_in_workers.py", tmp_path / "work")
+
+    assert [int(n) for n in re.findall(r"epoch \d: 500 samples, made by (\d)", told)] == [1, 1, 3, 3]
+    assert "the same in both runs: True" in told
+    assert "the same in both epochs: False" in told
+
+
+def test_an_epoch_of_a_job_that_was_killed_goes_on_with_its_samples(tmp_path: Path) -> None:
+    told = run(tmp_path, EXAMPLES / "resume_after_kill.py", tmp_path / "work")
+
+    assert told.splitlines() == [
+        "epoch 0: 300 samples, 300 different ones",
+        "the job ended with -9; 200 more samples are pulled before it is started again",
+        "going on in epoch 1 behind 125 samples",
+        "epoch 1: 300 samples, 300 different ones",
+        "epoch 2: 500 samples, 500 different ones",
+    ]
+
+
+def test_a_source_of_ones_own_is_pulled_from_by_the_command_line(tmp_path: Path) -> None:
+    """Installed as its own lines say: a module on the path, and its entry point."""
+    text = (EXAMPLES / "custom_source.py").read_text()
+    lines = re.search(r'\[project\.entry-points\."(fsspec\.specs)"\]\n +(\w+) = "([\w:]+)"', text)
+    assert lines is not None
+    info = tmp_path / "site" / "cachetool_digits-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / "custom_source.py").write_text(text)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cachetool-digits\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{lines[1]}]\n{lines[2]} = {lines[3]}\n")
+    env = {
+        "PYTHONPATH": f"{EXAMPLES.parent}{os.pathsep}{tmp_path / 'site'}",
+        "CACHETOOL_CACHE": str(tmp_path / "cache"),
+    }
+
+    run(tmp_path, "-m", "cachetool", "pull", "digits://test/", "--all", "--max-size", "8MB", **env)
+    found = run(tmp_path, "-m", "cachetool", "stats", "--json", **env)
+
+    assert '"samples": 297' in found
+    assert '"url": "digits://test' in found

@@ -1,0 +1,145 @@
+"""The pages of the documentation as programs: their blocks, run in order in one folder by one process.
+
+A block is what stands between fences, or lines that are indented by four spaces. What it is for its language says:
+
+- ``python``: run in the names of the page, which is one program. When its first line is ``# train.py`` alone, it is
+  written to a file of that name instead, for commands that follow.
+- ``pycon``: lines typed at ``>>>``, and what Python answers.
+- ``sh``: commands of one shell, the same from the page's first to its last; each must end with exit code 0.
+- ``console``: commands behind ``$``, and what they print, errors included. After ``^C`` the command is interrupted.
+- ``text``, or none: not run.
+
+Indented lines that begin with ``cachetool`` are ``sh``. ``...`` in what is printed stands for anything, a line of it
+for any lines.
+
+A comment in front of a block changes what is done with it: ``<!-- not run: the reason -->``;
+``<!-- lines of examples/x.py -->``, whose lines must all be in that file, in this order; ``<!-- without asyncssh -->``,
+run as if that module were not installed.
+
+Errors in ``errors.md`` must be of the class that is the heading above them.
+
+Servers on loopback play ``s3://bucket/`` and ``https://data.example.org/``: both serve the folder ``bucket``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.servers import counted_s3, folder_server
+
+__all__ = ["DOCS", "ROOT", "Block", "blocks", "pages", "run_page", "served", "wrong_lines"]
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HOST = "https://data.example.org"
+LANGUAGES = ("python", "pycon", "sh", "console", "text", "")
+_NOT_RUN = ("damaged-files.md", "decisions.md", "formats.md", "reliability.md")
+"""Pages without programs, or (``formats.md``) with programs that ``tests/interop`` runs one by one."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a page."""
+
+    page: str
+    line: int
+    """Of the page, where its text begins."""
+    language: str
+    text: str
+    said: str = ""
+    """What the comment in front of it says."""
+    section: str = ""
+    """The heading that it stands under."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is run at all."""
+        return self.language not in ("text", "") and not self.said.startswith(("not run: ", "lines of "))
+
+
+def pages() -> list[Path]:
+    """README and the pages of ``docs/`` that have programs."""
+    return [ROOT / "README.md", *(path for path in sorted(DOCS.glob("*.md")) if path.name not in _NOT_RUN)]
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page in order."""
+    found: list[Block] = []
+    name = str(page.relative_to(ROOT))
+    lines = [*page.read_text(encoding="utf-8").splitlines(), ""]
+    said, section, at = "", "", 0
+    while at < len(lines):
+        line = lines[at]
+        if heading := re.match(r"#+ (.+)", line):
+            said, section = "", heading[1]
+        elif comment := re.fullmatch(r"<!-- (.+) -->", line):
+            said = comment[1]
+        elif fence := re.fullmatch(r"```(\w*)", line):
+            end = lines.index("```", at + 1)
+            text = "".join(f"{each}\n" for each in lines[at + 1 : end])
+            found.append(Block(name, at + 2, fence[1], text, said, section))
+            said, at = "", end
+        elif line.startswith("    "):
+            end = next(n for n in range(at, len(lines)) if not lines[n].startswith("    "))
+            kind = "sh" if line.strip().startswith("cachetool ") else ""
+            text = "".join(f"{each[4:]}\n" for each in lines[at:end])
+            found.append(Block(name, at + 1, kind, text, said, section))
+            said, at = "", end - 1
+        elif line:
+            said = ""
+        at += 1
+    return found
+
+
+def wrong_lines(block: Block) -> list[str]:
+    """Of a block that says ``lines of FILE``: those that are not in the file, behind the one before."""
+    there = [line.strip() for line in (ROOT / block.said.removeprefix("lines of ")).read_text().splitlines()]
+    wrong = []
+    for line in filter(None, map(str.strip, block.text.splitlines())):
+        if line in there:
+            there = there[there.index(line) + 1 :]
+        else:
+            wrong.append(line)
+    return wrong
+
+
+@contextlib.contextmanager
+def served(remote: Path) -> Iterator[dict[str, str]]:
+    """The environment in which ``s3://bucket/`` and ``https://data.example.org/`` are the folder ``remote/bucket``."""
+    with counted_s3(remote) as (env, _), folder_server(remote / "bucket") as http:
+        yield {**env, "DOCS_HOST": http.url}
+
+
+def run_page(found: list[Block], folder: Path, env: dict[str, str]) -> None:
+    """Run the blocks in ``folder``; an AssertionError says which did not do as the page says."""
+    bin = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        **env,
+        "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "HOME": str(folder),
+        "COLUMNS": "100",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONUNBUFFERED": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "scripts" / "run_blocks.py")],
+        input=json.dumps([asdict(block) for block in found if block.runs]),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

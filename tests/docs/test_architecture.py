@@ -1,0 +1,38 @@
+"""What ``docs/architecture.md`` names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT
+
+TEXT = (DOCS / "architecture.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(cachetool/[\w/]+\.py):([\w.]+)`", TEXT)))
+
+
+def test_the_life_of_a_sample_passes_through_functions_of_every_floor() -> None:
+    rooms = {file.split("/")[1] for file, _ in NAMED}
+
+    assert len(NAMED) > 30
+    assert {"cli", "stores", "sources", "engines", "formats", "cache", "loaders"} <= rooms
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED, ids=[f"{file}:{name}" for file, name in NAMED])
+def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
+    body: list[ast.stmt] = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part]
+        assert found, f"{file} has no {name}"
+        body = found[0].body
+
+
+def test_every_room_of_the_house_is_in_the_drawing() -> None:
+    house = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1]
+    for path in (ROOT / "cachetool").iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert f"{path.name}/" in house, path.name
+        elif path.suffix == ".py" and not path.stem.startswith("__"):
+            assert re.search(rf"\b{path.stem}\b", house), path.name

@@ -1,0 +1,74 @@
+"""What README and ``docs/`` show works: every program, command and printed line of theirs, run in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, LANGUAGES, ROOT, blocks, pages, run_page, served, wrong_lines
+from tests.docs.world import fill_bucket, page_folder
+
+PAGES = pages()
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("remote")
+    fill_bucket(folder / "bucket")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(remote: Path) -> Iterator[dict[str, str]]:
+    with served(remote) as env:
+        yield env
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.runs for b in blocks(page))], ids=named)
+def test_all_programs_and_commands_of_a_page_do_what_it_says(
+    page: Path, remote: Path, servers: dict[str, str], tmp_path: Path
+) -> None:
+    run_page(blocks(page), page_folder(tmp_path / "here", remote / "bucket"), servers)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_what_is_not_run_says_why(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block.page}:{block.line}"
+        if block.language in ("python", "pycon", "sh", "console") and not block.runs:
+            assert re.fullmatch(r"not run: .{10,}|lines of [\w/.]+", block.said), f"{block.page}:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_lines_of_an_example_are_in_it(page: Path) -> None:
+    for block in blocks(page):
+        if block.said.startswith("lines of "):
+            assert wrong_lines(block) == [], f"{block.page}:{block.line}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files, and headings of files, as GitHub numbers them."""
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, heading = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+def test_the_list_of_pages_names_each_once() -> None:
+    named = re.findall(r"^- \[.+?\]\(([\w-]+\.md)\)", (DOCS / "README.md").read_text(), flags=re.MULTILINE)
+
+    assert sorted(named) == sorted(path.name for path in DOCS.glob("*.md") if path.name != "README.md")
