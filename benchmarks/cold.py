@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from feed import Case, fill, make, touched
+from feed import Case, make
 
+from cachetool.bench.consumer import touched
+from cachetool.bench.samples import drop as forget
+from cachetool.bench.samples import files_of, fill
 from cachetool.cache import CacheDir, open_cache
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
@@ -35,22 +38,12 @@ IN_FLIGHT = (4, 16, 64)
 Reads = list[tuple[int, int, int]]
 
 
-def files(cache: CacheDir) -> list[Path]:
-    """Every file with data or extents."""
-    return [path for shard in cache.shards() for path in sorted(shard.path.rglob("*")) if path.is_file()]
-
-
 def drop(paths: list[Path]) -> None:
     """Drop the page cache of these files. Raises AssertionError when something maps them."""
+    forget(paths)
     arena = open_arena()
     assert arena is not None
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
         at, size = arena.map(path) or (0, 0)
         if size and arena.resident(np.array([at, at + size - 1])):
             raise AssertionError(f"{path} is still in memory")
@@ -112,7 +105,7 @@ def measure(case: Case, name: str, folder: Path, *, rounds: int, workers: int) -
     with open_cache(folder / "cache", max_size="20GB") as cache:
         fill(cache, name, make(case), case.shards)
         shuffles = ["full", *(["window"] if case.nbytes < 2**14 else [])]
-        everything, (paths, reads) = files(cache), reads_of(cache)
+        everything, (paths, reads) = files_of(cache), reads_of(cache)
         for _ in range(rounds):
             shuffled = [reads[i] for i in rng.permutation(len(reads)).tolist()]
             for shuffle in shuffles:

@@ -35,10 +35,10 @@ import numpy as np
 from peers.starting import LOADERS
 
 from cachetool.bench.consumer import PACE, Spinner, rate, touched
+from cachetool.bench.samples import fill
 from cachetool.block import Block
-from cachetool.cache import CacheDir, Facts, Origin, open_cache
-from cachetool.formats import format_names, get_format
-from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.cache import open_cache
+from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
 
@@ -68,21 +68,6 @@ def make(case: Case) -> Block:
     schema = Schema((Field("x", "<f4", (case.nbytes // 4,)), Field("y", "<i8")))
     raw = np.random.default_rng(0).integers(0, 2**63, size=case.samples * case.nbytes // 8, dtype=np.int64)
     return Block(schema, {"x": raw.view("<f4").reshape(case.samples, -1), "y": np.arange(case.samples)})
-
-
-def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
-    """Commit the block as shards of a format."""
-    kind = get_format(name)
-    cache.declare("default", block.schema)
-    for rows in np.array_split(np.arange(len(block)), shards):
-        part = block.slice(int(rows[0]), int(rows[-1]) + 1)
-        bound = shard_bound(kind, block.schema, part.samples, part.nbytes)
-        with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
-            files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
-            files.write(part)
-            facts = files.facts()
-            row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
-            staging.commit(row, origin=Origin())
 
 
 def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from cachetool.inputs import describe, open_input
 from cachetool.schema import Field, Schema
 from cachetool.sources.files import FileOptions
 
-__all__ = ["Trial", "drop", "made_up", "of_cache", "of_files", "written"]
+__all__ = ["Trial", "drop", "files_of", "fill", "made_up", "of_cache", "of_files", "written"]
 
 BYTES = 128 * 2**20
 _SHARDS = 4
@@ -106,21 +106,26 @@ def deleted(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
+    """Commit the block as so many shards of a format."""
+    kind = get_format(name)
+    cache.declare("default", block.schema)
+    for rows in np.array_split(np.arange(block.samples), min(shards, block.samples)):
+        part = block.slice(int(rows[0]), int(rows[-1]) + 1)
+        bound = shard_bound(kind, block.schema, part.samples, part.nbytes)
+        with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
+            files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
+            files.write(part)
+            facts = files.facts()
+            row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
+            staging.commit(row, origin=Origin())
+
+
 @contextmanager
 def written(trial: Trial, name: str, folder: Path) -> Iterator[CacheDir]:
     """The samples as a cache of one format in ``folder``."""
-    kind, block = get_format(name), trial.block
     with deleted(folder / name) as root, open_cache(root, max_size=_CAP) as cache:
-        cache.declare("default", block.schema)
-        for rows in np.array_split(np.arange(block.samples), min(_SHARDS, block.samples)):
-            part = block.slice(int(rows[0]), int(rows[-1]) + 1)
-            bound = shard_bound(kind, block.schema, part.samples, part.nbytes)
-            with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
-                files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
-                files.write(part)
-                facts = files.facts()
-                row = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
-                staging.commit(row, origin=Origin())
+        fill(cache, name, trial.block, _SHARDS)
         yield cache
 
 
