@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example"}
+VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text"}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),

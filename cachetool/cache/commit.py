@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
+from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, tree_bytes, write_durable
 from cachetool.cache.records import read_shard_json, record_bound, seal, source_progress
@@ -252,6 +253,7 @@ def commit_together(
         for (staging, facts, origin), heir in zip(parts, heirs, strict=True):
             staging.ready(connection, facts, origin, heir, together)
         trash = sweep(connection, holder) if replaces else []
+        note_point(connection, layout)
     for staging, _, _ in parts:
         staging._open = False
     delete_trash(catalog, layout, trash)

@@ -74,4 +74,15 @@ MIGRATIONS = (
     """
     ALTER TABLE claims ADD COLUMN lost INTEGER;
     """,
+    # What the cache was like over time, and the newest epochs (cachetool.cache.history).
+    """
+    CREATE TABLE history (
+        id INTEGER PRIMARY KEY, at REAL, used INTEGER, max_size INTEGER, shards INTEGER, samples INTEGER,
+        fetched INTEGER, served INTEGER, evicted TEXT
+    );
+    CREATE TABLE epochs (
+        id INTEGER PRIMARY KEY, ended REAL, dataset TEXT, run TEXT, epoch INTEGER, shards INTEGER, samples INTEGER,
+        bytes INTEGER, seconds REAL, batches INTEGER, waits INTEGER, waited REAL
+    );
+    """,
 )

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import FIRST_PAGES, PAGE_BYTES, Catalog, Connection, event
+from cachetool.cache.history import History, history_of, restore
 from cachetool.cache.holders import holder_of, live_locks
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, fsync_folder, remove_tree, tree_bytes
 from cachetool.cache.marker import mark
@@ -217,7 +218,7 @@ def _torn(shards: Sequence[Record]) -> list[str]:
 def _salvage(old: Catalog) -> dict[str, Any]:
     """What only the old catalog knows, as far as it can be read."""
     queries = {
-        "meta": "SELECT key, value FROM meta WHERE key IN ('max_size', 'min_free', 'served')",
+        "meta": "SELECT key, value FROM meta WHERE key IN ('max_size', 'min_free') OR key LIKE 'served%'",
         "epochs": "SELECT id, epochs, used FROM shards",
         "evictions": "SELECT dataset, reason, policy, shards, samples, bytes FROM evictions",
         "events": "SELECT at, kind, subject, text, dataset FROM events ORDER BY id",
@@ -228,7 +229,11 @@ def _salvage(old: Catalog) -> dict[str, Any]:
         read[name] = []
         with contextlib.suppress(CacheToolError):
             read[name] = [tuple(row) for row in old.rows(query)]
+    history = History([], [])
+    with contextlib.suppress(CacheToolError):
+        history = history_of(old)
     return {
+        "history": history,
         "meta": {key: value for key, value in read["meta"] if isinstance(value, int)},
         "epochs": {id: (epochs, used) for id, epochs, used in read["epochs"]},
         "evictions": read["evictions"],
@@ -252,8 +257,9 @@ def _write(
     with catalog.write() as connection:
         newest = max([since for since, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
-        for key, number in (("version", newest + 1), ("seq", last), ("served", settings.get("served", 0))):
-            connection.execute("UPDATE meta SET value = ? WHERE key = ?", (number, key))
+        served = {key: number for key, number in settings.items() if key.startswith("served")}
+        for key, number in {"version": newest + 1, "seq": last, **served}.items():
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, number))
         for name, (declared, schema) in found.schemas.items():
             connection.execute("INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema), declared))
         connection.executemany(
@@ -268,6 +274,7 @@ def _write(
         for _, progress in found.progress.values():
             _add_progress(connection, layout, found, progress, kept, salvaged["lost"])
         connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?, ?)", salvaged["evictions"])
+        restore(connection, salvaged["history"])
         for at, kind, subject, text, dataset in salvaged["events"]:
             event(connection, at, kind, subject, text, dataset=dataset)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")

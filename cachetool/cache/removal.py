@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
+from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
 from cachetool.cache.listings import remove_unfinished
@@ -143,8 +144,9 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
         remove_tree(layout.shards / each, first=SHARD_FILE)
     with contextlib.suppress(FileNotFoundError):  # somebody deleted the folder: nothing of them is left
         fsync_folder(layout.shards)
-    samples = freed = 0
-    with catalog.write() as connection:
+
+    def forget(connection: Connection) -> tuple[int, int]:
+        samples = freed = 0
         for each in ids:
             row = connection.execute(
                 "DELETE FROM shards WHERE id = ? AND state = 'trash' RETURNING samples, bytes", (each,)
@@ -152,7 +154,10 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
             if row is not None:
                 samples += int(row["samples"] or 0)
                 freed += int(row["bytes"])
-    return len(ids), samples, freed
+        return samples, freed
+
+    # A full disk can still be emptied: without the point, if there is no room for it.
+    return len(ids), *noting(catalog, forget, lambda connection, _: note_point(connection, layout))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from cachetool.cache.catalog import Catalog, Connection
+from cachetool.cache.history import Delivered, note_epoch, note_point, noting
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
@@ -122,20 +124,31 @@ class Snapshot:
     ) -> None:
         self.release()
 
-    def served(self) -> None:
-        """Count one epoch for every shard of this snapshot: its last batch was delivered."""
-        with self._catalog.write() as connection:
+    def served(self, delivered: Delivered | None = None) -> None:
+        """Count one epoch for every shard of this snapshot: its last batch was delivered, as the loader tells."""
+
+        def count(connection: Connection) -> dict[str, int]:
             rows = connection.execute(
                 "UPDATE shards SET epochs = epochs + 1, used = ? WHERE dataset = ? AND state IN ('ready', 'retiring')"
-                " AND since <= ? AND (until IS NULL OR until > ?) RETURNING payload",
+                " AND since <= ? AND (until IS NULL OR until > ?) RETURNING payload, samples, source",
                 (time.time(), self.dataset, self.version, self.version),
-            )
+            ).fetchall()
             nbytes = sum(row["payload"] for row in rows)
-            for key in ("served", f"served:{self.dataset}"):
-                connection.execute(
-                    "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
-                    (key, nbytes),
-                )
+            served = Counter({"served": nbytes, f"served:{self.dataset}": nbytes})
+            for row in rows:
+                if row["source"] is not None:
+                    served[f"served from:{row['source']}"] += row["payload"]
+            connection.executemany(
+                "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
+                served.items(),
+            )
+            return {"shards": len(rows), "samples": sum(row["samples"] for row in rows), "bytes": nbytes}
+
+        def note(connection: Connection, read: dict[str, int]) -> None:
+            note_epoch(connection, self._lease, delivered, dataset=self.dataset, **read)
+            note_point(connection, self._layout)
+
+        noting(self._catalog, count, note)
 
     def release(self) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.

@@ -44,7 +44,8 @@ class Stats:
     """name, schema, formats (shards, samples, bytes, and retiring, retiring_bytes of each), shards, samples, bytes,
     payload, epochs (how many the shards served: fewest, most)."""
     sources: list[dict[str, Any]]
-    """url, dataset, units, drawn, skipped, fetched, coverage (share of the pass), pass (from 1), seed."""
+    """url, dataset, units, drawn, skipped, fetched, served, reuse (served over fetched), coverage (share of the pass),
+    pass (from 1), seed."""
     pulls: list[dict[str, Any]]
     """Background pulls at work or failed: the fields of :class:`cachetool.cache.pullers.PullState`."""
     holders: list[dict[str, Any]]
@@ -85,17 +86,17 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
     charged, the disk and the holders are those of the cache."""
     with catalog.read() as connection:
         usage = measure(connection, layout)
+        meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
         datasets = [
             _dataset(connection, row)
             for row in connection.execute("SELECT name, schema FROM datasets ORDER BY created")
             if dataset is None or row["name"] == dataset
         ]
         sources = [
-            _source(connection, SourceRow.of(row), row["fetched"])
+            _source(connection, SourceRow.of(row), row["fetched"], meta.get(f"served from:{row['id']}", 0))
             for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
             if dataset is None or row["dataset"] == dataset
         ]
-        meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
         wanted = {"dataset": dataset}
         events = connection.execute(f"{_EVENTS} ORDER BY id DESC LIMIT 20", wanted).fetchall()
         errors = connection.execute(
@@ -174,7 +175,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
     }
 
 
-def _source(connection: Connection, source: SourceRow, fetched: int) -> dict[str, Any]:
+def _source(connection: Connection, source: SourceRow, fetched: int, served: int) -> dict[str, Any]:
     done = drawn(connection, source)
     return {
         "url": source.url,
@@ -184,6 +185,8 @@ def _source(connection: Connection, source: SourceRow, fetched: int) -> dict[str
         "drawn": done,
         "skipped": source.skipped,
         "fetched": fetched,
+        "served": served,
+        "reuse": served / fetched if fetched else None,
         "coverage": done / source.units if source.units else 1.0,
         "pass": source.turn + 1,
         "seed": source.seed,

@@ -24,24 +24,12 @@ import typer
 
 from cachetool.errors import CacheToolError, CapacityError, to_json
 from cachetool.progress import Report, silent
+from cachetool.text import count, plain
 
 __all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
 
 PIPE_CLOSED = 141
 """Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
-
-
-def plain(text: object) -> str:
-    r"""``text`` with every character that is not printable written as an escape such as ``\x1b``."""
-    shown = str(text)
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
-
-
-def count(number: int, noun: str) -> str:
-    """``1 shard``, ``2 shards``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Output:

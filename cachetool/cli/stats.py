@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count
+from cachetool.disk import disk_error
+from cachetool.errors import UsageError
 from cachetool.units import format_size
+
+if TYPE_CHECKING:
+    from cachetool.cache import CacheDir
 
 __all__ = ["stats"]
 
 
 def stats(
     dataset: DatasetOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it live until Ctrl-C; a line every 2 s where that is no terminal.")
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Write one page with charts instead: fill, pull rate, evictions, shards, sources, epochs.",
+        ),
+    ] = None,
     cache: CacheOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -27,16 +47,48 @@ def stats(
     Examples:
       cachetool stats
       cachetool stats --cache /data/cache --json
+      cachetool stats --html report.html
     """
     from cachetool.api import open_cache
 
+    if watch and (as_json or html is not None):
+        raise UsageError(
+            f"--watch goes on for ever, {'--json' if as_json else '--html'} is one answer; give one of them"
+        )
+    if html is not None and not html.strip():
+        raise UsageError("the name of the file to write is empty; name one with --html")
     out = Output(as_json=as_json, quiet=quiet)
     with open_cache(cache, create=False, notify=out.note) as opened:
-        found = opened.stats(dataset).as_dict()
+        if watch:
+            from cachetool.cli.watch import watch as watch_cache
+
+            watch_cache(opened, dataset, out)
+            return
+        found = opened.stats(dataset).as_dict() if html is None else _write_page(opened, dataset, Path(html))
     if as_json:
         out.document(found)
-        return
-    _print(out, found)
+    elif html is None:
+        _print(out, found)
+    else:
+        out.line(f"wrote {html}")
+
+
+def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, Any]:
+    """Write the page, whole or not at all; gives the figures of ``stats``."""
+    from cachetool.report import figures, page
+
+    found = figures(cache, dataset)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        aside.write_text(page(found), encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        if disk_error(error) is not None:
+            raise
+        raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
+    return {**found.stats, "html": str(path)}
 
 
 def _print(out: Output, found: dict[str, Any]) -> None:

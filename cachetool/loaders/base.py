@@ -290,7 +290,7 @@ class Epoch(Iterator[T]):
         """A batch was delivered; the last one ends the epoch."""
         self.step += 1
         if self.step == self._steps and not self.replaced:
-            self._feed.delivered(self._generation)
+            self._feed.delivered(self._generation, self.step)
             self._loader._delivered()
             self.end()
 

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.ring import Ring, supported
 from cachetool.loaders.slot import Batch, SlotReader
@@ -57,8 +59,8 @@ class Feed(Protocol):
         """The batch of a step; steps are taken in order. Raises what happened while it was made."""
         ...
 
-    def delivered(self, generation: int) -> None:
-        """The last batch of the epoch was delivered."""
+    def delivered(self, generation: int, batches: int) -> None:
+        """The last of so many batches of the epoch was delivered."""
         ...
 
     def state(self, reached: int) -> dict[str, Any]:
@@ -82,6 +84,7 @@ class Processes:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = 0
         self._rest = b""
+        self._pace = Pace()
         self._answers, answers = os.pipe()
         plans = [os.pipe() for _ in range(feeders - 1)]
         leader = [answers, *(write for _, write in plans)]
@@ -126,7 +129,10 @@ class Processes:
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`Feed`."""
-        return Begun.from_json(self._ask("begin", epoch=epoch, resume=resume))
+        self._pace = Pace()
+        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume))
+        self._pace.begun()
+        return begun
 
     def prepare(self, epoch: int) -> Begun:
         """See :class:`Feed`."""
@@ -137,9 +143,9 @@ class Processes:
         found: dict[str, Any] = self._ask("state", reached=reached)["state"]
         return found
 
-    def delivered(self, generation: int) -> None:
+    def delivered(self, generation: int, batches: int) -> None:
         """See :class:`Feed`."""
-        self._tell("delivered", generation=generation)
+        self._tell("delivered", generation=generation, pace=asdict(self._pace.delivered(batches)))
 
     def take(self, generation: int, step: int) -> Batch:
         """See :class:`Feed`."""
@@ -147,7 +153,8 @@ class Processes:
         ring, reader = self._rings[number], self._readers[number]
         while True:
             if not ring.poll():
-                self._wait(ring)
+                with self._pace.waiting():
+                    self._wait(ring)
             batch = reader.take(generation)
             if batch is not None:
                 assert batch.step == step

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir
+from cachetool.cache.history import Delivered
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
@@ -57,7 +58,7 @@ class FileSubscription:
         """Never."""
         return False
 
-    def served(self) -> None:
+    def served(self, delivered: Delivered | None = None) -> None:
         """Nobody counts."""
 
     def release(self) -> None:

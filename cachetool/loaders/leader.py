@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from cachetool.cache.history import Delivered
 from cachetool.loaders.failure import described
 from cachetool.loaders.pipes import Lines, parent_fd, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
@@ -118,7 +119,7 @@ class Leader:
             case "prepare":
                 plan = self._turns.prepare(asked["epoch"])
             case "delivered":
-                self._turns.delivered(asked["generation"])
+                self._turns.delivered(asked["generation"], Delivered(**asked["pace"]))
                 return None
             case "state":
                 return {"state": asdict(self._turns.state(asked["reached"]))}

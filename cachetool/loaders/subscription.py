@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cachetool.cache import CacheDir, Snapshot, open_cache
+from cachetool.cache.history import Delivered
 from cachetool.errors import UsageError
 from cachetool.loaders.files import located, shards_at
 from cachetool.loaders.view import View
@@ -47,8 +48,8 @@ class Subscription(Protocol):
         """Whether there may be a newer view than this one. Takes no lease."""
         ...
 
-    def served(self) -> None:
-        """Count one epoch for the parts of the leased view."""
+    def served(self, delivered: Delivered | None = None) -> None:
+        """Count one epoch for the parts of the leased view, and how it went where that is known."""
         ...
 
     def release(self) -> None:
@@ -122,10 +123,10 @@ class CacheSubscription:
         schema = cache.schema(self.dataset)
         return View.of_shards(version, self.dataset, schema, cache.shards(self.dataset, version=version))
 
-    def served(self) -> None:
+    def served(self, delivered: Delivered | None = None) -> None:
         """Count one epoch for every shard of the leased snapshot."""
         if self._snapshot is not None and self._pid == os.getpid():
-            self._snapshot.served()
+            self._snapshot.served(delivered)
 
     def origins(self, view: View) -> list[dict[str, Any]]:
         """Rows of the catalog: what it takes to pull each shard again."""

@@ -25,6 +25,7 @@ from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.failure import rebuilt
 from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
+from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.slot import Batch
@@ -48,7 +49,7 @@ class Thread:
         self._mailbox = Mailbox()
         self._queue = _Queue(settings.prefetch or _READY)
         self._turns = Turns(settings, self._mailbox.put)
-        self._lock = threading.Lock()
+        self._lock, self._pace = threading.Lock(), Pace()
         self._thread = threading.Thread(
             target=_run,
             args=(settings, self._mailbox, self._queue, self._turns, self._lock, transform),
@@ -59,7 +60,10 @@ class Thread:
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.Feed`."""
-        return self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None))
+        self._pace = Pace()
+        begun = self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None))
+        self._pace.begun()
+        return begun
 
     def prepare(self, epoch: int) -> Begun:
         """See :class:`~cachetool.loaders.feed.Feed`."""
@@ -81,7 +85,7 @@ class Thread:
     def take(self, generation: int, step: int) -> Batch:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         while True:
-            found = self._queue.get()
+            found = self._queue.get(self._pace)
             if isinstance(found, Batch):
                 if found.generation == generation:
                     assert found.step == step
@@ -89,10 +93,10 @@ class Thread:
             elif found[0] == generation:
                 raise rebuilt(found[1])
 
-    def delivered(self, generation: int) -> None:
+    def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:
-            self._turns.delivered(generation)
+            self._turns.delivered(generation, self._pace.delivered(batches))
             self._turns.settle()
 
     def state(self, reached: int) -> dict[str, Any]:
@@ -142,9 +146,11 @@ class _Queue:
         self._items: deque[Batch | tuple[int, Mapping[str, Any]]] = deque()
         self._schema: Schema | None = None
 
-    def get(self) -> Batch | tuple[int, Mapping[str, Any]]:
+    def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]]:
         """The next batch or error, waited for."""
-        self._filled.acquire()
+        if not self._filled.acquire(blocking=False):
+            with pace.waiting():
+                self._filled.acquire()
         item = self._items.popleft()
         self._room.release()
         return item

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import open_cache
+from cachetool.cache.history import Delivered
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
@@ -71,7 +72,8 @@ class Turns:
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._current: _Turn | None = None
-        self._over: list[tuple[_Turn, bool]] = []
+        self._over: list[tuple[_Turn, Delivered | None]] = []
+        """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
         self._ahead: _Turn | None = None
         self._until = 0.0
 
@@ -117,7 +119,7 @@ class Turns:
             except CacheToolError:
                 return  # whoever begins that epoch will hear of it
 
-    def delivered(self, generation: int) -> None:
+    def delivered(self, generation: int, pace: Delivered) -> None:
         """The last batch of a plan was delivered: the next snapshot is made sure of; the epoch counts and its lease
         ends with :meth:`settle`."""
         self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
@@ -130,7 +132,7 @@ class Turns:
         current = self._current
         if current is not None and current.plan.generation == generation:
             self._current = None
-            self._over.append((current, self._settings.rank == 0))
+            self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:
             self._publish(Plan(self._next(), 0, None))
 
@@ -142,10 +144,10 @@ class Turns:
     def settle(self) -> None:
         """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
         while self._over:
-            turn, whole = self._over.pop(0)
+            turn, pace = self._over.pop(0)
             try:
-                if whole:
-                    turn.lease.served()
+                if pace is not None:
+                    turn.lease.served(pace)
             finally:
                 turn.lease.release()
                 self._free.append(turn.lease)
@@ -279,7 +281,7 @@ class Turns:
     def _drop_current(self) -> None:
         turn, self._current = self._current, None
         if turn is not None:
-            self._over.append((turn, False))
+            self._over.append((turn, None))
 
     def _drop_ahead(self) -> None:
         turn, self._ahead = self._ahead, None

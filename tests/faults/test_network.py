@@ -181,6 +181,8 @@ def test_no_secret_is_in_any_output_or_file(tmp_path: Path) -> None:
             code, text = _command("pull", url, "--dataset", "other", cwd=tmp_path, env=env)
             assert code != 0
             said.append(text)
+        assert _command("stats", "--html", "page.html", cwd=tmp_path, env=env)[0] == 0
+        said.append((tmp_path / "page.html").read_text())
         for command in (["stats", "--json"], ["ls"], ["doctor"], ["verify"]):
             said.append(_command(*command, cwd=tmp_path, env=env)[1])
     stats = json.loads(said[-4][: said[-4].rindex("}") + 1])

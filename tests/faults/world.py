@@ -432,7 +432,8 @@ def old_catalog(root: Path) -> None:
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("ALTER TABLE claims DROP COLUMN lost")
-        connection.execute("DROP TABLE evictions")
+        for table in ("evictions", "history", "epochs"):
+            connection.execute(f"DROP TABLE {table}")
         connection.execute("DROP TABLE pullers")
         connection.execute("DROP INDEX claims_by_source")
         connection.execute("DELETE FROM meta WHERE key = 'served'")

@@ -1,0 +1,123 @@
+"""Charts as inline SVG: a line under a limit, stacked bars, a share. Colours are CSS classes, so the page decides them.
+
+::
+
+      GB                    title of the upright axis, with its unit
+      4 |   ____________    limit
+      2 |  /~~~~~~~~~~~~
+      0 +---------------
+        12:00     13:00
+          local time        title of the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cachetool.report.axes import Axis
+from cachetool.report.markup import Markup, element, joined
+
+__all__ = ["legend", "line", "share", "stacked"]
+
+WIDTH, HEIGHT = 440, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, WIDTH - 14.0, 26.0, HEIGHT - 44.0
+_CHARACTER = 7.2
+"""Width of a character of the small print, in the units of the picture, at most."""
+
+
+def line(x: Axis, y: Axis, points: Sequence[tuple[float, float]], limit: Sequence[tuple[float, float]]) -> Markup:
+    """An area under the line through ``points``, below the dashed line of a ``limit``."""
+    along = [f"{_x(x, at):.1f},{_y(y, value):.1f}" for at, value in points]
+    ends = [f"{_x(x, points[-1][0]):.1f},{_BOTTOM:.1f}", f"{_x(x, points[0][0]):.1f},{_BOTTOM:.1f}"]
+    over = " ".join(f"{_x(x, at):.1f},{_y(y, value):.1f}" for at, value in limit)
+    return _picture(
+        x,
+        y,
+        element("polygon", points=" ".join(along + ends), class_="area"),
+        element("polyline", points=" ".join(along), class_="line"),
+        element("polyline", points=over, class_="limit"),
+    )
+
+
+def stacked(
+    x: Axis,
+    y: Axis,
+    edges: Sequence[float],
+    series: Mapping[str, tuple[str, Sequence[float]]],
+    names: Sequence[str],
+) -> Markup:
+    """Bars between neighbouring ``edges``, one above the other. ``series``: name -> class of its colour, and a value
+    for each bar; ``names``: what is told of each bar, when it is pointed at."""
+    bars = []
+    for number, name in enumerate(names):
+        left, right = _x(x, edges[number]), _x(x, edges[number + 1])
+        gap = 1.0 if right - left > 4 else 0.0
+        floor = 0.0
+        for colour, values in series.values():
+            value = float(values[number])
+            top, bottom = _y(y, floor + value), _y(y, floor)
+            if bottom - top >= 0.05:
+                shape = {"x": left, "y": top, "width": max(0.6, right - left - gap), "height": bottom - top}
+                bars.append(element("rect", element("title", name), class_=colour, **shape))
+            floor += value
+    return _picture(x, y, *bars)
+
+
+def share(part: float, colour: str) -> Markup:
+    """A bar that is filled to a share of 0 to 1."""
+    return element(
+        "svg",
+        element("rect", width=100, height=8, class_="rest"),
+        element("rect", width=100.0 * min(1.0, max(0.0, part)), height=8, class_=colour),
+        viewBox="0 0 100 8",
+        preserveAspectRatio="none",
+        class_="share",
+        aria_hidden="true",
+    )
+
+
+def legend(colours: Mapping[str, str]) -> Markup:
+    """Name -> class of a colour."""
+    entries = [element("li", element("span", class_=f"key {colour}"), name) for name, colour in colours.items()]
+    return element("ul", *entries, class_="legend")
+
+
+def _x(axis: Axis, value: float) -> float:
+    return _LEFT + axis.share(value) * (_RIGHT - _LEFT)
+
+
+def _y(axis: Axis, value: float) -> float:
+    return _BOTTOM - axis.share(value) * (_BOTTOM - _TOP)
+
+
+def _picture(x: Axis, y: Axis, *drawn: Markup) -> Markup:
+    rules = [
+        element("line", x1=_LEFT, x2=_RIGHT, y1=_y(y, value), y2=_y(y, value), class_="rule") for value, _ in y.ticks
+    ]
+    beside = [element("text", text, x=_LEFT - 6, y=_y(y, value) + 4, text_anchor="end") for value, text in y.ticks]
+    return element(
+        "svg",
+        *rules,
+        *drawn,
+        element("line", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM, class_="axis"),
+        *beside,
+        element("text", y.title, x=4, y=12, class_="unit"),
+        joined(_below(x)),
+        element("text", x.title, x=(_LEFT + _RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle", class_="unit"),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=f"chart: {y.title} by {x.title}",
+    )
+
+
+def _below(x: Axis) -> list[Markup]:
+    """Ticks and words of the lower axis; a word that would run into the one before it is left out."""
+    made, free = [], 0.0
+    for value, text in x.ticks:
+        at, half = _x(x, value), len(text) * _CHARACTER / 2
+        centre = min(max(at, half), WIDTH - half)
+        made.append(element("line", x1=at, x2=at, y1=_BOTTOM, y2=_BOTTOM + 4, class_="axis"))
+        if centre - half >= free:
+            made.append(element("text", text, x=centre, y=_BOTTOM + 17, text_anchor="middle"))
+            free = centre + half + _CHARACTER
+    return made

@@ -1,0 +1,160 @@
+"""The figures of a report, as numbers: what there is now, what it was like over time, and shards and time in bins.
+
+Twenty thousand shards become some dozen bars here, so a page stays small whatever the cache holds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.cache import CacheDir
+from cachetool.cache.history import History, history_of, present
+
+__all__ = ["Bins", "Figures", "figures", "waiting"]
+
+BINS = 48
+_BINS_OF_SHARDS = 20
+_BEGIN = 60.0
+"""Seconds before the first point in which the cache may have been made, at most, for it to have begun empty."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Values in neighbouring ranges."""
+
+    edges: Floats
+    """One more than there are bins."""
+    series: Mapping[str, Floats]
+    """Name -> a value for each bin."""
+
+    @property
+    def most(self) -> float:
+        """The largest sum of a bin."""
+        return float(sum(self.series.values(), start=np.zeros(len(self.edges) - 1)).max(initial=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All that a page shows."""
+
+    stats: Mapping[str, Any]
+    """The fields of :class:`cachetool.cache.Stats`."""
+    dataset: str | None
+    """The only dataset that shards, sources and epochs are of; None: all."""
+    made: float
+    """When, in seconds since 1970."""
+    history: History
+    """With a point more for what there is now."""
+    age: Bins | None
+    """Bytes of shards by their age in seconds: read, unread, leaving. None without shards."""
+    size: Bins | None
+    """Number of shards by the logarithm (base 10) of their bytes."""
+
+    @property
+    def drawable(self) -> bool:
+        """Whether there is a history: at least two points, at different times."""
+        points = self.history.points
+        return len(points) > 1 and points[-1]["at"] > points[0]["at"]
+
+    def rates(self) -> Bins:
+        """Bytes fetched a second, over time."""
+        edges = self._edges()
+        return Bins(edges, {"fetched": self._grown("fetched", edges) / np.diff(edges)})
+
+    def evictions(self) -> Bins:
+        """Bytes evicted over time, by reason."""
+        edges = self._edges()
+        reasons = sorted({reason for point in self.history.points for reason in point["evicted"]})
+        return Bins(edges, {reason: self._grown("evicted", edges, reason) for reason in reasons})
+
+    def _edges(self) -> Floats:
+        points = self.history.points
+        return np.linspace(points[0]["at"], points[-1]["at"], BINS + 1)
+
+    def _grown(self, name: str, edges: Floats, reason: str | None = None) -> Floats:
+        """How much a total that only grows gained in each bin. Where it seems to shrink (a catalog was rebuilt, a clock
+        put back) it gained nothing."""
+        points = self.history.points
+        totals = [point[name] if reason is None else point[name].get(reason, 0) for point in points]
+        gained = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(np.array(totals, dtype=np.float64))))])
+        found: Floats = np.diff(np.interp(edges, [point["at"] for point in points], gained))
+        return found
+
+
+def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
+    """The figures of a cache, or of one dataset of it. Raises :class:`UsageError` for an unknown dataset."""
+    stats = cache.stats(dataset).as_dict()
+    history = history_of(cache.catalog, dataset=dataset)
+    shards = cache.shards(dataset, retiring=True)
+    now = time.time()
+    created = np.array([shard.created for shard in shards], dtype=np.float64)
+    sizes = np.array([shard.bytes for shard in shards], dtype=np.float64)
+    state = np.array([2 if shard.state == "retiring" else 0 if shard.epochs else 1 for shard in shards], dtype=np.int64)
+    points = _points(cache, stats, history, now)
+    return Figures(
+        stats,
+        dataset,
+        now,
+        History(points, history.epochs),
+        _ages(np.maximum(0.0, now - created), sizes, state) if len(shards) else None,
+        _sizes(sizes) if len(shards) else None,
+    )
+
+
+def waiting(epochs: Sequence[Mapping[str, Any]]) -> float | None:
+    """The share of their time that epochs waited; None when no loader told it."""
+    told = [row for row in epochs if row["waited"] is not None and row["seconds"]]
+    seconds = sum(row["seconds"] for row in told)
+    return min(1.0, sum(row["waited"] for row in told) / seconds) if seconds else None
+
+
+def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: float) -> list[dict[str, Any]]:
+    """The history with a point for what there is now, which is put where it last changed unless the cache is in use;
+    and with one for the empty cache, when that was just before the first."""
+    with cache.catalog.read() as connection:
+        newest = present(connection, cache.layout)
+        times = connection.execute(
+            "SELECT (SELECT min(created) FROM datasets) AS began, (SELECT max(created) FROM shards) AS committed,"
+            " (SELECT max(at) FROM events) AS told"
+        ).fetchone()
+    points, began = list(history.points), times["began"]
+    if not (stats["leases"] or stats["reserved"] or stats["pulls"]):
+        known = [point["at"] for point in points[-1:]] + [row["ended"] for row in history.epochs[-1:]]
+        known += [at for at in times if at is not None]
+        newest["at"] = min(now, max(known, default=now))
+    if points and began is not None and 0 < points[0]["at"] - began < _BEGIN:
+        empty = {"shards": 0, "samples": 0, "fetched": 0, "served": 0, "evicted": {}}
+        least = stats["overhead"] + stats["listings"]
+        points.insert(0, {**points[0], "at": began, "used": min(least, points[0]["used"]), **empty})
+    if points and newest["at"] <= points[-1]["at"]:
+        newest["at"] = points.pop()["at"]  # of the same moment, or of a clock that was put back
+    return [*points, newest]
+
+
+def _ages(ages: Floats, sizes: Floats, state: npt.NDArray[np.int64]) -> Bins:
+    edges = np.linspace(0.0, max(float(ages.max()), 1.0), _BINS_OF_SHARDS + 1)
+    names = ("read by an epoch", "not read yet", "leaving")
+    return Bins(
+        edges,
+        {
+            name: np.histogram(ages[state == number], edges, weights=sizes[state == number])[0]
+            for number, name in enumerate(names)
+        },
+    )
+
+
+def _sizes(sizes: Floats) -> Bins:
+    logs = np.log10(np.maximum(sizes, 1.0))
+    # At least from half to twice of a size: shards are mostly of one.
+    low, high = min(float(logs.min()), float(logs.mean()) - math.log10(2)), float(logs.max())
+    edges = np.linspace(low, max(high, float(logs.mean()) + math.log10(2)), _BINS_OF_SHARDS + 1)
+    return Bins(edges, {"shards": np.histogram(logs, edges)[0].astype(np.float64)})

@@ -1,0 +1,299 @@
+"""The sections of the page, one function each: a heading, a chart or a table, and a line that says what it shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from cachetool.cache.history import MOST_EPOCHS
+from cachetool.report import axes, charts
+from cachetool.report.markup import Markup, element, joined
+from cachetool.report.numbers import Bins, Figures
+from cachetool.text import count
+from cachetool.units import format_duration, format_size
+
+__all__ = ["all_of"]
+
+_MOST = 20
+"""Rows of a table."""
+_EPOCH_ROWS = 12
+_LONG = 14
+"""Characters of a word that are too many for a column on a phone."""
+_REASONS = {"room": "orange", "renewal": "blue", "evict": "violet", "corrupt": "red"}
+_WORDS = {
+    "room": "room for a pull",
+    "renewal": "renewal at an epoch",
+    "evict": "cachetool evict",
+    "corrupt": "damaged",
+}
+_STATES = {"read by an epoch": "blue", "not read yet": "orange", "leaving": "violet"}
+_NOTHING_YET = "Nothing to draw yet: points are written down as the cache is filled and read."
+
+
+def all_of(figures: Figures) -> list[Markup]:
+    """Every section, in the order of the page."""
+    return [
+        _fill(figures),
+        _rates(figures),
+        _ages(figures),
+        _sizes(figures),
+        _evictions(figures),
+        _epochs(figures),
+        _sources(figures),
+        _datasets(figures),
+        *([_epoch_table(figures)] if figures.history.epochs else []),
+        _people(figures),
+    ]
+
+
+def _section(title: str, *children: object, wide: bool = False) -> Markup:
+    return element("section", element("h2", title), *children, class_="wide" if wide else "half")
+
+
+def _figure(drawn: Markup, words: str, colours: Mapping[str, str] | None = None) -> Markup:
+    key = charts.legend(colours) if colours else None
+    return element("figure", drawn, key, element("figcaption", words))
+
+
+def _fill(figures: Figures) -> Markup:
+    title = "Fill against the cap"
+    if not figures.drawable:
+        return _section(title, element("p", _NOTHING_YET, class_="quiet"))
+    points = figures.history.points
+    used = [(point["at"], point["used"]) for point in points]
+    caps = [(point["at"], point["max_size"]) for point in points]
+    x = axes.time_axis(points[0]["at"], points[-1]["at"])
+    y = axes.bytes_axis(max(value for _, value in (*used, *caps)))
+    now = f"Now {format_size(int(used[-1][1]))} of {format_size(int(caps[-1][1]))}, with all that is reserved."
+    return _section(title, _figure(charts.line(x, y, used, caps), now, {"used": "line", "cap": "dashed"}))
+
+
+def _rates(figures: Figures) -> Markup:
+    title = "Pull rate"
+    if not figures.drawable:
+        return _section(title, element("p", _NOTHING_YET, class_="quiet"))
+    rates = figures.rates()
+    names = [f"{_span(rates, n)}: {format_size(int(value))}/s" for n, value in enumerate(rates.series["fetched"])]
+    x, y = axes.time_axis(float(rates.edges[0]), float(rates.edges[-1])), axes.bytes_axis(rates.most, each="/s")
+    drawn = charts.stacked(x, y, rates.edges.tolist(), {"fetched": ("blue", rates.series["fetched"].tolist())}, names)
+    return _section(title, _figure(drawn, "Bytes over the wire a second, for what was committed."))
+
+
+def _evictions(figures: Figures) -> Markup:
+    title, totals = "Evictions", figures.stats["evictions"]
+    if not totals:
+        return _section(title, element("p", "Nothing was evicted so far.", class_="quiet"))
+    rows = [
+        (row["dataset"], _WORDS.get(row["reason"], row["reason"]), row["policy"], row["shards"], _bytes(row))
+        for row in totals[:_MOST]
+    ]
+    table = _table(["dataset", "for", "policy", ">shards", ">bytes"], rows)
+    if not figures.drawable:
+        return _section(title, table)
+    found = figures.evictions()
+    used = {reason: values for reason, values in found.series.items() if values.any()}
+    if not used:
+        return _section(title, table)
+    colours = {reason: _REASONS.get(reason, "green") for reason in used}
+    names = [
+        f"{_span(found, n)}: "
+        + ", ".join(f"{format_size(int(each[n]))} for {_WORDS.get(reason, reason)}" for reason, each in used.items())
+        for n in range(len(found.edges) - 1)
+    ]
+    x, y = axes.time_axis(float(found.edges[0]), float(found.edges[-1])), axes.bytes_axis(found.most)
+    series = {reason: (colours[reason], values.tolist()) for reason, values in used.items()}
+    key = {_WORDS.get(reason, reason): colour for reason, colour in colours.items()}
+    length = format_duration(float(found.edges[1] - found.edges[0]))
+    drawn = charts.stacked(x, y, found.edges.tolist(), series, names)
+    return _section(title, _figure(drawn, f"Bytes of shards evicted in each {length}, by reason.", key), table)
+
+
+def _ages(figures: Figures) -> Markup:
+    title, ages = "Shards by age", figures.age
+    if ages is None:
+        return _section(title, element("p", "There are no shards.", class_="quiet"))
+    used = {name: values for name, values in ages.series.items() if values.any()}
+    x, y = axes.age_axis(float(ages.edges[-1])), axes.bytes_axis(ages.most)
+    names = [
+        f"{format_duration(float(ages.edges[n]))} to {format_duration(float(ages.edges[n + 1]))} old: "
+        + ", ".join(f"{format_size(int(values[n]))} {name}" for name, values in used.items())
+        for n in range(len(ages.edges) - 1)
+    ]
+    series = {name: (_STATES[name], values.tolist()) for name, values in used.items()}
+    drawn = charts.stacked(x, y, ages.edges.tolist(), series, names)
+    return _section(title, _figure(drawn, "Bytes on disk by the time since the commit.", {n: _STATES[n] for n in used}))
+
+
+def _sizes(figures: Figures) -> Markup:
+    title, sizes = "Shards by size", figures.size
+    if sizes is None:
+        return _section(title, element("p", "There are no shards.", class_="quiet"))
+    edges = sizes.edges.tolist()
+    values = sizes.series["shards"].tolist()
+    names = [
+        f"{format_size(int(10 ** edges[n]))} to {format_size(int(10 ** edges[n + 1]))}: {count(int(value), 'shard')}"
+        for n, value in enumerate(values)
+    ]
+    x, y = axes.log_bytes_axis(10 ** edges[0], 10 ** edges[-1]), axes.count_axis(sizes.most, "shards")
+    mean = format_size(figures.stats["shard_bytes"] // max(1, figures.stats["shards"]))
+    words = f"{count(figures.stats['shards'], 'shard')}, {mean} on average."
+    return _section(title, _figure(charts.stacked(x, y, edges, {"shards": ("green", values)}, names), words))
+
+
+def _epochs(figures: Figures) -> Markup:
+    title, epochs = "Epochs", [row for row in figures.history.epochs if row["seconds"] is not None]
+    if not epochs:
+        return _section(title, element("p", "No epoch was read to its end yet.", class_="quiet"))
+    told = {"training": [0.0] * len(epochs), "waiting for batches": [0.0] * len(epochs), "waits not told": []}
+    told["waits not told"] = [0.0] * len(epochs)
+    for number, row in enumerate(epochs):
+        waited = row["waited"]
+        if waited is None:
+            told["waits not told"][number] = row["seconds"]
+        else:
+            told["waiting for batches"][number] = min(waited, row["seconds"])
+            told["training"][number] = row["seconds"] - min(waited, row["seconds"])
+    colours = {"training": "green", "waiting for batches": "orange", "waits not told": "violet"}
+    used = {name: (colours[name], values) for name, values in told.items() if any(values)}
+    first = len(figures.history.epochs) - len(epochs)
+    x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order of their ends")
+    y = axes.seconds_axis(max(row["seconds"] for row in epochs), "time")
+    names = [f"{_who(row)}: {format_duration(row['seconds'])}, {_waits(row)}" for row in epochs]
+    drawn = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
+    words = (
+        f"{count(len(epochs), 'epoch')}, each from asking for it to its last batch; at most the newest {MOST_EPOCHS}."
+    )
+    words += f" Of {first} more no time is known." if first else ""
+    return _section(title, _figure(drawn, words, {name: colours[name] for name in used}))
+
+
+def _numbered(epochs: int) -> tuple[tuple[float, str], ...]:
+    step = max(1, -(-epochs // 6))
+    return tuple((number + 0.5, str(number + 1)) for number in range(0, epochs, step))
+
+
+def _epoch_table(figures: Figures) -> Markup:
+    rows = [
+        (
+            _who(row),
+            time.strftime("%d %b %H:%M", time.localtime(row["ended"])),
+            f"{row['samples']:,}",
+            "" if row["batches"] is None else f"{row['batches']:,}",
+            joined([element("span", part, class_="whole") for part in _waits(row).split(", ")], ", "),
+        )
+        for row in reversed(figures.history.epochs[-_EPOCH_ROWS:])
+    ]
+    table = _table(["epoch", "ended", ">samples", ">batches", "waits"], rows)
+    words = (
+        "Waits: batches that were not ready when training asked for them, and all the time it waited, for the epoch to"
+    )
+    words += " begin as well."
+    return _section("Newest epochs", table, element("p", words, class_="quiet"), wide=True)
+
+
+def _who(row: Mapping[str, Any]) -> str:
+    run = f"{row['run']}, " if row["run"] else ""
+    return f"{run}{row['dataset']}{'' if row['epoch'] is None else ' ' + str(row['epoch'])}"
+
+
+def _waits(row: Mapping[str, Any]) -> str:
+    if row["waited"] is None or row["waits"] is None:
+        return "waits not told"
+    share = f", {100 * min(1.0, row['waited'] / row['seconds']):.1f} %" if row["seconds"] else ""
+    return f"{count(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}"
+
+
+def _sources(figures: Figures) -> Markup:
+    sources = figures.stats["sources"]
+    if not sources:
+        return _section("Sources", element("p", "Nothing was pulled.", class_="quiet"), wide=True)
+    most = max([1.0] + [row["reuse"] or 0.0 for row in sources])
+    blocks = []
+    for row in sources[:_MOST]:
+        skipped = f", {row['skipped']:,} skipped" if row["skipped"] else ""
+        drawn = f"{row['drawn']:,} of {count(row['units'], 'unit')} drawn ({100 * row['coverage']:.1f} %)"
+        if row["reuse"] is None:
+            used = "Nothing came over the wire."
+        else:
+            fetched, served = format_size(row["fetched"]), format_size(row["served"])
+            used = f"{fetched} fetched, {served} served to epochs: each byte {row['reuse']:.1f} times"
+        blocks.append(
+            element(
+                "div",
+                element("p", element("code", row["url"]), f" into {row['dataset']}"),
+                element("p", f"Coverage: {drawn} in pass {row['pass']}{skipped}", class_="quiet"),
+                charts.share(row["coverage"], "blue"),
+                element("p", f"Reuse: {used}", class_="quiet"),
+                charts.share((row["reuse"] or 0.0) / most, "green") if len(sources) > 1 else None,
+                class_="source",
+            )
+        )
+    return _section("Coverage and reuse of each source", *blocks, _more(sources), wide=True)
+
+
+def _datasets(figures: Figures) -> Markup:
+    datasets = figures.stats["datasets"]
+    rows = [
+        (row["name"], name, f"{each['shards']:,}", f"{each['samples']:,}", _bytes(each))
+        for row in datasets[:_MOST]
+        for name, each in (row["formats"] or {"": dict.fromkeys(("shards", "samples", "bytes"), 0)}).items()
+    ]
+    table = _table(["dataset", "format", ">shards", ">samples", ">bytes"], rows)
+    return _section(
+        "Datasets", table if rows else element("p", "None yet.", class_="quiet"), _more(datasets), wide=True
+    )
+
+
+def _people(figures: Figures) -> Markup:
+    """Who uses the cache, what is wrong with it."""
+    stats = figures.stats
+    lines: list[str] = [f"background pull of {row['url']}: {row['phase']}" for row in stats["pulls"][:_MOST]]
+    lines += [
+        f"{row['what']} (pid {row['pid']}) reads {row['dataset']} at version {row['version']}"
+        for row in stats["leases"][:_MOST]
+    ]
+    lines += [
+        f"in quarantine: {count(row['samples'], 'sample')}, {_bytes(row)}: {row['why']}"
+        for row in stats["quarantine"][:_MOST]
+    ]
+    lines += [f"missing: {count(row['samples'], 'sample')} of {row['url']}" for row in stats["missing"][:_MOST]]
+    lines += [
+        f"{time.strftime('%d %b %H:%M:%S', time.localtime(row['at']))}, {row['subject']}: {row['text']}"
+        for row in stats["errors"]
+    ]
+    nobody = element("p", "Nobody reads or fills it at this moment, and no error is known.", class_="quiet")
+    return _section("Readers, pulls and errors", *([element("p", line) for line in lines] or [nobody]), wide=True)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markup:
+    """Columns whose name begins with ``>`` are set flush right."""
+    kinds = ["n" if name[0] == ">" else "t" for name in columns]
+    head = [element("th", name.removeprefix(">"), class_=kind) for name, kind in zip(columns, kinds, strict=True)]
+    body = [
+        element("tr", *(element("td", cell, class_=_kind(cell, kind)) for cell, kind in zip(row, kinds, strict=True)))
+        for row in rows
+    ]
+    return element("table", element("thead", element("tr", *head)), element("tbody", *body))
+
+
+def _kind(cell: object, kind: str) -> str:
+    """Only words that are too long for a phone may be broken within."""
+    if isinstance(cell, Markup):
+        return kind
+    return f"{kind} long" if max(map(len, str(cell).split()), default=0) > _LONG else kind
+
+
+def _more(rows: Sequence[object]) -> Markup | None:
+    return element("p", f"and {len(rows) - _MOST} more", class_="quiet") if len(rows) > _MOST else None
+
+
+def _bytes(row: Mapping[str, Any]) -> str:
+    return format_size(row["bytes"])
+
+
+def _span(bins: Bins, number: int) -> str:
+    """From when to when a bin is, in words."""
+    begin, end = (time.localtime(float(bins.edges[each])) for each in (number, number + 1))
+    form = "%H:%M:%S" if bins.edges[-1] - bins.edges[0] < 86400 else "%d %b %H:%M"
+    return f"{time.strftime(form, begin)} to {time.strftime(form, end)}"

@@ -1,0 +1,18 @@
+"""Words for people, out of what may come from anywhere: a remote key, a foreign file, the name of a program."""
+
+from __future__ import annotations
+
+__all__ = ["count", "plain"]
+
+
+def plain(text: object) -> str:
+    r"""``text`` with every character that is not printable written as an escape such as ``\x1b``."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def count(number: int, noun: str) -> str:
+    """``1 shard``, ``2 shards``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,214 @@
+"""What is kept of the past: points of the cache's life and its newest epochs, bounded, and never in the way."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
+from cachetool.cache.history import Delivered, history_of
+from cachetool.cache.rebuild import rebuild
+
+Put = Callable[..., str]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time that the history sees."""
+
+    def put(seconds: float) -> None:
+        monkeypatch.setattr(history.time, "time", lambda: seconds)
+
+    return put
+
+
+def epoch(cache: CacheDir, delivered: Delivered | None = None, **more: object) -> None:
+    with cache.snapshot(**more) as snapshot:  # type: ignore[arg-type]
+        snapshot.served(delivered)
+
+
+def test_commits_evictions_and_epochs_leave_points_with_the_totals_of_that_moment(
+    cache: CacheDir, put: Put, clock: Callable[[float], None], tmp_path: Path
+) -> None:
+    (tmp_path / "listing").mkdir()
+    cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    with cache.catalog.write() as connection:
+        job, _ = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+        held = draws.claim(connection, job, holder=cache.holder.id, most=2)
+        assert held is not None
+        draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=50_000)
+    used = []
+    for number in range(3):
+        clock(1e9 + 10 * number)
+        put(200_000)
+        used.append(cache.usage().total)
+    clock(1e9 + 100)
+    epoch(cache)
+    clock(1e9 + 200)
+    cache.evict(cache.usage().total - 1)
+
+    points = history_of(cache.catalog).points
+    assert [point["at"] for point in points] == [1e9, 1e9 + 10, 1e9 + 20, 1e9 + 100, 1e9 + 200]
+    assert [point["used"] for point in points] == [*used, used[-1], cache.usage().total]
+    assert [point["shards"] for point in points] == [1, 2, 3, 3, 2]
+    assert [point["samples"] for point in points] == [10, 20, 30, 30, 20]
+    assert [point["served"] for point in points] == [0, 0, 0, 600_000, 600_000]
+    assert {point["fetched"] for point in points} == {50_000}
+    assert {point["max_size"] for point in points} == {4_000_000}
+    evicted = cache.stats().evictions[0]["bytes"]
+    assert [point["evicted"] for point in points] == [{}, {}, {}, {}, {"evict": evicted}]
+
+
+def test_a_second_has_one_point_however_much_is_committed(
+    cache: CacheDir, put: Put, clock: Callable[[float], None]
+) -> None:
+    for tenth in range(25):
+        clock(1e9 + tenth / 10)
+        put(4096)
+
+    assert [point["at"] for point in history_of(cache.catalog).points] == [1e9, 1e9 + 1, 1e9 + 2]
+
+
+def test_a_life_of_years_keeps_some_hundred_points_with_the_last_hour_in_more_detail(
+    cache: CacheDir, clock: Callable[[float], None]
+) -> None:
+    """Two years in which something is committed every five hours, then an hour of a commit a second."""
+    times = [1e9 + 5 * 3600 * number for number in range(3504)]
+    times += [times[-1] + second for second in range(1, 3600)]
+    with cache.catalog.write() as connection:
+        for at in times:
+            clock(at)
+            history.note_point(connection, cache.layout)
+
+    points = [point["at"] for point in history_of(cache.catalog).points]
+    assert len(points) == history.MOST_POINTS
+    assert points == sorted(points)
+    assert points[0] == times[0], "the beginning stays"
+    assert times[-1] - points[-1] < (times[-1] - times[0]) / 1000, "and so does the end"
+    gaps = [after - before for before, after in itertools.pairwise(points)]
+    assert max(gaps) < (times[-1] - times[0]) / 25, "nowhere a hole"
+    assert sum(at > times[-1] - 3600 for at in points) >= 4, "what is new is told in more detail"
+
+
+def test_least_missed_keeps_the_ends_and_takes_the_narrowest_gap() -> None:
+    assert history.least_missed([0.0, 10.0, 11.0, 20.0], now=20.0) in (1, 2)
+    assert history.least_missed([0.0, 1.0, 100.0, 101.0, 102.0], now=10**6) == 3
+    assert history.least_missed([0.0, 1000.0, 2000.0, 1e6 - 2000, 1e6 - 1000, 1e6], now=1e6) == 1, "old ones go first"
+
+
+def test_epochs_are_kept_with_what_the_loader_told_of_them_the_newest_two_hundred(cache: CacheDir, put: Put) -> None:
+    put(100_000)
+    epoch(cache, Delivered(seconds=2.5, batches=7, waits=3, waited=0.5), run="job", epoch=4)
+    epoch(cache)
+    first, second = history_of(cache.catalog).epochs
+    about = {"dataset": "default", "shards": 1, "samples": 10, "bytes": 100_000}
+    assert first.items() >= {**about, "run": "job", "epoch": 4}.items()
+    assert first.items() >= {"seconds": 2.5, "batches": 7, "waits": 3, "waited": 0.5}.items()
+    assert second.items() >= {**about, "run": None, "batches": None, "waits": None, "waited": None}.items()
+    assert 0 <= second["seconds"] < 60, "the time since its snapshot"
+
+    with cache.catalog.write() as connection:
+        for number in range(3, 251):
+            history.note_epoch(connection, None, None, dataset="default", shards=1, samples=number, bytes=1)
+    found = history_of(cache.catalog).epochs
+    assert [row["samples"] for row in found] == list(range(51, 251))
+    assert history_of(cache.catalog, dataset="other").epochs == []
+
+
+def test_an_epoch_counts_and_a_shard_goes_also_when_there_is_no_room_for_their_history(
+    cache: CacheDir, put: Put
+) -> None:
+    """A catalog at its limit of pages; what would need one more is left out, not what must be done."""
+    put(100_000)
+    put(100_000)
+    with cache.catalog.write() as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (pages,))
+    for _ in range(15):
+        epoch(cache, Delivered(1.0, 1, 1, 0.1), run="r" * 1500)
+    assert {shard.epochs for shard in cache.shards()} == {15}
+    assert 0 < len(history_of(cache.catalog).epochs) < 15
+    assert cache.stats().served == 15 * 200_000
+
+    cache.evict(cache.usage().total - 1)
+    assert len(cache.shards()) == 1
+
+
+def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted at the catalog: as many writes with it as without."""
+
+    def writes() -> int:
+        begun: list[str] = []
+        transaction = type(cache.catalog)._transaction
+
+        def counted(self: object, begin: str) -> object:
+            begun.append(begin)
+            return transaction(self, begin)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(cache.catalog), "_transaction", counted)
+            put(50_000)
+            epoch(cache)
+            cache.evict(cache.usage().total - 1)
+        return begun.count("BEGIN IMMEDIATE")
+
+    put(50_000)
+    with_it = writes()
+    monkeypatch.setattr("cachetool.cache.commit.note_point", lambda *_: None)
+    monkeypatch.setattr("cachetool.cache.removal.note_point", lambda *_: None)
+    monkeypatch.setattr("cachetool.cache.snapshots.note_point", lambda *_: None)
+    monkeypatch.setattr("cachetool.cache.snapshots.note_epoch", lambda *_, **__: None)
+    assert with_it == writes() > 0
+
+
+def test_a_catalog_of_the_version_before_gets_an_empty_history(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    cache.close()
+    with sqlite3.connect(cache.layout.catalog) as raw:
+        raw.execute("DROP TABLE history")
+        raw.execute("DROP TABLE epochs")
+        raw.execute("PRAGMA user_version = 7")
+    raw.close()
+
+    with open_cache(cache.root) as again:
+        assert history_of(again.catalog) == history.History([], [])
+        epoch(again)
+        assert len(history_of(again.catalog).epochs) == 1
+
+
+def test_a_rebuilt_catalog_keeps_the_history_that_can_be_read(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    epoch(cache, Delivered(2.0, 5, 1, 0.25), run="job", epoch=0)
+    served, before = cache.stats("default").served, history_of(cache.catalog)
+    with cache.catalog.write() as connection:  # what a flipped bit may leave
+        connection.execute("INSERT INTO history (at, used, evicted) VALUES ('soon', NULL, '[1]')")
+    cache.close()
+    rebuild(cache.layout)
+
+    with open_cache(cache.root) as again:
+        assert history_of(again.catalog) == before
+        assert again.stats("default").served == served > 0
+
+
+def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    (tmp_path / "listing").mkdir()
+    from cachetool.cache import Origin
+
+    for name, fetched in (("one", 50_000), ("two", 200_000)):
+        row = SourceRow(name, f"s3://{name}/", {}, "i", "default", 9, 9, 0, 0, 0, 0)
+        cache.add_source(row, tmp_path / "listing")
+        with cache.catalog.write() as connection:
+            job, _ = draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)
+            held = draws.claim(connection, job, holder=cache.holder.id, most=2)
+            assert held is not None
+            draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=fetched)
+        put(100_000, origin=Origin(name, f"s3://{name}/", 0, ((0, 2),)), room=Room(wait=0))
+    for _ in range(3):
+        epoch(cache)
+
+    found = {row["url"]: (row["served"], row["reuse"]) for row in cache.stats().sources}
+    assert found == {"s3://one/": (300_000, 6.0), "s3://two/": (300_000, 1.5)}

@@ -1,0 +1,163 @@
+"""``stats --html`` and ``stats --watch`` as typed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from cachetool.api import open_cache
+from cachetool.cache.history import Delivered
+from cachetool.cli.watch import Rates, drawn, look, told
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Run
+
+
+def test_stats_html_writes_one_page_and_says_so(here: Run, filled: Path, tmp_path: Path) -> None:
+    ran = here("stats", "--html", "report.html")
+
+    assert (ran.code, ran.stdout) == (0, "wrote report.html\n")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "30" in text
+    again = here("stats", "--html", "report.html", "--json", "--dataset", "default")
+    assert again.document["samples"] == 30
+    assert again.document["html"] == "report.html"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--html nowhere/report.html", "'nowhere/report.html'"),
+        ("--html cache", "'cache'"),
+        ("--watch --json", "--json"),
+        ("--watch --html x.html", "--html"),
+        ("--html x.html --dataset other", "'other'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(
+    here: Run, filled: Path, tmp_path: Path, line: str, says: str
+) -> None:
+    ran = here("stats", *line.split())
+
+    assert ran.code == 2
+    assert says in ran.error
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_an_empty_name_of_the_page_is_refused(here: Run, filled: Path) -> None:
+    assert here("stats", "--html", "").code == 2
+
+
+@pytest.fixture
+def trained(filled: Path) -> Path:
+    """The cache after two epochs and an eviction, with names that are longer than any terminal is wide."""
+    with open_cache(filled) as cache:
+        for number in range(2):
+            with cache.snapshot(run="r" * 200, epoch=number) as snapshot:
+                snapshot.served(Delivered(12.0, 1234, 56, 0.7))
+        cache.evict(cache.usage().total - 1)
+        cache.catalog.note_error("s3://bucket/", "Unreachable: " + "x" * 300, dataset="default")
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE sources SET url = ?", (f"s3://bucket/{'long/' * 60}",))
+    return filled
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) -> None:
+    with open_cache(trained) as cache, cache.snapshot():
+        found = look(cache, None)
+    rates = Rates()
+    rates.add({**found, "fetched": 0}, 100.0)
+    rates.add(found, 110.0)
+    console = Console(width=width, height=60, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(drawn(found, rates, width))
+    lines = console.export_text().splitlines()
+
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for figure in (
+        "of 8.0 MB (",
+        "20 samples in 2 shards",
+        "of disk free",
+        "50.0 %",
+        "1234",
+        "12 s",
+        "56 x, 0.7 s (6 %)",
+        "kB/s",
+    ):
+        assert figure in text, text
+    assert f"pid {os.getpid()}" in text
+    assert "\n".join(lines).count("…") >= 2, "only what is too long gives way"
+
+
+def test_rates_are_taken_over_half_a_minute(trained: Path) -> None:
+    with open_cache(trained) as cache:
+        found = look(cache, None)
+    rates = Rates()
+    for second in range(100):
+        rates.add({**found, "fetched": 1000 * second}, float(second))
+        assert rates.fetched == pytest.approx(1000 if second else 0)
+    for second in range(100, 140):
+        rates.add({**found, "fetched": 100_000}, float(second))
+    assert rates.fetched == 0
+    assert "pulling 0 B/s" in told(found, rates)
+
+
+def watching(cache: Path, **streams: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "cachetool", "stats", "--watch", "--cache", str(cache)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, **streams)
+
+
+def test_elsewhere_than_on_a_terminal_it_prints_lines_until_it_is_interrupted(trained: Path) -> None:
+    with watching(trained, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+
+    assert (process.returncode, errors) == (0, b"")
+    for line in (*lines, *rest.splitlines()):
+        assert re.match(rb"\d\d:\d\d:\d\d, .* of 8.0 MB used \(\d+ %\), 20 samples in 2 shards, ", line)
+
+
+def test_on_a_terminal_it_is_live_and_gives_the_terminal_back(trained: Path) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    process = watching(trained, stdin=follower, stdout=follower)
+    os.close(follower)
+    seen = b""
+    while seen.count(b"fill") < 2:  # two looks
+        seen += os.read(leader, 65536)
+    process.send_signal(signal.SIGINT)
+    while chunk := _read(leader):
+        seen += chunk
+    assert process.wait(60) == 0
+    os.close(leader)
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+    assert seen.index(b"\x1b[?1049h") < seen.index(b"\x1b[?1049l"), "the screen before is there again"
+    assert seen.index(b"\x1b[?25l") < seen.index(b"\x1b[?25h"), "and so is the cursor"
+    assert b"20 samples in 2 shards" in seen.rpartition(b"\x1b[?1049l")[2], "the last look stays"
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 65536)
+    except OSError:  # the other end is closed
+        return b""

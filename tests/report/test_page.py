@@ -1,0 +1,241 @@
+"""The page of ``stats --html``: whole by itself, right in its figures, and deaf to what strangers put into names."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import html5lib
+import pytest
+
+from benchmarks.scale_catalog import fill
+from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
+from cachetool.cache.history import Delivered
+from cachetool.report import Figures, figures, page
+from cachetool.report.charts import HEIGHT, WIDTH
+from tests.cache.conftest import SCHEMA, put_shard
+
+SECTIONS = [
+    "Fill against the cap",
+    "Pull rate",
+    "Shards by age",
+    "Shards by size",
+    "Evictions",
+    "Epochs",
+    "Coverage and reuse of each source",
+    "Datasets",
+    "Newest epochs",
+    "Readers, pulls and errors",
+]
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>'</style></title>\x1b[2J\u202e<!--"
+
+
+def parsed(text: str) -> Element:
+    """The page as a browser reads it; an error of its syntax is raised."""
+    return html5lib.HTMLParser(strict=True, namespaceHTMLElements=False).parse(text)
+
+
+def tag(element: Element) -> str:
+    return str(element.tag).rpartition("}")[2]
+
+
+def words(element: Element) -> str:
+    return "".join(element.itertext())
+
+
+def headings(root: Element) -> list[str]:
+    return [words(each) for each in root.iter() if tag(each) == "h2"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    def put(seconds: float) -> None:
+        monkeypatch.setattr(history.time, "time", lambda: seconds)
+
+    return put
+
+
+@pytest.fixture
+def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
+    """A cache that was filled over its cap, read and shrunk, all in a minute."""
+    with open_cache(tmp_path / "cache", max_size="4MB") as opened:
+        opened.declare("default", SCHEMA)
+        (tmp_path / "listing").mkdir()
+        opened.add_source(
+            SourceRow("s", "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0), tmp_path / "listing"
+        )
+        began = history.time.time()
+        for number in range(14):
+            clock(began + 2 * number)
+            with opened.catalog.write() as connection:
+                job, _ = draws.open_job(connection, "s", holder=opened.holder.id, wanted=None, seed=None)
+                held = draws.claim(connection, job, holder=opened.holder.id, most=10)
+                assert held is not None
+                draws.finish(connection, job, held, held.stop, samples=10, skipped=0, fetched=310_000)
+                draws.close_job(connection, job)
+            put_shard(opened, 300_000 + 1000 * number, room=Room(evict=True, policy="oldest", wait=0))
+        clock(began + 50)
+        for number in range(3):
+            with opened.snapshot(run="job", epoch=number) as snapshot:
+                snapshot.served(Delivered(seconds=10.0, batches=5, waits=2, waited=1.0) if number else None)
+        opened.evict(opened.usage().total - 400_000)
+        yield opened
+
+
+def test_the_page_has_every_section_and_needs_nothing_else(cache: CacheDir) -> None:
+    text = page(figures(cache))
+    root = parsed(text)
+
+    assert headings(root) == SECTIONS
+    assert {tag(each) for each in root.iter()}.isdisjoint({"script", "link", "img", "iframe", "object", "use", "image"})
+    names = {name for each in root.iter() for name in each.attrib}
+    assert names.isdisjoint({"src", "href", "srcset", "style", "action", "{http://www.w3.org/1999/xlink}href"})
+    assert not any(name.startswith("on") for name in names)
+    (style,) = (words(each) for each in root.iter() if tag(each) == "style")
+    assert not re.search(r"url\(|@import|expression|https?:", style)
+    assert "prefers-color-scheme: dark" in style
+    policies = [each.get("content", "") for each in root.iter() if each.get("http-equiv")]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_its_figures_are_those_of_the_cache(cache: CacheDir) -> None:
+    found, stats = figures(cache), cache.stats()
+    assert found.age is not None
+    assert found.size is not None
+    rates, gone = found.rates(), found.evictions()
+
+    assert sum(float(values.sum()) for values in found.age.series.values()) == stats.shard_bytes
+    assert found.age.series["read by an epoch"].sum() == stats.shard_bytes
+    assert found.size.series["shards"].sum() == stats.shards
+    passed = rates.edges[1:] - rates.edges[:-1]
+    assert float((rates.series["fetched"] * passed).sum()) == pytest.approx(stats.fetched)
+    totals = {row["reason"]: row["bytes"] for row in stats.evictions}
+    assert {name: float(values.sum()) for name, values in gone.series.items()} == pytest.approx(totals)
+    assert set(totals) == {"room", "evict"}
+    text = words(parsed(page(found)))
+    assert f"{stats.samples:,}samples in {stats.shards} shards" in text
+    assert "140 of 900 units drawn (15.6 %) in pass 1" in text
+    assert "2 waits, 1.0 s, 10.0 %" in text
+    assert "waits not told" in text
+
+
+def test_nothing_is_cut_and_no_words_run_into_others(cache: CacheDir) -> None:
+    """By the room that words take at most: within the picture, and beside each other on one line."""
+    charts = [each for each in parsed(page(figures(cache))).iter() if tag(each) == "svg" and each.get("role") == "img"]
+    assert len(charts) == 6
+    for chart in charts:
+        assert chart.get("viewBox") == f"0 0 {WIDTH} {HEIGHT}"
+        lines: dict[float, list[tuple[float, float]]] = {}
+        for each in chart.iter():
+            if tag(each) == "text":
+                length, at = 7.2 * len(words(each)), float(each.get("x", 0))
+                left = at - {"end": length, "middle": length / 2}.get(each.get("text-anchor", ""), 0.0)
+                lines.setdefault(float(each.get("y", 0)), []).append((left, left + length))
+            if tag(each) == "rect":
+                sides = [float(each.get(name, "nan")) for name in ("x", "y", "width", "height")]
+                assert 0 <= sides[0] <= sides[0] + sides[2] <= WIDTH
+                assert 0 <= sides[1] <= sides[1] + sides[3] <= HEIGHT
+            for x, y in re.findall(r"([-\d.]+),([-\d.]+)", each.get("points", "")):
+                assert 0 <= float(x) <= WIDTH
+                assert 0 <= float(y) <= HEIGHT
+        assert len(lines) > 3
+        for y, spans in lines.items():
+            assert 0 < y < HEIGHT
+            spans.sort()
+            assert spans[0][0] >= -0.5
+            assert spans[-1][1] <= WIDTH + 0.5
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), spans
+
+
+def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
+    """Of datasets, sources, runs, programs, errors, and of the folder itself."""
+    root = tmp_path / "<script>alert(2)<"
+    (tmp_path / "listing").mkdir()
+    with open_cache(root, max_size="4MB") as cache:
+        cache.declare(HOSTILE, SCHEMA)
+        row = SourceRow("s", f"s3://bucket/{HOSTILE}", {}, "i", HOSTILE, 9, 9, 0, 0, 0, 0)
+        cache.add_source(row, tmp_path / "listing")
+        for _ in range(3):
+            put_shard(cache, 100_000, dataset=HOSTILE)
+        with cache.snapshot(dataset=HOSTILE, run=HOSTILE, epoch=1) as snapshot:
+            snapshot.served(Delivered(1.0, 1, 1, 0.5))
+        cache.evict(cache.usage().total - 1, dataset=HOSTILE)
+        cache.catalog.note_error(HOSTILE, HOSTILE, dataset=HOSTILE)
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE holders SET what = ?", (HOSTILE,))
+            connection.execute("UPDATE evictions SET reason = ?, policy = ?", (HOSTILE, HOSTILE))
+        with cache.snapshot(dataset=HOSTILE), open_cache(root) as other:
+            text = page(figures(other, HOSTILE))
+    tree = parsed(text)
+
+    tags = {tag(each) for each in tree.iter()}
+    assert tags.isdisjoint({"script", "img"})
+    assert next(words(each) for each in tree.iter() if tag(each) == "style").count("}") > 20
+    assert not any(name.startswith("on") for each in tree.iter() for name in each.attrib)
+    shown = words(tree)
+    assert shown.count("<script>alert(1)</script>") > 8
+    assert "<script>alert(2)<" in shown
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("what", ["empty", "one shard", "without a history"])
+def test_a_cache_with_little_in_it_has_a_page_too(tmp_path: Path, what: str) -> None:
+    with open_cache(tmp_path / "cache", max_size="4MB") as cache:
+        _ = cache.catalog
+        if what != "empty":
+            cache.declare("default", SCHEMA)
+            put_shard(cache, 100_000)
+        if what == "without a history":
+            with cache.catalog.write() as connection:
+                connection.execute("DELETE FROM history")
+        root = parsed(page(figures(cache)))
+
+    expected = [name for name in SECTIONS if name != "Newest epochs"]
+    assert [name.replace("Sources", "Coverage and reuse of each source") for name in headings(root)] == expected
+    assert "nan" not in words(root).lower()
+
+
+def test_twenty_thousand_shards_make_a_small_page(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    fill(tmp_path / "cache", 20_000)
+    with open_cache(tmp_path / "cache") as cache:
+        with cache.catalog.write() as connection:
+            clock(1e9)
+            point = history.present(connection, cache.layout)
+            told = {"dataset": "default", "shards": 20_000, "samples": 10**8, "bytes": 10**12, "seconds": 3000.0}
+            told |= {"run": "r" * 60, "batches": 10**6, "waits": 10**5, "waited": 20.0}
+            evicted = [{"room": 10**9 * number, "renewal": 10**10 * number} for number in range(240)]
+            points = [{**point, "at": 1e9 + 3600 * n, "evicted": gone} for n, gone in enumerate(evicted)]
+            epochs = [{**told, "ended": 1e9 + 3600 * number, "epoch": number} for number in range(200)]
+            history.restore(connection, history.History(points, epochs))
+        found = figures(cache)
+        text = page(found)
+
+    assert len(text.encode()) < 1_000_000
+    assert headings(parsed(text)) == SECTIONS
+    assert _bars(found) < 400
+
+
+def _bars(found: Figures) -> int:
+    assert found.age is not None
+    assert found.size is not None
+    bins: list[Any] = [found.age, found.size, found.rates(), found.evictions()]
+    return sum(len(each.edges) - 1 for each in bins) + len(found.history.epochs)
+
+
+def test_a_clock_that_was_put_back_and_a_rebuilt_catalog_draw_no_negative_rates(
+    cache: CacheDir, clock: Callable[[float], None]
+) -> None:
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE history SET fetched = 0 WHERE id % 5 = 0")
+        connection.execute("UPDATE history SET at = at - 1e6 WHERE id % 7 = 0")
+    found = figures(cache)
+
+    assert (found.rates().series["fetched"] >= 0).all()
+    parsed(page(found))
