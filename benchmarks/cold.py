@@ -137,15 +137,12 @@ def share(of: list[float], whole: list[float]) -> float:
     return round(statistics.median(a / b for a, b in zip(of, whole, strict=True)), 2)
 
 
-def run(folder: Path, cases: list[str], formats: list[str], *, rounds: int, workers: int) -> None:
-    """Measure and print all cases."""
-    names: list[str] = []
+def run(folder: Path, cases: list[str], formats: list[str], *, rounds: int, workers: int) -> list[dict[str, Any]]:
+    """The rows of all cases."""
+    rows = []
     for title in cases:
         for name in formats:
-            case = CASES[title]
             with tempfile.TemporaryDirectory(dir=folder) as where:
-                for row in measure(case, name, Path(where), rounds=rounds, workers=workers):
-                    if not names:
-                        names = ["case", *row]
-                        print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-                    print(f"| {' | '.join(str(each) for each in (title, *row.values()))} |", flush=True)
+                found = measure(CASES[title], name, Path(where), rounds=rounds, workers=workers)
+                rows += [{"case": title, **row} for row in found]
+    return rows

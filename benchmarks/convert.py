@@ -21,7 +21,6 @@ FOLDER must lie on the disk to be measured and have about 4 GB free; what is wri
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -40,6 +39,7 @@ from typing import Any
 import numpy as np
 from peers.common import samples
 from peers.starting import PEERS, Peer, PeerError
+from tables import finish
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.formats import format_names, get_format
@@ -161,7 +161,7 @@ def measure(case: Case, options: argparse.Namespace, parent: Path) -> list[dict[
             work = partial(convert_shard, parent / name, name, into, case.schema)
             jobs[f"{name} > {into}"] = partial(timed, work)
             targets[f"{name} > {into}"] = case.pair_target(into)
-        for name in PEERS if options.peers_dir else ():
+        for name in options.peers.split(";") if options.peers_dir else ():
             try:
                 peer = Peer(options.peers_dir, name, str(len(x)), str(case.nbytes))
             except PeerError as error:
@@ -245,14 +245,6 @@ def _peak(arguments: list[str]) -> int:
     return peak
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A Markdown table of rows, whatever they have."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for row in rows:
-        print("| " + " | ".join(str(row[name]) if row.get(name) is not None else "" for name in names) + " |")
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         source, name, into, nbytes, folder = sys.argv[2:]
@@ -265,6 +257,7 @@ def main() -> None:
     parser.add_argument("--pairs", default="all", help="all, chain, none, or such as lmdb:zarr,hdf5:hdf5")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the samples to write")
     parser.add_argument("--peers-dir", type=Path, help="where the environments of the peers are, or will be")
+    parser.add_argument("--peers", default=";".join(PEERS), help="only these peers: names with ; between them")
     parser.add_argument("--memory", action="store_true", help="measure memory, not speed")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -273,10 +266,8 @@ def main() -> None:
     for title in options.cases.split(",") if options.cases else cases:
         with scratch(options.folder) as parent:
             found += [{"case": title, **row} for row in run(cases[title], options, parent)]
-    if options.json:
-        print(json.dumps({"rounds": options.rounds, "scale": options.scale, "rows": found}, indent=1))
-    else:
-        show(found)
+    title = "memory" if options.memory else "convert"
+    finish({title: found}, as_json=options.json, rounds=options.rounds, scale=options.scale)
     return None
 
 

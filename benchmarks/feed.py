@@ -1,7 +1,7 @@
 """How fast a loader's batches reach the training loop, idle and beside a busy trainer, as a share of ``np.take``.
 
-    python benchmarks/feed.py FOLDER [--rounds 5] [--formats lmdb,hdf5] [--cases 1MiB,3KiB] [--workers 2] [--json]
-                                     [--peers-dir DIR [--peers "FFCV;Grain"]]
+    python benchmarks/feed.py FOLDER [--rounds 5] [--formats lmdb,hdf5] [--cases 1MiB,3KiB] [--workers 2] [--scale 1.0]
+                                     [--json] [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
 Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds of one
@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import beside
 import numpy as np
 from peers.starting import LOADERS
+from tables import finish
 
 from cachetool.bench.consumer import PACE, Spinner, rate, touched
 from cachetool.bench.samples import fill
@@ -53,6 +52,10 @@ class Case:
     shards: int
     target: float
     busy: float
+
+    def scaled(self, share: float) -> Case:
+        """With a share of the samples: at least a batch, and one a shard."""
+        return replace(self, samples=max(self.batch, self.shards, int(self.samples * share)))
 
 
 CASES = {
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(format_names()))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the samples to write")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--peers-dir", type=Path, help="beside the peers, whose environments are here, or will be")
     parser.add_argument("--peers", help="only these peers: names with ; between them")
@@ -134,11 +138,13 @@ def main() -> None:
         import cold
 
         names = [name for name in options.cases.split(",") if name in cold.CASES]
-        cold.run(options.folder, names, options.formats.split(","), rounds=options.rounds, workers=options.workers)
+        chosen = {"rounds": options.rounds, "workers": options.workers}
+        rows = cold.run(options.folder, names, options.formats.split(","), **chosen)
+        finish({"cold": rows}, as_json=options.json, **chosen)
         return
     found, peers = [], []
     for title in options.cases.split(","):
-        case = CASES[title]
+        case = CASES[title].scaled(options.scale)
         block = make(case)
         for name in options.formats.split(","):
             with contextlib.ExitStack() as stack:
@@ -154,17 +160,8 @@ def main() -> None:
                     names = options.peers.split(";") if options.peers else list(LOADERS)
                     rows = beside.measure(loader, folder, options.peers_dir, job, names=names, rounds=options.rounds)
                     peers += [{"case": title, **each} for each in rows]
-    if options.json:
-        made = {"rounds": options.rounds, "workers": options.workers, "rows": found, "peers": peers}
-        json.dump(made, sys.stdout, indent=1)
-        return
-    for rows in (found, peers):
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        if names:
-            print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-        for row in rows:
-            print(f"| {' | '.join(str(row.get(name, '')) for name in names)} |")
-        print()
+    tables = {"feed": found, "beside peers": peers} if peers else {"feed": found}
+    finish(tables, as_json=options.json, rounds=options.rounds, workers=options.workers)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How fast shuffled batches are gathered out of the extents of each format, as a share of ``np.take`` from memory.
 
-    python benchmarks/gather.py FOLDER [--rounds 7] [--formats lmdb,hdf5] [--cases 3KiB] [--clock cpu] [--json]
+    python benchmarks/gather.py FOLDER [--rounds 7] [--formats lmdb,hdf5] [--cases 3KiB] [--clock cpu] [--scale 1.0]
+                                       [--json]
 
 One thread, warm, maps kept: of every case and format the shards are written into FOLDER once and read once, then every
 round reads them all in a new random order into one reused batch, after the same order was taken from two arrays in
@@ -12,16 +13,15 @@ FOLDER must have about 2.2 GB free, and the machine about 3 GB of memory; what i
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from tables import finish
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.extents import EXTENTS_FILE
@@ -43,6 +43,10 @@ class Case:
     batch: int
     shards: int
     target: float
+
+    def scaled(self, share: float) -> Case:
+        """With a share of the samples: at least a batch, and one a shard."""
+        return replace(self, samples=max(self.batch, self.shards, int(self.samples * share)))
 
 
 CASES = {
@@ -161,20 +165,16 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(format_names()))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the samples to write")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = []
     for title in options.cases.split(","):
-        case = CASES[title]
+        case = CASES[title].scaled(options.scale)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             rows = measure(case, options.formats.split(","), Path(folder), options.rounds, CLOCKS[options.clock])
         found += [{"case": title, "target": case.target, **row} for row in rows]
-    if options.json:
-        json.dump({"clock": options.clock, "rounds": options.rounds, "rows": found}, sys.stdout, indent=1)
-        return
-    print("| case | format | MB/s | of np.take | target |\n|---|---|---|---|---|")
-    for row in found:
-        print(f"| {row['case']} | {row['format']} | {row['MB/s']} | {row['of np.take']:.2f} | {row['target']} |")
+    finish({"gather": found}, as_json=options.json, clock=options.clock, rounds=options.rounds)
 
 
 if __name__ == "__main__":

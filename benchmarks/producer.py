@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from peers.producing import produced, trained
 from peers.starting import HERE, PRODUCERS, PeerError, environment
+from tables import finish
 
 BATCH = 4
 RAY = "Ray object store"
@@ -33,8 +34,7 @@ RAY = "Ray object store"
 
 def cachetool_way(steps: int) -> dict[str, Any]:
     """Seeds in a cache, batches made of them by a function in the feeders."""
-    from feed import fill
-
+    from cachetool.bench.samples import fill
     from cachetool.block import Block
     from cachetool.cache import open_cache
     from cachetool.loaders.numpy import Loader
@@ -151,13 +151,7 @@ def main() -> None:
         }
         for way, runs in found.items()
     ]
-    if options.json:
-        json.dump({"rounds": options.rounds, "steps": options.steps, "rows": table}, sys.stdout, indent=1)
-        return
-    names = list(table[0])
-    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
-    for row in table:
-        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+    finish({"producer": table}, as_json=options.json, rounds=options.rounds, steps=options.steps)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ FOLDER must lie on the disk to be measured and have about 7 GB free; what is wri
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import resource
@@ -29,8 +28,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from tables import finish
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.servers import rclone_s3
@@ -45,6 +46,10 @@ class Case:
     count: int
     nbytes: int
     target: float
+
+
+class ToolError(Exception):
+    """A tool is not there, or failed."""
 
 
 CASES = {"small": Case(20_000, 64 * KIB, 1.0), "large": Case(128, 16 * MIB, 0.9)}
@@ -64,7 +69,7 @@ def commands(bucket: str, target: Path, workers: int, endpoint: str, python: str
     s3 = f"s3://{bucket}/"
     pull = [python, "-m", "cachetool", "pull", s3, "--all", "--to", "lmdb", "--cache", str(target), "--quiet"]
     remote = ":s3,provider=Other,env_auth=true"
-    found = {
+    return {
         "cachetool": [*pull, "--workers", str(workers), "--max-size", "8GB"],
         "s5cmd": [_tool(bin, "s5cmd"), "--endpoint-url", endpoint, "cp", f"{s3}*", f"{target}/"],
         "rclone": [
@@ -73,7 +78,6 @@ def commands(bucket: str, target: Path, workers: int, endpoint: str, python: str
         ],
         "aws": [_tool(bin, "aws"), "--endpoint-url", endpoint, "s3", "cp", "--recursive", "--quiet", s3, f"{target}/"],
     }
-    return {name: command for name, command in found.items() if command[0]}
 
 
 def _tool(bin: Path, name: str) -> str:
@@ -84,6 +88,8 @@ def run(name: str, command: list[str], target: Path, env: dict[str, str]) -> tup
     """Seconds of the whole command, made durable, and CPU seconds of it."""
     if name != "cachetool":
         target.mkdir()
+    if not command[0]:
+        raise ToolError("not installed")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -92,7 +98,7 @@ def run(name: str, command: list[str], target: Path, env: dict[str, str]) -> tup
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        raise ToolError(f"it ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -116,43 +122,54 @@ def check(name: str, target: Path, case: Case) -> None:
     else:
         have = sum(1 for path in target.rglob("*.npy") if path.stat().st_size == case.nbytes)
     if have != case.count:
-        raise RuntimeError(f"{name} brought {have} of {case.count} objects")
+        raise ToolError(f"it brought {have} of {case.count} objects")
 
 
-def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Medians of one case, by tool."""
+def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each tool: medians of one case, or its error."""
     make(folder / "served" / name, case)
     times: dict[str, list[tuple[float, float, float]]] = {}
+    failed: dict[str, str] = {}
     with rclone_s3(folder / "served") as keys:
         env = {**os.environ, **keys, "PYTHONPATH": str(Path(__file__).parents[1])}
-        todo = commands(name, folder / "target", options.workers, keys["AWS_ENDPOINT_URL"], sys.executable)
-        todo = {tool: command for tool, command in todo.items() if tool in options.tools.split(",")}
+        known = commands(name, folder / "target", options.workers, keys["AWS_ENDPOINT_URL"], sys.executable)
+        todo = {tool: known.get(tool, [""]) for tool in options.tools.split(",")}
         if options.concurrency:
             flights = options.concurrency.split(",")
-            todo = {f"cachetool {n}": [*todo["cachetool"], "--concurrency", n] for n in flights}
+            todo = {f"cachetool {n}": [*known["cachetool"], "--concurrency", n] for n in flights}
         for number in range(options.rounds):
             for tool in random.sample(sorted(todo), len(todo)):
                 shutil.rmtree(folder / "target", ignore_errors=True)
                 os.sync()
                 cpu = server_cpu()
-                seconds, own = run(tool.split()[0], todo[tool], folder / "target", env)
+                try:
+                    seconds, own = run(tool.split()[0], todo[tool], folder / "target", env)
+                    check(tool, folder / "target", case)
+                except ToolError as error:
+                    failed[tool] = str(error)
+                    del todo[tool]
+                    continue
                 times.setdefault(tool, []).append((seconds, own, server_cpu() - cpu))
-                check(tool, folder / "target", case)
                 print(f"{name} round {number + 1}: {tool} {seconds:.2f} s", file=sys.stderr, flush=True)
     shutil.rmtree(folder / "target", ignore_errors=True)
-    medians = {tool: [statistics.median(column) for column in zip(*rows, strict=True)] for tool, rows in times.items()}
-    best = medians.get("s5cmd", [0.0])[0]
-    return {
-        tool: {
-            "seconds": seconds,
-            "objects/s": case.count / seconds,
-            "MB/s": case.count * case.nbytes / seconds / 1e6,
-            "times s5cmd": best / seconds,
-            "own CPU s": own,
-            "server CPU s": server,
-        }
-        for tool, (seconds, own, server) in sorted(medians.items())
+    medians = {
+        tool: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for tool, rows in sorted(times.items())
+        if tool not in failed
     }
+    best = medians.get("s5cmd", [None])[0]
+    return [
+        {
+            "tool": tool,
+            "seconds": round(seconds, 2),
+            "objects/s": round(case.count / seconds),
+            "MB/s": round(case.count * case.nbytes / seconds / 1e6, 1),
+            **({"times s5cmd": round(best / seconds, 2)} if best else {}),
+            "own CPU s": round(own, 2),
+            "server CPU s": round(server, 2),
+        }
+        for tool, (seconds, own, server) in medians.items()
+    ] + [{"tool": tool, "error": error} for tool, error in failed.items()]
 
 
 def main() -> None:
@@ -167,19 +184,14 @@ def main() -> None:
     parser.add_argument("--concurrency")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = {}
+    rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name in options.cases.split(","):
             case = CASES[name]
             scaled = Case(max(1, int(case.count * options.scale)), case.nbytes, case.target)
-            found[name] = measure(Path(scratch), name, scaled, options)
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, rows in found.items():
-        print(f"\n{name}: {CASES[name].nbytes // KIB} KiB objects; target {CASES[name].target} times s5cmd")
-        for tool, row in rows.items():
-            print(f"  {tool:14}" + "".join(f"  {label} {value:9.2f}" for label, value in row.items()))
+            about = {"case": f"{name}, {case.nbytes // KIB} KiB", "target": case.target}
+            rows += [{**about, **row} for row in measure(Path(scratch), name, scaled, options)]
+    finish({"pull": rows}, as_json=options.json, rounds=options.rounds, scale=options.scale, workers=options.workers)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """How the catalog grows: opening, snapshot, stats and the plan of an eviction at 200, 2,000 and 20,000 shards.
 
-    python benchmarks/scale_catalog.py [SHARDS ...]
+    python benchmarks/scale_catalog.py [FOLDER] [--shards 200,2000,20000] [--json]
 
 A catalog of that many shards of 5,000 samples (100 million at 20,000), with 8 other processes that each lease a
-snapshot, on the disk of the temporary folder. Medians of 5 in milliseconds, by the clock and of this process's CPU
-(which others on the machine do not lengthen); sizes in bytes on disk.
+snapshot, in FOLDER (else the folder for temporary files). Medians of 5 in milliseconds, by the clock and of this
+process's CPU (which others on the machine do not lengthen); sizes in bytes on disk.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, open_cache
 from cachetool.cache.catalog import FIRST_PAGES
+from cachetool.report import figures, page
 from cachetool.schema import Field, Schema
 
 SAMPLES = 5000
@@ -109,6 +110,7 @@ def measure(root: Path) -> dict[str, float]:
         note("snapshot", lambda: snapshot(cache))
         note("shards", cache.shards)
         note("stats", cache.stats)
+        note("page of stats --html", lambda: found.update({"bytes of the page": len(page(figures(cache)).encode())}))
         note("plan", lambda: cache.evict(half, dry_run=True))
         with cache.snapshot() as leased:
             note("served", leased.served)
@@ -119,11 +121,16 @@ def measure(root: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    from tables import finish  # beside this script; tests import it from elsewhere
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shards", nargs="*", type=int, default=[200, 2000, 20_000])
-    rows: dict[int, dict[str, float]] = {}
-    for shards in parser.parse_args().shards:
-        with tempfile.TemporaryDirectory() as folder:
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--shards", default="200,2000,20000")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    for shards in map(int, options.shards.split(",")):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             root = Path(folder) / "cache"
             fill(root, shards)
             command = [sys.executable, "-c", HOLDER, str(root)]
@@ -132,14 +139,13 @@ def main() -> None:
                 for holder in holders:
                     assert holder.stdout is not None
                     assert int(holder.stdout.readline()) == shards
-                rows[shards] = measure(root)
+                for name, value in measure(root).items():
+                    found.setdefault(name, {})[f"{shards:,} shards"] = round(value, 1)
             finally:
                 for holder in holders:
                     holder.communicate()
-    print(f"{'':24}" + "".join(f"{shards:>12,}" for shards in rows))
-    for name in next(iter(rows.values())):
-        values = [rows[shards][name] for shards in rows]
-        print(f"{name:24}" + "".join(f"{value:12,.1f}" if value < 10_000 else f"{value:12,.0f}" for value in values))
+    rows = [{"what": name, **values} for name, values in found.items()]
+    finish({"scale": rows}, as_json=options.json, shards=options.shards)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +27,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import tensorflow as tf
-from feed import CASES, Case, fill, make
+from feed import CASES, Case, make
+from tables import finish
 
 from cachetool.bench.consumer import rate, touched
+from cachetool.bench.samples import fill
 from cachetool.block import Block, Ragged
 from cachetool.cache import open_cache
 from cachetool.loaders.tensorflow import make_dataset
@@ -150,12 +150,7 @@ def main() -> None:
     for title in options.cases.split(","):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             rows.append(measure(title, Path(folder), rounds=options.rounds, split=options.split))
-    if options.json:
-        json.dump({"rounds": options.rounds, "rows": rows}, sys.stdout, indent=1)
-        return
-    print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row.values()))} |")
+    finish({"tfdata": rows}, as_json=options.json, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,8 @@ class Peer:
     """A running peer: a writer, given the number of samples and the bytes of each, or a loader (see ``feeding.py``)."""
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        if name not in LOADERS and name not in PEERS:
+            raise PeerError(f"no such peer; there are {'; '.join((*LOADERS, *PEERS))}")
         script, more, requirements = LOADERS[name] if name in LOADERS else (PEERS[name][0], [], PEERS[name][1])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(

@@ -1,0 +1,186 @@
+"""One entry to the benchmarks: runs a suite, keeps what it found as JSON, and makes tables and a picture of it.
+
+    python -m benchmarks run --suite feed --folder DIR [--peers "FFCV;Grain"] [--out DIR] [options of the script]
+    python -m benchmarks show OUT/feed.json
+
+A suite is a script of this folder, which works alone too and gets the options of its own (``--rounds``, ``--cases``).
+``--folder`` is where data is written and deleted again: on the disk to be measured. ``--peers`` measures others beside:
+``all``, or names with ``;`` between; each has an environment of its own below ``--peers-dir`` (installed when it is not
+there), and one that fails is a row with its error. Into ``--out`` go ``SUITE.json`` (with date, machine, versions and
+settings), ``SUITE.md`` and ``SUITE.svg``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import picture
+from benchmarks.tables import markdown
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A script, and how it is told where to write and whom to measure beside."""
+
+    script: str
+    peers: str | None = None
+    """Its option for them: ``--peers``, whose environments are below ``--peers-dir``, or ``--tools``."""
+
+    def command(self, options: argparse.Namespace, rest: list[str]) -> list[str]:
+        """What to run."""
+        command = [sys.executable, str(HERE / self.script), str(options.folder), "--json", *rest]
+        if options.peers and self.peers == "--tools":
+            names = options.peers.replace(";", ",")
+            command += [] if names == "all" else ["--tools", f"cachetool,{names}"]
+        elif options.peers:
+            command += ["--peers-dir", str(options.peers_dir or options.folder / "peers")]
+            command += [] if options.peers == "all" else ["--peers", options.peers]
+        elif self.peers == "--tools":
+            command += ["--tools", "cachetool"]
+        return command
+
+
+SUITES = {
+    "feed": Suite("feed.py", "--peers"),
+    "convert": Suite("convert.py", "--peers"),
+    "pull": Suite("pull.py", "--tools"),
+    "gather": Suite("gather.py"),
+    "scale": Suite("scale_catalog.py"),
+}
+
+
+def run(options: argparse.Namespace, rest: list[str]) -> int:
+    """Run a suite and keep what it found; 1 when the suite itself failed."""
+    suite = SUITES[options.suite]
+    if options.peers and suite.peers is None:
+        raise SystemExit(f"error: the suite {options.suite} has no peers; leave --peers out")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile("w+") as answer:
+        script = subprocess.Popen(suite.command(options, rest), stdout=answer, stderr=subprocess.PIPE, text=True)
+        assert script.stderr is not None
+        last = "it said nothing"
+        for line in script.stderr:  # hours may pass: whoever waits sees how far it is
+            sys.stderr.write(line)
+            last = line.strip() or last
+        code = script.wait()
+        answer.seek(0)
+        printed = answer.read()
+    try:
+        found = json.loads(printed)
+    except ValueError:
+        found = {"settings": {}, "tables": {options.suite: [{"what": options.suite, "error": last}]}}
+    kept = {
+        "suite": options.suite,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "options": [*(["--peers", options.peers] if options.peers else []), *rest],
+        "machine": machine(options.folder),
+        "versions": versions(),
+        **found,
+    }
+    path = options.out / f"{options.suite}.json"
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(kept))
+    path.with_suffix(".svg").write_text(picture(kept["tables"]))
+    print(page(kept))
+    return 1 if code else 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """Make the tables and the picture of a run that was kept, again."""
+    kept = json.loads(options.file.read_text())
+    options.file.with_suffix(".svg").write_text(picture(kept["tables"]))
+    options.file.with_suffix(".md").write_text(page(kept))
+    print(page(kept))
+    return 0
+
+
+def page(kept: dict[str, Any]) -> str:
+    """A run in Markdown: where and with what it was made, then its tables."""
+    host, named = kept["machine"], ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    about = ", ".join(f"{name} {value}" for name, value in kept["settings"].items())
+    lines = [
+        f"## {kept['suite']} ({kept['date'][:10]})",
+        f"    {' '.join(['python -m benchmarks run --suite', kept['suite'], '--folder FOLDER', *kept['options']])}",
+        f"{host['processor']}, {host['cores']} cores, {host['memory GiB']} GiB, {host['disk']}, {host['system']}."
+        f" {named}." + (f" Settings: {about}." if about else ""),
+    ]
+    for title, rows in kept["tables"].items():
+        lines += [f"### {title}", markdown(rows)] if len(kept["tables"]) > 1 else [markdown(rows)]
+    return "\n\n".join(lines) + "\n"
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """What a figure depends on beside the code."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name\s*: (.*)", info)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "processor": name[1] if name else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory GiB": round(pages / 2**30),
+        "disk": _file_system(folder.resolve()),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that the folder is on: the mount that is nearest above it."""
+    mounts = Path("/proc/mounts").read_text().splitlines() if Path("/proc/mounts").exists() else []
+    above = {str(each) for each in (folder, *folder.parents)}
+    found = [line.split() for line in mounts if line.split()[1] in above]
+    return max(found, key=lambda fields: len(fields[1]))[2] if found else "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, cachetool and what it is made with, as far as that is installed."""
+    found = {"Python": platform.python_version()}
+    for name in ("cachetool", "numpy", "lmdb", "h5py", "zarr", "obstore", "torch", "tensorflow-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    git = subprocess.run(["git", "-C", HERE, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found | ({"commit": git.stdout.strip()} if git.returncode == 0 else {})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line; gives its exit code."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=form)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="run a suite", allow_abbrev=False)
+    running.add_argument("--suite", required=True, choices=SUITES)
+    running.add_argument("--folder", required=True, type=Path, help="where data is written and deleted again")
+    running.add_argument("--peers", help="measure beside: all, or names with ; between")
+    running.add_argument("--peers-dir", type=Path, help="their environments; default: FOLDER/peers")
+    running.add_argument("--out", type=Path, default=Path("benchmark-results"), help="default: %(default)s")
+    running.set_defaults(does=run)
+    showing = commands.add_parser("show", help="make tables and picture of a run that was kept")
+    showing.add_argument("file", type=Path)
+    showing.set_defaults(does=show)
+    options, rest = parser.parse_known_args(arguments)
+    if options.does is show:
+        if rest:
+            parser.error(f"unknown: {' '.join(rest)}")
+        return show(options)
+    return run(options, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

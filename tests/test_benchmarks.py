@@ -1,0 +1,108 @@
+"""The one entry to the benchmarks: runs a suite, keeps JSON, tables and a picture; a failure is a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.__main__ import SUITES, main
+from benchmarks.plot import drawn_column, picture
+from benchmarks.tables import markdown
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmarks(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+TINY = {
+    "feed": ["--cases", "3KiB", "--formats", "lmdb", "--scale", "0.01", "--rounds", "1", "--workers", "1"],
+    "convert": ["--cases", "3KiB", "--formats", "lmdb", "--pairs", "none", "--scale", "0.01", "--rounds", "1"],
+    "pull": ["--cases", "small", "--scale", "0.001", "--rounds", "1", "--workers", "1"],
+    "gather": ["--cases", "3KiB", "--formats", "lmdb", "--scale", "0.01", "--rounds", "1"],
+    "scale": ["--shards", "20"],
+}
+PEERS = {"convert": ("nobody", "what"), "pull": ("nobody", "tool")}
+"""Of these a peer is asked for that is not there: its name, and the column that has it."""
+
+
+SLOWER = {"feed", "pull", "scale"}
+"""Some seconds each, for a server, feeders or eight holders: with the long runs."""
+
+
+@pytest.mark.parametrize(
+    "suite", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOWER else []) for name in SUITES]
+)
+def test_a_suite_is_run_and_kept_with_where_and_what_it_was(
+    tmp_path: Path, suite: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, column = PEERS.get(suite, ("", ""))
+    asked = ["--peers", peer] if peer else []
+    done = benchmarks(
+        "run", "--suite", suite, "--folder", tmp_path / "data", "--out", tmp_path / "out", *asked, *TINY[suite]
+    )
+
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "out" / f"{suite}.json").read_text())
+    assert kept["suite"] == suite
+    assert kept["versions"].keys() >= {"Python", "numpy", "lmdb"}
+    assert kept["machine"].keys() >= {"processor", "cores", "memory GiB", "disk", "system"}
+    assert kept["options"] == [*asked, *TINY[suite]]
+    rows = [row for table in kept["tables"].values() for row in table]
+    assert any("error" not in row for row in rows)
+    assert [row[column] for row in rows if "error" in row] == ([peer] if peer else [])
+    written = (tmp_path / "out" / f"{suite}.md").read_text()
+    assert written in done.stdout
+    assert written.count("\n|") == 2 * len(kept["tables"]) + len(rows)
+    ElementTree.parse(tmp_path / "out" / f"{suite}.svg")
+    assert list((tmp_path / "data").iterdir()) == [], "what was written is deleted again"
+
+    assert main(["show", str(tmp_path / "out" / f"{suite}.json")]) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_a_suite_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
+    done = benchmarks("run", "--suite", "scale", "--folder", tmp_path, "--out", tmp_path / "out", "--shards", "some")
+
+    assert done.returncode == 1
+    (row,) = json.loads((tmp_path / "out" / "scale.json").read_text())["tables"]["scale"]
+    assert "'some'" in row["error"]
+    with pytest.raises(SystemExit, match="no peers"):
+        main(["run", "--suite", "gather", "--folder", str(tmp_path), "--peers", "all"])
+
+
+def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:
+    assert markdown([{"a": 1, "b": None}, {"a": "x|y\nz", "error": "no"}]).splitlines() == [
+        "| a | b | error |",
+        "| --- | --- | --- |",
+        "| 1 |  |  |",
+        "| x\\|y z |  | no |",
+    ]
+
+
+def test_a_picture_has_a_bar_for_each_row_and_the_error_of_who_failed() -> None:
+    rows = [{"case": "1MiB", "target": 9, "MB/s": 100}, {"peer": "<b>&", "MB/s": 50}, {"peer": "p", "error": "<no>"}]
+    root = ElementTree.fromstring(picture({"feed": rows}))
+    bars = [float(each.get("width", 0)) for each in root.iter("{http://www.w3.org/2000/svg}rect")]
+    said = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+    assert bars[0] == pytest.approx(2 * bars[1], abs=0.2)
+    assert len(bars) == 2
+    assert "<no>" in said
+    assert drawn_column(rows) == "MB/s"
+    assert drawn_column([{"what": "open", "20 shards": 1.5, "200 shards": 2.5}]) == "200 shards"
