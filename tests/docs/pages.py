@@ -1,4 +1,8 @@
-"""The pages of the documentation as programs: their blocks, run in order in one folder by one process.
+"""The pages of the documentation as programs: their blocks, run in order, each page in a folder of its own.
+
+::
+
+    python -m tests.docs.pages docs/tutorial.md          one page alone
 
 A block is what stands between fences, or lines that are indented by four spaces. What it is for its language says:
 
@@ -29,13 +33,15 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.docs.world import fill_bucket, page_folder
 from tests.servers import counted_s3, folder_server
 
-__all__ = ["DOCS", "ROOT", "Block", "blocks", "pages", "run_page", "served", "wrong_lines"]
+__all__ = ["DOCS", "ROOT", "Block", "blocks", "pages", "run_pages", "served", "wrong_lines"]
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -118,15 +124,20 @@ def served(remote: Path) -> Iterator[dict[str, str]]:
         yield {**env, "DOCS_HOST": http.url}
 
 
-def run_page(found: list[Block], folder: Path, env: dict[str, str]) -> None:
-    """Run the blocks in ``folder``; an AssertionError says which did not do as the page says."""
+def run_pages(chosen: Sequence[Path], place: Path, env: dict[str, str]) -> None:
+    """Run the blocks of some pages in one process, since a framework takes seconds to import; each in a folder below
+    ``place``, which holds the bucket. An AssertionError says which block did not do as its page says."""
+    work = []
+    for page in chosen:
+        folder = page_folder(place / page.stem, place / "bucket")
+        work += [{**asdict(block), "folder": str(folder)} for block in blocks(page) if block.runs]
     bin = Path(sys.executable).parent
     environment = {
         **os.environ,
         **env,
         "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "HOME": str(folder),
+        "HOME": str(place),
         "COLUMNS": "100",
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -134,8 +145,7 @@ def run_page(found: list[Block], folder: Path, env: dict[str, str]) -> None:
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / "run_blocks.py")],
-        input=json.dumps([asdict(block) for block in found if block.runs]),
-        cwd=folder,
+        input=json.dumps(work),
         env=environment,
         capture_output=True,
         text=True,
@@ -143,3 +153,15 @@ def run_page(found: list[Block], folder: Path, env: dict[str, str]) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+def main() -> None:
+    """Run the pages that the command line names."""
+    with tempfile.TemporaryDirectory() as name:
+        fill_bucket(Path(name, "bucket"))
+        with served(Path(name)) as env:
+            run_pages([Path(each).resolve() for each in sys.argv[1:]], Path(name), env)
+
+
+if __name__ == "__main__":
+    main()

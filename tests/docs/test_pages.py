@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, LANGUAGES, ROOT, blocks, pages, run_page, served, wrong_lines
-from tests.docs.world import fill_bucket, page_folder
+from tests.docs.pages import DOCS, LANGUAGES, ROOT, blocks, pages, run_pages, served, wrong_lines
+from tests.docs.world import fill_bucket
 
 PAGES = pages()
+TOGETHER = (
+    ("README.md", "docs/tensorflow-to-pytorch.md"),
+    ("docs/training.md", "docs/scientific-data.md", "docs/moving.md"),
+    ("docs/tutorial.md", "docs/choosing.md"),
+    ("docs/errors.md",),
+)
+"""Pages that share a process."""
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -32,11 +40,15 @@ def servers(remote: Path) -> Iterator[dict[str, str]]:
         yield env
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.runs for b in blocks(page))], ids=named)
-def test_all_programs_and_commands_of_a_page_do_what_it_says(
-    page: Path, remote: Path, servers: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("together", TOGETHER, ids=lambda names: names[0])
+def test_all_programs_and_commands_do_what_their_page_says(
+    together: tuple[str, ...], remote: Path, servers: dict[str, str]
 ) -> None:
-    run_page(blocks(page), page_folder(tmp_path / "here", remote / "bucket"), servers)
+    run_pages([ROOT / name for name in together], remote, servers)
+
+
+def test_every_page_with_programs_is_run() -> None:
+    assert sorted(itertools.chain(*TOGETHER)) == [named(page) for page in PAGES if any(b.runs for b in blocks(page))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

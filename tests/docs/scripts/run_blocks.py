@@ -1,9 +1,10 @@
-"""Runs the blocks of one page, given as JSON on stdin, in the present folder; see ``tests/docs/pages.py``."""
+"""Runs the blocks of some pages, given as JSON on stdin, each page in its folder; see ``tests/docs/pages.py``."""
 
 from __future__ import annotations
 
 import ast
 import doctest
+import itertools
 import json
 import os
 import re
@@ -116,9 +117,18 @@ def without(module: str, shell: Shell) -> None:
 
 def main() -> int:
     """Run all blocks; the first that does not do as it says ends the page."""
+    for _, page in itertools.groupby(json.load(sys.stdin), key=lambda block: block["folder"]):
+        if not run(list(page)):
+            return 1
+    return 0
+
+
+def run(page: list[dict[str, Any]]) -> bool:
+    """Run the blocks of one page; whether all did as it says."""
     names: dict[str, Any] = {"__name__": "__main__"}
+    os.chdir(page[0]["folder"])
     shell = Shell()
-    for block in json.load(sys.stdin):
+    for block in page:
         text = block["text"].replace(HOST, SERVER or HOST)
         where = f"{block['page']}:{block['line']}"
         before = os.environ["PYTHONPATH"]
@@ -141,10 +151,10 @@ def main() -> int:
         except BaseException:  # noqa: BLE001 - whatever it is, the page is wrong
             print(f"{where} does not do what the page says:", file=sys.stderr)
             traceback.print_exc()
-            return 1
+            return False
         shell.run(f"export PYTHONPATH={shlex.quote(before)}")
     shell.close()
-    return 0
+    return True
 
 
 if __name__ == "__main__":
