@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "plain"]
+__all__ = ["count", "counted", "plain"]
 
 
 def plain(text: object) -> str:
@@ -16,3 +16,8 @@ def plain(text: object) -> str:
 def count(number: int, noun: str) -> str:
     """``1 shard``, ``2 shards``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 shard``, ``20,000 shards``: for reading, where :func:`count` is for copying too."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -14,7 +14,7 @@ from cachetool.report import sections
 from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Figures, waiting
 from cachetool.report.style import STYLE
-from cachetool.text import count
+from cachetool.text import counted
 from cachetool.units import format_size
 
 __all__ = ["page"]
@@ -51,7 +51,7 @@ def _tiles(figures: Figures) -> Markup:
     full = f"{100 * stats['used'] / stats['max_size']:.0f} %" if stats["max_size"] else "0 %"
     tiles = [
         (full, f"of {format_size(stats['max_size'])} used"),
-        (f"{stats['samples']:,}", f"samples in {count(stats['shards'], 'shard')}"),
+        (f"{stats['samples']:,}", f"samples in {counted(stats['shards'], 'shard')}"),
         (f"{stats['evicted']:,}", "shards evicted so far"),
         (format_size(stats["fetched"]), "fetched so far"),
     ]

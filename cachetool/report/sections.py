@@ -10,7 +10,7 @@ from cachetool.cache.history import MOST_EPOCHS
 from cachetool.report import axes, charts
 from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Bins, Figures
-from cachetool.text import count
+from cachetool.text import counted
 from cachetool.units import format_duration, format_size
 
 __all__ = ["all_of"]
@@ -85,7 +85,7 @@ def _evictions(figures: Figures) -> Markup:
     if not totals:
         return _section(title, element("p", "Nothing was evicted so far.", class_="quiet"))
     rows = [
-        (row["dataset"], _WORDS.get(row["reason"], row["reason"]), row["policy"], row["shards"], _bytes(row))
+        (row["dataset"], _WORDS.get(row["reason"], row["reason"]), row["policy"], f"{row['shards']:,}", _bytes(row))
         for row in totals[:_MOST]
     ]
     table = _table(["dataset", "for", "policy", ">shards", ">bytes"], rows)
@@ -132,12 +132,12 @@ def _sizes(figures: Figures) -> Markup:
     edges = sizes.edges.tolist()
     values = sizes.series["shards"].tolist()
     names = [
-        f"{format_size(int(10 ** edges[n]))} to {format_size(int(10 ** edges[n + 1]))}: {count(int(value), 'shard')}"
+        f"{format_size(int(10 ** edges[n]))} to {format_size(int(10 ** edges[n + 1]))}: {counted(int(value), 'shard')}"
         for n, value in enumerate(values)
     ]
     x, y = axes.log_bytes_axis(10 ** edges[0], 10 ** edges[-1]), axes.count_axis(sizes.most, "shards")
     mean = format_size(figures.stats["shard_bytes"] // max(1, figures.stats["shards"]))
-    words = f"{count(figures.stats['shards'], 'shard')}, {mean} on average."
+    words = f"{counted(figures.stats['shards'], 'shard')}, {mean} on average."
     return _section(title, _figure(charts.stacked(x, y, edges, {"shards": ("green", values)}, names), words))
 
 
@@ -162,15 +162,15 @@ def _epochs(figures: Figures) -> Markup:
     names = [f"{_who(row)}: {format_duration(row['seconds'])}, {_waits(row)}" for row in epochs]
     drawn = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
     words = (
-        f"{count(len(epochs), 'epoch')}, each from asking for it to its last batch; at most the newest {MOST_EPOCHS}."
+        f"{counted(len(epochs), 'epoch')}, each from asking for it to its last batch; at most the newest {MOST_EPOCHS}."
     )
     words += f" Of {first} more no time is known." if first else ""
     return _section(title, _figure(drawn, words, {name: colours[name] for name in used}))
 
 
 def _numbered(epochs: int) -> tuple[tuple[float, str], ...]:
-    step = max(1, -(-epochs // 6))
-    return tuple((number + 0.5, str(number + 1)) for number in range(0, epochs, step))
+    step = next(step for step in (1, 2, 5, 10, 20, 50, epochs) if step * 8 >= epochs)
+    return tuple((number - 0.5, str(number)) for number in range(step, epochs + 1, step))
 
 
 def _epoch_table(figures: Figures) -> Markup:
@@ -201,7 +201,7 @@ def _waits(row: Mapping[str, Any]) -> str:
     if row["waited"] is None or row["waits"] is None:
         return "waits not told"
     share = f", {100 * min(1.0, row['waited'] / row['seconds']):.1f} %" if row["seconds"] else ""
-    return f"{count(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}"
+    return f"{counted(row['waits'], 'wait')}, {format_duration(row['waited'])}{share}"
 
 
 def _sources(figures: Figures) -> Markup:
@@ -212,7 +212,7 @@ def _sources(figures: Figures) -> Markup:
     blocks = []
     for row in sources[:_MOST]:
         skipped = f", {row['skipped']:,} skipped" if row["skipped"] else ""
-        drawn = f"{row['drawn']:,} of {count(row['units'], 'unit')} drawn ({100 * row['coverage']:.1f} %)"
+        drawn = f"{row['drawn']:,} of {counted(row['units'], 'unit')} drawn ({100 * row['coverage']:.1f} %)"
         if row["reuse"] is None:
             used = "Nothing came over the wire."
         else:
@@ -254,10 +254,10 @@ def _people(figures: Figures) -> Markup:
         for row in stats["leases"][:_MOST]
     ]
     lines += [
-        f"in quarantine: {count(row['samples'], 'sample')}, {_bytes(row)}: {row['why']}"
+        f"in quarantine: {counted(row['samples'], 'sample')}, {_bytes(row)}: {row['why']}"
         for row in stats["quarantine"][:_MOST]
     ]
-    lines += [f"missing: {count(row['samples'], 'sample')} of {row['url']}" for row in stats["missing"][:_MOST]]
+    lines += [f"missing: {counted(row['samples'], 'sample')} of {row['url']}" for row in stats["missing"][:_MOST]]
     lines += [
         f"{time.strftime('%d %b %H:%M:%S', time.localtime(row['at']))}, {row['subject']}: {row['text']}"
         for row in stats["errors"]

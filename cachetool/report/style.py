@@ -26,7 +26,7 @@ h1 { font-size: 22px; line-height: 1.3; margin: 0 0 4px; overflow-wrap: anywhere
 h2 { font-size: 16px; margin: 0 0 10px; }
 p { margin: 0 0 10px; overflow-wrap: anywhere; }
 .quiet, figcaption { color: var(--quiet); font-size: 13px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; padding: 0;
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 12px; padding: 0;
   margin: 16px 0; list-style: none; }
 .tiles li, section { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; }
 .tiles li { padding: 10px 14px; }
