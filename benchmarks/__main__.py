@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -115,7 +116,7 @@ def page(kept: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in kept["settings"].items())
     lines = [
         f"## {kept['suite']} ({kept['date'][:10]})",
-        f"    {' '.join(['python -m benchmarks run --suite', kept['suite'], '--folder FOLDER', *kept['options']])}",
+        f"    python -m benchmarks run --suite {kept['suite']} --folder FOLDER {shlex.join(kept['options'])}".rstrip(),
         f"{host['processor']}, {host['cores']} cores, {host['memory GiB']} GiB, {host['disk']}, {host['system']}."
         f" {named}." + (f" Settings: {about}." if about else ""),
     ]

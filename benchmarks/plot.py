@@ -24,8 +24,8 @@ _FIRST = ("MB/s", "ms", "mean wait, ms")
 
 def picture(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """All tables below each other."""
-    drawn: list[Markup] = []
-    top = 10
+    drawn = [element("text", "strong: cachetool; pale: what it is measured beside", x=10, y=20, class_="quiet")]
+    top = 30
     for title, rows in tables.items():
         column = drawn_column(rows)
         most = max((float(row[column]) for row in rows if column in row), default=0.0)
@@ -48,20 +48,29 @@ def drawn_column(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _bar(row: Mapping[str, Any], column: str, most: float, top: int) -> list[Markup]:
     words = " ".join(str(value) for name, value in row.items() if isinstance(value, str) and name != "error")
-    if len(words) > 44:
-        words = f"{words[:43]}…"
-    label = element("text", words, x=LABEL - 8, y=top + 14, text_anchor="end")
+    label = element("text", _short(words, 44), x=LABEL - 8, y=top + 14, text_anchor="end")
     value = row.get(column)
     if not _number(value):
         error = str(row.get("error", "no figure"))
-        return [label, element("text", error[:60], x=LABEL, y=top + 14, class_="error")]
+        return [label, element("text", _short(error, 60), x=LABEL, y=top + 14, class_="error")]
     length = _BAR * float(value) / most if most else 0.0
-    ours = "bar" if "peer" not in row and row.get("tool", "cachetool").startswith("cachetool") else "other"
     return [
         label,
-        element("rect", x=LABEL, y=top + 3, width=length, height=ROW - 6, class_=ours),
+        element("rect", x=LABEL, y=top + 3, width=length, height=ROW - 6, class_="bar" if _ours(row) else "other"),
         element("text", f"{value:,}", x=LABEL + length + 6, y=top + 14, class_="quiet"),
     ]
+
+
+def _short(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 1]}…"
+
+
+def _ours(row: Mapping[str, Any]) -> bool:
+    """Whether a row is about cachetool, and not what it is measured beside, which has no target."""
+    named = {"peer", "tool"} & row.keys()
+    if named:
+        return any(str(row[name]).startswith("cachetool") for name in named)
+    return row.get("target", 0) is not None and row.get("format") != "np.take"
 
 
 def _number(value: object) -> bool:

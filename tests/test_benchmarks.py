@@ -104,5 +104,7 @@ def test_a_picture_has_a_bar_for_each_row_and_the_error_of_who_failed() -> None:
     assert bars[0] == pytest.approx(2 * bars[1], abs=0.2)
     assert len(bars) == 2
     assert "<no>" in said
+    kinds = [each.get("class") for each in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert kinds == ["bar", "other"]
     assert drawn_column(rows) == "MB/s"
     assert drawn_column([{"what": "open", "20 shards": 1.5, "200 shards": 2.5}]) == "200 shards"

@@ -81,7 +81,7 @@ class Peer:
 
     def __init__(self, folder: Path, name: str, *arguments: str) -> None:
         if name not in LOADERS and name not in PEERS:
-            raise PeerError(f"no such peer; there are {'; '.join((*LOADERS, *PEERS))}")
+            raise PeerError("no such peer; benchmarks/peers/starting.py has their names")
         script, more, requirements = LOADERS[name] if name in LOADERS else (PEERS[name][0], [], PEERS[name][1])
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from cachetool.report import axes
+from cachetool.report import axes, charts
 
 RANGES = [1, 7, 59, 61, 600, 3599, 7200, 40_000, 86_400, 200_000, 10**6, 10**7, 10**8, 10**9]
 
@@ -51,3 +53,18 @@ def test_counts_are_whole_and_durations_in_a_fitting_unit() -> None:
     assert axes.age_axis(90).high == 90
     assert [text for _, text in axes.log_bytes_axis(3e5, 3e6).ticks] == ["500 kB", "1 MB", "2 MB"]
     assert axes.log_bytes_axis(101, 102).ticks[0][1].endswith(" B")
+
+
+def test_words_that_would_run_into_others_are_left_out() -> None:
+    ticks = tuple((float(number), f"{number:,} samples") for number in range(101))
+    crowded = axes.Axis(0.0, 100.0, ticks, "samples")
+    drawn = charts.stacked(crowded, axes.count_axis(1, "shards"), [0.0, 100.0], {"all": ("blue", [1.0])}, ["all"])
+    spans = [
+        (float(at) - 7.2 * len(text) / 2, float(at) + 7.2 * len(text) / 2)
+        for at, text in re.findall(r'<text x="([0-9.]+)"[^>]*>([0-9,]+ samples)</text>', drawn)
+    ]
+
+    assert 2 < len(spans) < 8
+    assert spans[0][0] >= 0
+    assert spans[-1][1] <= charts.WIDTH
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
