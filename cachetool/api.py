@@ -151,8 +151,8 @@ def convert(
     """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
 
     With ``source`` and ``out`` no cache is touched, and none may be named. Without ``source`` the cache must exist.
-    ``notify`` hears the cap that a new cache got. Raises :class:`UsageError` for a cache beside ``out``; otherwise
-    errors are those of :func:`cachetool.conversion.convert`.
+    ``max_size`` is the cap of the cache from now on; ``notify`` hears that which a new cache got. Raises
+    :class:`UsageError` for a cache beside ``out``; otherwise errors are those of :func:`cachetool.conversion.convert`.
     """
     if source is not None and out is not None:
         if cache is not None or max_size is not None:
@@ -166,6 +166,8 @@ def convert(
         report = options.pop("progress", silent)
         made = ConvertOptions(to, files=FileOptions(**options), **known)
         return convert_into(made, source=source, out=out, report=report)
+    if out is not None and max_size is not None:
+        raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:
         return opened.convert(source, to=to, out=out, **options)
 

@@ -20,9 +20,7 @@ from cachetool.export import DEFAULT_PART, export, require_new
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
-from cachetool.formats.shard import (
-    stored_checksums,
-)
+from cachetool.formats.shard import samples_within, stored_checksums
 from cachetool.inputs import Survey, survey
 from cachetool.intake import take_in
 from cachetool.progress import Report, silent
@@ -72,6 +70,13 @@ class ConvertOptions:
         if self.shard_size is not None:
             return parse_size(self.shard_size, what="--shard-size")
         return DEFAULT_PART if cap is None else max(1, min(DEFAULT_PART, cap // 16))
+
+    def step(self, found: Survey, cap: int) -> int:
+        """Samples in a shard of a cache with this cap."""
+        most = self.part_bytes(cap)
+        if self.shard_size is not None:
+            return found.step(most)
+        return min(found.samples, samples_within(self.kind, found.schema, most, found.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,8 @@ def convert(
     began = time.monotonic()
     if cache is None and (source is None or out is None):
         raise UsageError("name a cache, or both an input and --out")
+    if source is not None and out is not None and options.dataset is not None:
+        raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
     wait = parse_duration(options.wait)
     found: Survey | None = None
     if out is not None:
@@ -177,6 +184,7 @@ def convert(
                     dataset=dataset,
                     kind=options.kind,
                     part_bytes=options.part_bytes,
+                    step=options.step,
                     compression=options.compression,
                     workers=options.workers,
                     verify=options.verify,

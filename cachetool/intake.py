@@ -35,6 +35,7 @@ def take_in(
     dataset: str,
     kind: Format,
     part_bytes: Callable[[int], int],
+    step: Callable[[Survey, int], int],
     compression: str | None,
     workers: int,
     verify: bool,
@@ -44,7 +45,8 @@ def take_in(
     """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds.
 
     Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
-    the input does not fit; what was committed stays. ``part_bytes`` gives the bytes of values in a shard for a cap.
+    the input does not fit; what was committed stays. ``part_bytes`` gives the bytes of values in a shard for a cap,
+    ``step`` the samples.
     """
     with ExitStack() as stack:
         stack.enter_context(leaving_nothing(cache))
@@ -52,7 +54,7 @@ def take_in(
         id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
         listing = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
         new = listing if cache.source(id) is None else None
-        _refuse_small_cap(cache, found, kind, part_bytes, new)
+        _refuse_small_cap(cache, found, kind, part_bytes, step, new)
         cache.check_schema(dataset, found.schema)
         if new is not None:
             stack.callback(withdraw_unused, cache, dataset, id)
@@ -60,28 +62,29 @@ def take_in(
         if new is not None:
             cache.add_source(SourceRow(id, place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
         _take_in(
-            cache, description, found, id, dataset=dataset, kind=kind, compression=compression, workers=workers,
-            verify=verify, wait=wait, report=report,
+            cache, description, found, id, dataset=dataset, kind=kind, step=step(found, cache.max_size),
+            compression=compression, workers=workers, verify=verify, wait=wait, report=report,
         )  # fmt: skip
     return found
 
 
 def _refuse_small_cap(
-    cache: CacheDir, found: Survey, kind: Format, part_bytes: Callable[[int], int], listing: Path | None
-) -> None:
+    cache: CacheDir, found: Survey, kind: Format, part_bytes: Callable[[int], int],
+    step: Callable[[Survey, int], int], listing: Path | None,
+) -> None:  # fmt: skip
     schema = found.schema
 
     def one(cap: int) -> tuple[int, int]:
         most = part_bytes(cap)
-        samples = found.step(most)
+        samples = step(found, cap)
         nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
-        return nbytes, cache.least_cap(shard_bound(kind, schema, samples, nbytes), schema, listing=listing)
+        return nbytes, shard_bound(kind, schema, samples, nbytes)
 
-    refuse_cap(cache.max_size, one, kind)
+    refuse_cap(cache, one, schema, kind, listing=listing)
 
 
 def _take_in(
-    cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format,
+    cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format, step: int,
     compression: str | None, workers: int, verify: bool, wait: float, report: Report,
 ) -> None:  # fmt: skip
     """Open the job, run the workers, close it."""
@@ -99,7 +102,7 @@ def _take_in(
             "source": id,
             "dataset": dataset,
             "to": kind.name,
-            "step": found.runs[0][1],
+            "step": step,
             "compression": compression,
             "verify": verify,
             "wait": wait,
@@ -114,7 +117,7 @@ def _take_in(
         report(Progress("convert", committed, found.samples, moved))
 
     try:
-        LocalEngine().run([task] * (max(1, min(workers, len(found.runs))) if found.random else 1), on_message)
+        LocalEngine().run([task] * (min(workers, -(-found.samples // step)) if found.random else 1), on_message)
     except CapBlocked as error:
         raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
     finally:

@@ -49,6 +49,8 @@ class PullOptions:
     """Seconds to wait for room that readers hold."""
     renew: float | str = 0.1
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
+    lost: bool = False
+    """Only what was there and was lost, which any pull draws first."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
 
@@ -59,7 +61,7 @@ class PullOptions:
         Raises :class:`UsageError` also for a name that is none.
         """
         source = {each.name: given.pop(each.name) for each in fields(SourceOptions) if each.name in given}
-        known = [each.name for each in fields(cls) if each.name != "source"]
+        known = [each.name for each in fields(cls) if each.name not in ("source", "lost")]
         if unknown := set(given) - set(known):
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
         if source.get("fields") is not None:

@@ -12,17 +12,20 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow
 from cachetool.cache.admission import refuse_full_disk
+from cachetool.cache.capping import least_cap
+from cachetool.cache.commit import folder_bound
+from cachetool.cache.records import RANGE_BYTES
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CapTooSmall, UsageError
 from cachetool.formats.base import Format
-from cachetool.formats.shard import shard_bound
+from cachetool.formats.shard import samples_within, shard_bound
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 from cachetool.sources.early import SEGMENT
 from cachetool.stores import canonical
-from cachetool.units import format_size, parse_rate, parse_size
+from cachetool.units import parse_rate, parse_size
 
 __all__ = [
     "drawn_as",
@@ -154,43 +157,52 @@ def shard_bytes(cap: int, options: PullOptions) -> int:
     return max(1, min(DEFAULT_SHARD, cap // 16))
 
 
-def samples_per_shard(schema: Schema, shard_bytes: int, mean: int, wanted: int | None) -> int:
-    """How many samples a shard takes, by the mean size of those probed where they differ."""
-    size = schema.fixed_nbytes if schema.is_fixed else mean
-    most = max(1, shard_bytes // max(1, size))
-    return most if wanted is None else min(most, wanted)
+def samples_per_shard(cap: int, options: PullOptions, schema: Schema, kind: Format, found: Message) -> int:
+    """How many samples a shard takes, by the mean size of those probed where they differ; not more than there are."""
+    size, most = schema.fixed_nbytes if schema.is_fixed else found["mean"], shard_bytes(cap, options)
+    count = samples_within(kind, schema, most, size) if options.shard_size is None else most // max(1, size)
+    limits = [count, *([] if options.samples is None else [options.samples])]
+    if found["whole"]:
+        limits.append(found["units"] * found["per_unit"])
+    return max(1, min(limits))
 
 
 def refuse_small_cap(
-    cache: CacheDir, options: PullOptions, schema: Schema, kind: Format, *, mean: int, listing: Path | None
+    cache: CacheDir, options: PullOptions, schema: Schema, kind: Format, found: Message, *, listing: Path | None
 ) -> None:
     """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one shard of this pull, and
     :class:`CapacityError` when the disk of a new cache has no room for one above its floor."""
 
     def one(cap: int) -> tuple[int, int]:
-        """Bytes of values in a shard, and the least cap that holds it."""
-        most = shard_bytes(cap, options)
-        samples = samples_per_shard(schema, most, mean, options.samples)
-        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(most, mean)
-        return nbytes, cache.least_cap(shard_bound(kind, schema, samples, nbytes), schema, listing=listing)
+        """Bytes of values in a shard, and the most that it takes."""
+        samples = samples_per_shard(cap, options, schema, kind, found)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes(cap, options), found["mean"])
+        return nbytes, shard_bound(kind, schema, samples, nbytes) + RANGE_BYTES
 
-    need = refuse_cap(cache.max_size, one, kind)
+    need = refuse_cap(cache, one, schema, kind, listing=listing)
     if not cache.exists:  # where there is one, older shards may go
         refuse_full_disk(cache.layout, need, cache.min_free)
 
 
-def refuse_cap(cap: int, one: Callable[[int], tuple[int, int]], kind: Format) -> int:
-    """Raise :class:`CapTooSmall` when ``one(cap)``, the bytes of values in a shard and the least cap that holds it, is
-    more than ``cap``; else give the latter.
+def refuse_cap(
+    cache: CacheDir, one: Callable[[int], tuple[int, int]], schema: Schema, kind: Format, *, listing: Path | None
+) -> int:
+    """Raise :class:`CapTooSmall` when the cap does not hold a shard; else give the least cap that does. ``one(cap)``
+    says how many bytes of values a shard has under a cap, and how many its files take at most.
 
     A larger cap may mean larger shards: the minimum in the message is one that holds its own.
     """
-    nbytes, least = one(cap)
-    if least <= cap:
-        return least
-    while (need := one(least)[1]) > least:
+    cap = least = cache.max_size
+    while True:
+        nbytes, bound = one(least)
+        need = least_cap(cache.catalog if cache.exists else None, cache.layout, bound, schema, listing=listing)
+        if need <= least:
+            break
         least = need
+    if least == cap:
+        return need
+    shard = bound + folder_bound(schema, bound)
     raise CapTooSmall(
-        f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)};"
-        f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+        f"a cap of {cap} bytes cannot hold one {kind.name} shard of {nbytes} bytes of values;\nthe minimum is {least}"
+        f" bytes, up to {shard} for such a shard and {least - shard} beside it: raise --max-size or lower --shard-size"
     )

@@ -173,8 +173,8 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         schema, found = prepare(cache, url, options, listing, order, known, scratch, report)
         kind = get_format(options.to or format_of(cache, options.dataset) or "lmdb")
         nbytes = shard_bytes(cache.max_size, options)
-        per_shard = samples_per_shard(schema, nbytes, found["mean"], options.samples)
-        refuse_small_cap(cache, options, schema, kind, mean=found["mean"], listing=new)
+        per_shard = samples_per_shard(cache.max_size, options, schema, kind, found)
+        refuse_small_cap(cache, options, schema, kind, found, listing=new)
         if known is None:
             stack.callback(withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, schema)
@@ -226,7 +226,7 @@ def _draw(
     with cache.catalog.write() as connection:
         holder.register(connection)
         job, source = draws.open_job(
-            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room
+            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room, turn=not options.lost
         )
     left = source.units - _drawn(cache, source)
     count = left if wanted is None else min(left, wanted)
@@ -248,6 +248,7 @@ def _draw(
             "per_unit": per_unit,
             "room": asdict(replace(options.room, job=job)),
             "follow": options.follow,
+            "lost": options.lost,
             "pace": limit,
             "skip_bad": options.on_error == "skip",
         },

@@ -15,7 +15,7 @@ is as it was asked to be does nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,10 +27,13 @@ import numpy.typing as npt
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, Shard, Staging, commit_together
 from cachetool.cache.catalog import Row
+from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
+from cachetool.cache.records import RANGE_BYTES
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import CorruptError
+from cachetool.errors import CapBlocked, CapTooSmall, CorruptError
+from cachetool.foresight import Swap, way_out
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, check_content, check_samples, open_shard, shard_bound, verify_file
@@ -39,9 +42,6 @@ from cachetool.progress import Progress, Report
 from cachetool.regroup import Piece, cuts, groups, is_exact, origin_of
 
 __all__ = ["replace_groups", "replace_shards"]
-
-_RECORD = 64
-"""Bytes of ``shard.json`` for each old shard, and for each range of draws."""
 
 
 def replace_shards(
@@ -62,24 +62,12 @@ def replace_shards(
     With ``compression`` also those that are in it already. Raises :class:`CapTooSmall` or :class:`CapBlocked` when
     there is no room for one group more, :class:`CorruptError` naming a shard whose bytes are not what was written.
     """
-    shards = {shard.id: shard for shard in cache.shards(dataset)}
-    origins = _origins(cache)
-    pieces = [
-        Piece(
-            id=shard.id,
-            samples=shard.samples,
-            payload=shard.payload,
-            origin=(origins[shard.id].source, origins[shard.id].turn, origins[shard.id].sole),
-            exact=is_exact(origins[shard.id], shard.samples),
-            done=shard.format == kind.name and compression is None,
-        )
-        for shard in shards.values()
-        if shard.id in origins  # else it was evicted between two readings
-    ]
+    _ = cache.holder  # a new cap takes effect
     size = cache.schema(dataset).fixed_nbytes if cache.schema(dataset).is_fixed else 0
     if most is not None and size:
         most = max(1, most // size) * size  # so that halves of what is one sample too large are no small shards
-    todo = groups(pieces, most)
+    shards, origins = _shards(cache, dataset), _origins(cache)
+    todo = _groups(shards, origins, kind, most, compression)
     total = sum(shards[id].samples for group in todo for id in group)
     done = moved = 0
 
@@ -106,7 +94,25 @@ def replace_shards(
         )
         for each in range(count)
     ]
-    written = {id for outcome in LocalEngine().run(tasks, on_message) for id in outcome["shards"]}
+    known: dict[tuple[str, ...], Swap] = {}
+
+    def foreseen(without: Collection[str]) -> list[Swap]:
+        """The swaps that are still to be made when some shards are gone."""
+        shards, origins = _shards(cache, dataset), _origins(cache)
+        left = {id: shard for id, shard in shards.items() if id not in without}
+        for ids in (todo := [tuple(ids) for ids in _groups(left, origins, kind, most, compression)]):
+            if ids not in known:
+                swap = _Swap(cache, [left[id] for id in ids], kind, most)
+                bounds = swap.bounds(origins, swap.ranges(origins))
+                new = sum(bound + folder_bound(swap.olds[0].schema, bound) for bound in bounds)
+                known[ids] = Swap(sum(old.bytes for old in swap.olds), new)
+        return [known[ids] for ids in todo]
+
+    try:
+        outcomes = LocalEngine().run(tasks, on_message)
+    except (CapBlocked, CapTooSmall) as error:
+        raise type(error)(f"{error};\n{way_out(cache, foreseen)}") from error
+    written = {id for outcome in outcomes for id in outcome["shards"]}
     return [shard for shard in cache.shards(dataset) if shard.id in written]
 
 
@@ -126,7 +132,10 @@ def replace_groups(
     made: list[str] = []
     with CacheDir(Path(root)) as cache:
         for ids in groups:
-            swap = _Swap(cache, dataset, ids, get_format(to), most)
+            here = _shards(cache, dataset)
+            if not here.keys() >= set(ids):
+                continue  # one of them was evicted
+            swap = _Swap(cache, [here[id] for id in ids], get_format(to), most)
             new = swap.run(compression=compression, verify=verify, wait=wait)
             if new:
                 made += new
@@ -137,26 +146,24 @@ def replace_groups(
 class _Swap:
     """One group on its way."""
 
-    def __init__(self, cache: CacheDir, dataset: str, ids: Sequence[str], kind: Format, most: int | None) -> None:
-        self._cache, self._ids, self._kind, self._most = cache, ids, kind, most
-        here = {shard.id: shard for shard in cache.shards(dataset)}
-        self.olds = [here[id] for id in ids if id in here]
-        self.samples = sum(old.samples for old in self.olds)
+    def __init__(self, cache: CacheDir, olds: list[Shard], kind: Format, most: int | None) -> None:
+        self._cache, self._kind, self._most = cache, kind, most
+        self.olds, self._ids = olds, [old.id for old in olds]
+        self.samples = sum(old.samples for old in olds)
 
     def run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
         """Reserve, write, commit; gives the new shards, or none when one of the group was evicted meanwhile."""
         cache, kind, origins = self._cache, self._kind, _origins(self._cache)
-        if len(self.olds) < len(self._ids) or not origins.keys() >= set(self._ids):
+        if not origins.keys() >= set(self._ids):
             return []
         first = self.olds[0]
-        ranges = self._ranges(origins)
-        record = _RECORD * (len(self.olds) + len(ranges) + sum(len(origins[id].draws) for id in self._ids))
+        ranges = self.ranges(origins)
         stagings = cache.stage_together(
             dataset=first.dataset,
             schema=first.schema,
             format=kind.name,
-            bounds=[shard_bound(kind, first.schema, stop - start, nbytes) + record for start, stop, nbytes in ranges],
-            room=Room(wait=wait),
+            bounds=self.bounds(origins, ranges),
+            room=Room(wait=wait, advise=False),
         )
         with ExitStack() as stack:
             for staging in stagings:
@@ -171,7 +178,13 @@ class _Swap:
                 parts.append((staging, facts, origin_of(origins, self._ids, start, stop, self.samples)))
             return commit_together(parts, replaces=self._ids)
 
-    def _ranges(self, origins: dict[str, Origin]) -> list[tuple[int, int, int]]:
+    def bounds(self, origins: dict[str, Origin], ranges: list[tuple[int, int, int]]) -> list[int]:
+        """The most bytes that the files of each new shard take."""
+        schema = self.olds[0].schema
+        record = RANGE_BYTES * (len(self.olds) + len(ranges) + sum(len(origins[id].draws) for id in self._ids))
+        return [shard_bound(self._kind, schema, stop - start, nbytes) + record for start, stop, nbytes in ranges]
+
+    def ranges(self, origins: dict[str, Origin]) -> list[tuple[int, int, int]]:
         """The new shards: first sample, the one after the last, bytes of values."""
         payload = sum(old.payload for old in self.olds)
         if self._most is None or payload <= self._most or self.samples < 2:
@@ -275,6 +288,30 @@ class _Blocks:
             self._rest = run.part(fit, size) if fit < size else None
             count -= fit
             yield run.part(0, fit)
+
+
+def _shards(cache: CacheDir, dataset: str) -> dict[str, Shard]:
+    """The shards of a dataset by id, in the order of commits."""
+    return {shard.id: shard for shard in cache.shards(dataset)}
+
+
+def _groups(
+    shards: dict[str, Shard], origins: dict[str, Origin], kind: Format, most: int | None, compression: str | None
+) -> list[list[str]]:
+    """Which of ``shards`` are replaced together."""
+    pieces = [
+        Piece(
+            id=shard.id,
+            samples=shard.samples,
+            payload=shard.payload,
+            origin=(origins[shard.id].source, origins[shard.id].turn, origins[shard.id].sole),
+            exact=is_exact(origins[shard.id], shard.samples),
+            done=shard.format == kind.name and compression is None,
+        )
+        for shard in shards.values()
+        if shard.id in origins  # else it was evicted between two readings
+    ]
+    return groups(pieces, most)
 
 
 def _origins(cache: CacheDir) -> dict[str, Origin]:

@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
-from cachetool.cache.catalog import bump
-from cachetool.cache.records import write_source_record
+from cachetool.cache.catalog import Connection, bump
+from cachetool.cache.losses import regain
+from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import BadObject, CapBlocked
 from cachetool.formats import get_format
@@ -42,8 +43,6 @@ TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
 _PULSE = 1.0
-_RANGE_BYTES = 64
-"""Of ``shard.json`` for a range of draws."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ def draw(
     per_unit: int,
     room: Message,
     follow: bool,
+    lost: bool,
     skip_bad: bool,
     pace: Message | None,
 ) -> Message:
@@ -123,14 +123,16 @@ def draw(
                     if row is None or row.units != now.units:
                         continue
                     cached.look(connection, samples, row)
-                    held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
+                    held = draws.claim(
+                        connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole, lost=lost
+                    )
                     rest = held is None and follow and cached.all_there(connection, samples, row)
                     if held is None and follow and not rest:
                         draws.next_turn(connection, source)
                     left = draws.job_row(connection, job).left
                 if held is not None:
                     _Drawing(cache, samples, plan, held, channel, cached).run()
-                elif follow or not (row.whole or left == 0):
+                elif follow or not (row.whole or left == 0 or lost):
                     # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                     time.sleep(2.0 if rest else 0.2)
                 else:
@@ -192,6 +194,8 @@ class _Drawing:
         # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
         self._cached = cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
         vanished = np.isin(units, source.vanished) & ~self._cached
+        self._barren = vanished.copy()
+        """Positions that give no sample, as far as is known."""
         self._there = np.nonzero(~vanished & ~self._cached)[0]
         """Positions in the claim whose units are still in the source, and not in the cache."""
         self._units, self._vanished = units[self._there], np.cumsum(vanished)
@@ -214,7 +218,9 @@ class _Drawing:
         )
         try:
             for piece in pieces:
-                self._skipped += [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
+                skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
+                self._barren[[skip.draw for skip in skipped]] = True
+                self._skipped += skipped
                 self._fetched += piece.fetched
                 self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
                 block, at = piece.block, self._there[piece.draws]
@@ -254,8 +260,7 @@ class _Drawing:
             dataset=plan.dataset,
             schema=plan.schema,
             format=plan.kind.name,
-            bound=shard_bound(plan.kind, plan.schema, samples, nbytes)
-            + _RANGE_BYTES * len(self._ranges(self._held.stop)),
+            bound=shard_bound(plan.kind, plan.schema, samples, nbytes) + RANGE_BYTES * self._most_ranges(),
             job=plan.job,
             room=plan.room,
             waiting=_Waiting(self._channel).tell,
@@ -270,11 +275,13 @@ class _Drawing:
         left_out = len(skipped), self._gone(upto) - self._gone(start)
         drawn = self._ranges(upto)
         fresh = sum(b - a for a, b in drawn)
+        done = fresh if self._held.lost else fresh - sum(left_out)
         counts = {"skipped": left_out[0], "vanished": left_out[1], "fetched": self._fetched}
         if files is None or staging is None:
             if upto == start:
                 return
             with self._cache.catalog.write() as connection:
+                self._regain(connection, upto, 0)
                 draws.finish(connection, plan.job, self._held, upto, samples=0, **counts)
                 if fresh < upto - start:  # done with no shard to tell of it
                     bump(connection)
@@ -282,12 +289,15 @@ class _Drawing:
         else:
             facts = files.facts()
             self._files = None
+
+            def close(connection: Connection) -> None:
+                self._regain(connection, upto, facts.samples)
+                draws.finish(connection, plan.job, self._held, upto, samples=done, **counts)
+
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
                 origin=Origin(plan.source, self._source.url, self._held.turn, drawn),
-                close=lambda connection: draws.finish(
-                    connection, plan.job, self._held, upto, samples=fresh - sum(left_out), **counts
-                ),
+                close=close,
             )
             self._staging = None
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
@@ -297,10 +307,23 @@ class _Drawing:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
 
+    def _regain(self, connection: Connection, upto: int, samples: int) -> None:
+        """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
+        part = slice(self._from - self._held.start, upto - self._held.start)
+        samples += int(np.count_nonzero(self._cached[part]))
+        barren = runs(self._from, self._barren[part])
+        regain(connection, self._plan.job, self._held, upto, samples=samples, barren=barren)
+
     def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
-        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache."""
-        first = self._held.start
-        return runs(self._from, ~self._cached[self._from - first : upto - first])
+        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
+        draws, those that gave none are still open."""
+        part = slice(self._from - self._held.start, upto - self._held.start)
+        return runs(self._from, ~(self._cached | (self._barren & self._held.lost))[part])
+
+    def _most_ranges(self) -> int:
+        """How many :meth:`_ranges` there will be, whatever turns out to be barren."""
+        count = len(self._ranges(self._held.stop))
+        return count + (self._held.stop - self._from) // 2 if self._held.lost and self._plan.skip_bad else count
 
     def _gone(self, upto: int) -> int:
         """How many of the claim's positions below ``upto`` have vanished."""

@@ -167,34 +167,25 @@ def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, 
     failed = {}
     for loss in missing:
         left: Loss | None = loss
-        # So many of these draws gave nothing before, and need not now. Where none are, each sample must come.
-        empty = max(0, loss.draws - loss.samples)
-        came = skipped = 0
-        bad: Missing | None = None
-        while left is not None:
+        # Some of these draws gave nothing before, and need not now. Where there are none, each sample must come.
+        skip = loss.draws > loss.samples
+        why, more = "", True
+        while left is not None and more:
             before = left.samples
             try:
-                made = _pull_loss(cache, left, report, skip=empty > 0)
-                came, skipped = came + made.samples, skipped + made.skipped
-                result.repulled += made.samples
-                if skipped > empty and made.skipped_examples:
+                made = _pull_loss(cache, left, report, skip=skip)
+                if made.skipped_examples:
                     last = made.skipped_examples[-1]
-                    text = f"of {skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
-                    bad = Missing(loss.url, loss.dataset, skipped - empty, " ".join(text.splitlines()), "")
+                    why = f"of {made.skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
             except CacheToolError as error:
-                left = _still_missing(cache, loss)
-                result.repulled += before - (0 if left is None else left.samples)  # it did not end, but some came
-                failed[loss.source] = " ".join(str(error).splitlines())
-                cache.catalog.note_error(loss.url, str(error), dataset=loss.dataset)
-                break
-            if came >= loss.samples:  # whatever is open yet gave nothing before
-                accept(cache.catalog, cache.layout, loss.source)
+                why, more = str(error), False
             left = _still_missing(cache, loss)
-            if left is not None and left.samples >= before:
-                break
-        if bad is not None:
-            result.missing.append(bad)
-            cache.catalog.note_error(loss.url, f"{bad.samples} samples were lost, {bad.failed}", dataset=loss.dataset)
+            came = before - (0 if left is None else left.samples)  # also where it did not end
+            result.repulled += came
+            more = more and came > 0
+        if why and left is not None:
+            failed[loss.source] = " ".join(why.splitlines())
+            cache.catalog.note_error(loss.url, why, dataset=loss.dataset)
     return failed
 
 
@@ -212,6 +203,7 @@ def _pull_loss(cache: CacheDir, loss: Loss, report: Report, *, skip: bool) -> Pu
         samples=loss.samples,
         dataset=row.dataset,
         on_error="skip" if skip else "error",
+        lost=True,
         source=SourceOptions.from_json(row.options),
     )
     if source_id(row.url, options) != loss.source:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cachetool.api import Cache, open_cache, read_sample
+from cachetool.api import Cache, convert, open_cache, read_sample
 from cachetool.block import Block
 from cachetool.cache import Facts, Origin
 from cachetool.cache.layout import tree_bytes
-from cachetool.errors import CapBlocked, CorruptError, UsageError
+from cachetool.errors import CapacityError, CapBlocked, CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
 from cachetool.schema import Field, Schema
@@ -50,9 +51,9 @@ def block(count: int, first: int = 0) -> Block:
 
 def add(cache: Cache, content: Block, format: str) -> str:
     kind = get_format(format)
-    bound = shard_bound(kind, SCHEMA, len(content), content.nbytes)
-    with cache.stage(dataset="default", schema=SCHEMA, format=format, bound=bound) as staging:
-        files = ShardFiles(staging.path, kind, SCHEMA, samples=len(content), nbytes=content.nbytes)
+    bound = shard_bound(kind, content.schema, len(content), content.nbytes)
+    with cache.stage(dataset="default", schema=content.schema, format=format, bound=bound) as staging:
+        files = ShardFiles(staging.path, kind, content.schema, samples=len(content), nbytes=content.nbytes)
         files.write(content)
         facts = files.facts()
         return staging.commit(
@@ -160,10 +161,8 @@ def test_a_flipped_bit_is_found_by_sample_and_the_shard_left_as_it_was(cache: Ca
 
 def test_without_room_for_one_shard_nothing_is_converted(cache: Cache) -> None:
     add(cache, block(400, 1000), "lmdb")
-    tight = cache.usage().total + 10_000
     before = cache.shards()
-    with cache.catalog.write() as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'max_size'", (tight,))
+    shrink(cache, cache.usage().total + 10_000)
     with pytest.raises(CapBlocked, match="cache is full"):
         cache.convert(to="hdf5", wait=0)
 
@@ -183,3 +182,62 @@ def test_without_room_for_one_shard_nothing_is_converted(cache: Cache) -> None:
 def test_wrong_arguments_are_named(cache: Cache, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         cache.convert(**arguments)  # type: ignore[arg-type]
+
+
+PAIRS = Schema((Field("x", "|u1", (4096,)),))
+"""In LMDB each sample takes two pages."""
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Cache]:
+    """Twelve shards of 20 samples, and 20 kB free."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as opened:
+        opened.declare("default", PAIRS)
+        for number in range(12):
+            values = np.full((20, 4096), number, dtype=np.uint8)
+            add(opened, Block(PAIRS, {"x": values}), "tfrecord" if number < 8 else "hdf5")
+        shrink(opened, opened.usage().total + 20_000)
+        yield opened
+
+
+def shrink(cache: Cache, cap: int) -> None:
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'max_size'", (cap,))
+
+
+@pytest.mark.parametrize("way", ["evict", "raise"])
+@pytest.mark.parametrize("to", FORMATS)
+def test_in_a_full_cache_each_way_out_that_is_named_leads_to_the_end(full: Cache, to: str, way: str) -> None:
+    """Shards that grow too: no second refusal half-way."""
+    before = {shard.id: shard for shard in full.shards()}
+    with pytest.raises(CapBlocked) as refused:
+        full.convert(to=to, wait=0)
+    told = re.fullmatch(
+        r"cache is full: (\d+) of (\d+) bytes are taken, up to (\d+) more are needed: nothing is evicted for this;\n"
+        r"raise the cap with --max-size (\d+), or make room with: cachetool evict --max-size (\d+) --cache \S+",
+        str(refused.value),
+    )
+    assert told is not None, str(refused.value)
+    taken, cap, needed, larger, target = map(int, told.groups())
+    assert taken + needed > cap
+    if way == "raise":
+        assert convert(to=to, cache=full.root, max_size=larger).samples > 0
+    else:
+        assert full.evict(target).removed_shards < len(before)
+        full.convert(to=to)
+
+    assert {shard.format for shard in full.shards()} == {to}
+    assert full.usage().total <= full.max_size == (larger if way == "raise" else cap)
+
+
+def test_a_cap_that_a_swap_can_never_have_is_named_with_what_it_takes_to_the_end(full: Cache) -> None:
+    full.evict(1_200_000)
+    shrink(full, 20_000_000)
+    add(full, Block(PAIRS, {"x": np.zeros((200, 4096), dtype=np.uint8)}), "tfrecord")
+    shrink(full, full.usage().total)
+    with pytest.raises(CapacityError) as refused:
+        full.convert(to="lmdb", wait=0)
+    larger = int(str(refused.value).split(";\nraise the cap with --max-size ")[1].split(",")[0])
+
+    convert(to="lmdb", cache=full.root, max_size=larger)
+    assert {shard.format for shard in full.shards()} == {"lmdb"}

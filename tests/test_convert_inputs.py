@@ -24,6 +24,8 @@ from cachetool.formats.shard import open_shard, side_folder
 from tests.formats.samples import EVERY_KIND, block
 from tests.interop.folders import make, whole
 
+KILLED = Path(__file__).parent / "scripts" / "killed_convert.py"
+
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
@@ -86,32 +88,9 @@ def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: 
     assert not (tmp_path / "x").exists()
 
 
-KILLED = """
-import os, signal, sys
-import cachetool.export as export
-import cachetool.formats.shard as shard
-left = [int(sys.argv[3])]
-real = shard.PlainFile.finish
-def finish(self):
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return real(self)
-shard.PlainFile.finish = finish
-class Local:
-    def run(self, tasks, on_message=None):
-        class Channel:
-            def send(self, message): pass
-        return [export.write_parts(Channel(), **dict(task.arguments)) for task in tasks]
-export.LocalEngine = Local
-import cachetool
-cachetool.convert(sys.argv[1], to="hdf5", out=sys.argv[2], shard_size=120, workers=1)
-"""
-
-
 def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", KILLED, foreign / "x.npy", out, "2"], check=False)
+    killed = subprocess.run([sys.executable, KILLED, foreign / "x.npy", out, "120"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     aside = tmp_path / ".out.partial"
@@ -128,7 +107,7 @@ def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path
 
 def test_other_options_begin_anew(foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    subprocess.run([sys.executable, "-c", KILLED, foreign / "x.npy", out, "2"], check=False)
+    subprocess.run([sys.executable, KILLED, foreign / "x.npy", out, "120"], check=False)
     result = cachetool.convert(foreign / "x.npy", to="zarr", out=out, shard_size=120)
 
     assert result.samples == 20

@@ -30,6 +30,7 @@ from cachetool.inputs import describe, open_input
 from cachetool.sources.files import FileOptions
 from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
 
+KILLED = Path(__file__).parent / "scripts" / "killed_convert.py"
 X = np.arange(600, dtype=np.float32).reshape(100, 2, 3)
 
 
@@ -305,36 +306,13 @@ def test_a_file_url_is_a_path(place: Path, tmp_path: Path) -> None:
         cachetool.convert("file://elsewhere/x.npy", to="lmdb", out=tmp_path / "other")
 
 
-KILLED = """
-import os, signal, sys
-import cachetool.export as export
-import cachetool.formats.shard as shard
-left = [2]
-real = shard.PlainFile.finish
-def finish(self):
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return real(self)
-shard.PlainFile.finish = finish
-class Local:
-    def run(self, tasks, on_message=None):
-        class Channel:
-            def send(self, message): pass
-        return [export.write_parts(Channel(), **dict(task.arguments)) for task in tasks]
-export.LocalEngine = Local
-import cachetool
-cachetool.convert(sys.argv[1], to="hdf5", out=sys.argv[2], shard_size=720, workers=1)
-"""
-
-
 @pytest.mark.parametrize("name", ["x.npy", "objects/"])
 def test_a_killed_conversion_of_a_url_goes_on_with_the_parts_that_are_whole(
     web: Http, tmp_path: Path, name: str
 ) -> None:
     """And what the killed one had fetched is swept."""
     out, url = tmp_path / "out", f"{web.url}/{name}"
-    killed = subprocess.run([sys.executable, "-c", KILLED, url, out], check=False)
+    killed = subprocess.run([sys.executable, KILLED, url, out, "720"], check=False)
     assert killed.returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
     assert len(left) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,19 @@ from tests.test_growing import drawn, write
 
 def keys(cache: cachetool.Cache) -> Counter[str]:
     return Counter(key for key, _ in drawn(cache))
+
+
+def keys_of(root: Path) -> Counter[str]:
+    with cachetool.open_cache(root) as cache:
+        return keys(cache)
+
+
+def spoil(path: Path) -> None:
+    """Make an object one that cannot be decoded, or whole again, with the size and ETag that it was listed with."""
+    found, data = path.stat(), bytearray(path.read_bytes())
+    data[0] ^= 255
+    path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def flip(folder: Path) -> None:
@@ -119,17 +133,77 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
         for shard in cache.shards():
             flip(shard.path)
     if more:
-        (remote / "0011.x.npy").write_bytes(b"no array")
+        spoil(remote / "0011.x.npy")
 
     found = verify(root, repair=True, repull=True)
     assert found.repulled == 39 - more
     assert [each.samples for each in found.missing] == [1] * more
     assert found.sound is not bool(more)
-    assert verify(root, repair=True, repull=True).repulled == 0
+    found = verify(root, repair=True, repull=True)
+    assert found.repulled == 0
+    if more:
+        assert [(each.samples, "0011" in str(each.failed) or "0007" in str(each.failed)) for each in found.missing] == [
+            (1, True)
+        ]
+        assert [each.samples for each in verify(root).missing] == [1], "it is kept as missing"
+        with cachetool.open_cache(root) as cache:
+            assert keys(cache) == before - Counter({"0011": 1})
+            cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1)
+        (root / "catalog.sqlite3").unlink()
+        assert [each.samples for each in verify(root, repair=True).missing] == [1], "also by a catalog made anew"
+        spoil(remote / "0011.x.npy")
+        assert verify(root, repair=True, repull=True).repulled == 1
+    assert verify(root).sound
     with cachetool.open_cache(root) as cache:
-        assert keys(cache) == before - (Counter({"0011": 1}) if more else Counter())
-        assert cache.stats().sources[0]["skipped"] == 1 + more
+        assert keys(cache) == before
+        assert cache.stats().sources[0]["skipped"] == 1
+        assert cache.stats().sources[0]["drawn"] == 40
         assert contradiction(cache.catalog, cache.layout) is None
+
+
+def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_go_around_it(tmp_path: Path) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(20))
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, shard_size=80, workers=1, seed=3)
+        flip(cache.shards()[0].path)
+        lost = verify(root, repair=True).missing[0].samples
+    bad = next(path for path in sorted(remote.iterdir()) if path.name[:4] not in keys_of(root))
+    spoil(bad)
+    with cachetool.open_cache(root) as cache:
+        made = cache.pull(str(remote), everything=True, on_error="skip", shard_size=80, workers=2)
+        assert (made.samples, made.skipped, made.pass_complete) == (lost - 1, 1, False)
+        assert [each.samples for each in verify(root).missing] == [1]
+        cache.evict(cache.usage().total - 1)
+        again = cache.pull(str(remote), samples=5, on_error="skip", shard_size=80, workers=2)
+        assert (again.skipped, cache.stats().sources[0]["pass"]) == (1, 2), "it is tried once more"
+        assert set(keys(cache).values()) == {1}
+    assert [each.samples for each in verify(root).missing] == [1]
+    spoil(bad)
+    assert verify(root, repair=True, repull=True).sound
+    with cachetool.open_cache(root) as cache:
+        assert set(keys(cache).values()) == {1}
+        assert bad.name[:4] in keys(cache)
+    assert verify(root, repair=True, purge=True).sound
+
+
+def test_what_cannot_be_read_any_more_is_given_up_with_the_rest(tmp_path: Path) -> None:
+    """And is not tried again."""
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(20))
+    (remote / "0007.x.npy").write_bytes(b"no array")
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, on_error="skip", shard_size=2000, workers=1, seed=3)
+        flip(cache.shards()[0].path)
+    spoil(remote / "0011.x.npy")
+    assert not verify(root, repair=True, repull=True).sound
+
+    assert verify(root, repair=True, purge=True).sound
+    with cachetool.open_cache(root) as cache:
+        assert cache.pull(str(remote), everything=True, on_error="skip").skipped == 0
+        assert keys(cache).total() == 18
+        assert cache.stats().sources[0]["skipped"] == 2
+    assert verify(root).sound
 
 
 def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> None:

@@ -26,17 +26,23 @@ from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.units import format_duration, format_size
 
-__all__ = ["FOLDER_SLACK", "admit", "minimum", "refuse_full_disk"]
+__all__ = ["FOLDER_SLACK", "admit", "asked", "minimum", "refuse_full_disk"]
 
 FOLDER_SLACK = 8192
 """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
 _POLL = 0.2
+_RAISE = "raise --max-size or lower --shard-size"
+
+
+def asked(connection: Connection, need: int) -> int:
+    """What ``need`` bytes come to with what the cache's folders and its catalog may grow by."""
+    return need + _catalog_growth(connection) + FOLDER_SLACK
 
 
 def minimum(connection: Connection, layout: Layout, need: int) -> int:
     """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
     usage = measure(connection, layout)
-    return usage.overhead + usage.listings + need + FOLDER_SLACK
+    return usage.overhead + usage.listings + asked(connection, need)
 
 
 def refuse_full_disk(layout: Layout, need: int, floor: int) -> None:
@@ -70,15 +76,15 @@ def admit(
         with catalog.write() as connection:
             more = _catalog_growth(connection)
             cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
-            least = minimum(connection, layout, need + more)
+            least = minimum(connection, layout, need)
             if least > cap:
                 raise CapTooSmall(
-                    f"a cap of {format_size(cap)} ({cap} bytes) cannot hold one shard of up to {format_size(need)};"
-                    f" the minimum is {least} bytes: raise --max-size or lower --shard-size"
+                    f"a cap of {cap} bytes cannot hold what is to be written, up to {need} bytes beside {least - need}"
+                    + (f";\nthe minimum is {least} bytes: {_RAISE}" if room.advise else "")
                 )
             usage = measure(connection, layout)
-            asked = need + more + FOLDER_SLACK
-            excess = usage.total + asked - cap
+            wanted = asked(connection, need)
+            excess = usage.total + wanted - cap
             # Reservations of others are on the disk already: a writer allocates its whole file first.
             lack = need + floor - layout.free_disk()
             if excess <= 0 and lack <= 0:
@@ -94,7 +100,7 @@ def admit(
                 # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
                 connection.execute(
                     "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
-                    {"need": asked, "job": room.job},
+                    {"need": wanted, "job": room.job},
                 )
                 victims = choose(
                     candidates(connection, seen=room.wait == math.inf),
@@ -124,9 +130,10 @@ def admit(
             refuse_full_disk(layout, need, floor)
             continue  # somebody freed some just now
         waited = f" after {format_duration(room.wait)}" if gains else ""
+        advice = f";\nraise --max-size{_evict_hint(catalog, layout, usage.total, cap - wanted)}"
         raise CapBlocked(
-            f"cache is full: {usage.total} of {cap} bytes are taken, up to {asked} more are needed{waited}: {who};\n"
-            f"raise --max-size{_evict_hint(catalog, layout, usage.total, cap - asked)}"
+            f"cache is full: {usage.total} of {cap} bytes are taken, up to {wanted} more are needed{waited}: {who}"
+            + (advice if room.advise else "")
         )
 
 

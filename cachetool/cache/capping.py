@@ -1,15 +1,34 @@
-"""Changing the cap, and the floor of free disk, of a cache that is there: only while nobody else lives by them."""
+"""The cap: the least that will do, and changing it, or the floor of free disk, of a cache that is there: only while
+nobody else lives by them."""
 
 from __future__ import annotations
 
-from cachetool.cache.catalog import Connection
+from pathlib import Path
+
+from cachetool.cache.admission import FOLDER_SLACK, minimum
+from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
+from cachetool.cache.commit import folder_bound
 from cachetool.cache.holders import dead_holders, existing_holder
 from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.listings import listing_bound
+from cachetool.cache.records import record_bound
 from cachetool.cache.usage import measure
 from cachetool.errors import CapTooSmall, UsageError
-from cachetool.units import format_size
+from cachetool.schema import Schema
 
-__all__ = ["change", "refuse"]
+__all__ = ["change", "least_cap", "refuse"]
+
+
+def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schema, *, listing: Path | None) -> int:
+    """The smallest cap that can ever hold one shard of ``bound`` bytes, and a source whose ``listing`` is new, beside
+    the cache's own files; ``catalog`` is None where there is no cache yet."""
+    need = bound + folder_bound(schema, bound)
+    if listing is not None:
+        need += listing_bound(listing) + record_bound(schema.to_json()) + FOLDER_SLACK
+    if catalog is None:
+        return layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
+    with catalog.read() as connection:
+        return minimum(connection, layout, need)
 
 
 def refuse(connection: Connection, layout: Layout, size: int) -> None:
@@ -22,7 +41,7 @@ def refuse(connection: Connection, layout: Layout, size: int) -> None:
     for row in connection.execute("SELECT id, pid, what FROM holders").fetchall():
         if row["id"] not in dead and (own is None or row["id"] != own.id):
             raise UsageError(
-                f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
+                f"the cap of {layout.root} is {present} bytes and cannot become {size} while"
                 f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"
             )
     used = measure(connection, layout).total

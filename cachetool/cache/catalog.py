@@ -20,7 +20,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Catalog:
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
+        self.make_again: Callable[[], None] | None = None
+        """Called when the folder is found gone, in place of an error: makes it, and calls :meth:`create`."""
 
     def _turn(self) -> threading.RLock:
         """The lock of this process: an inherited one may have been held by a thread that does not exist here."""
@@ -230,6 +232,9 @@ class Catalog:
             self._inherited.append(self._connection)
         if meta is None and not self.path.exists():
             if not self.path.parent.exists():
+                if self.make_again is not None:
+                    self.make_again()
+                    return self._open()
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)

@@ -45,6 +45,7 @@ def promised(connection: Connection, source: str) -> list[Copies]:
 
 
 def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
-    """Those of ``passes`` of which there are ready shards."""
+    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
     left = {copy.turn for copy in copies(connection, source)}
+    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
     return [each for each in passes if each[0] in left]

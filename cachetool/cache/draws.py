@@ -7,6 +7,7 @@ A source's draws are the positions ``0 .. units - 1`` of one seeded order per tu
 
 A source that grows gets more positions behind those it has; the others stay what they are. A claim has a holder while a
 worker is on it, none after that died or gave it back: then it is handed out before the frontier moves, ``lost`` first.
+Lost draws that gave nothing again stay open (:func:`cachetool.cache.losses.regain`), and no pass is held up by them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ __all__ = [
     "drawn",
     "finish",
     "give_back",
-    "grow",
     "job_row",
     "next_turn",
     "open_job",
@@ -108,6 +108,8 @@ class Claim:
     stop: int
     source: SourceRow
     """As it was at that moment: its units and cuts say what the positions mean."""
+    lost: bool = False
+    """Whether samples of it were there before, and were lost."""
 
 
 def source_row(connection: Connection, source: str) -> SourceRow | None:
@@ -134,24 +136,6 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int) -> None:
     )
 
 
-def grow(connection: Connection, source: SourceRow, *, units: int, identity: str, whole: bool) -> SourceRow:
-    """Append units to a source that is still as in ``source``: a segment of its present turn.
-
-    Raises :class:`UsageError` when another process was first.
-    """
-    now = source_row(connection, source.id)
-    if now is None or (now.units, now.identity) != (source.units, source.identity):
-        raise UsageError(f"another process lists {source.url} into this cache at this moment; try again later")
-    cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
-    connection.execute(
-        "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
-        (units, units, identity, whole, json.dumps(cuts), source.id),
-    )
-    text = f"{units} units, {units - now.units} of them new"
-    event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)
-    return source_row(connection, source.id) or now
-
-
 def drawn(connection: Connection, source: SourceRow) -> int:
     """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
     query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ?"
@@ -167,9 +151,10 @@ def open_job(
     wanted: int | None,
     seed: int | None,
     room: Room | None = None,
+    turn: bool = True,
 ) -> tuple[str, SourceRow]:
     """Begin a pull: its id, and the source. A complete turn is followed by a new one when samples are asked for by
-    number. ``room`` says how room may be made for it, also by the trainers' snapshots.
+    number, unless ``turn`` is False. ``room`` says how room may be made for it, also by the trainers' snapshots.
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
@@ -181,7 +166,7 @@ def open_job(
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
         )
-    if wanted is not None and next_turn(connection, source):
+    if turn and wanted is not None and next_turn(connection, source):
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
     row_of_job = {
@@ -213,11 +198,12 @@ def job_row(connection: Connection, job: str) -> Job:
 
 
 def claim(
-    connection: Connection, job: str, *, holder: str, most: int, whole: Callable[[int, int, int], int] | None = None
-) -> Claim | None:
+    connection: Connection, job: str, *, holder: str, most: int, whole: Callable[[int, int, int], int] | None = None,
+    lost: bool = False,
+) -> Claim | None:  # fmt: skip
     """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
-    ``whole(turn, start, stop)`` says where a claim should rather end. A job's budget counts what is committed and what
-    its workers are on, so that together they never draw too many.
+    ``whole(turn, start, stop)`` says where a claim should rather end; ``lost``: only of lost draws. A job's budget
+    counts what is committed and what its workers are on, so that together they never draw too many.
     """
     state = job_row(connection, job)
     source = source_row(connection, state.source)
@@ -236,21 +222,23 @@ def claim(
         return min(limit, start + budget, stop if whole is None else whole(turn, start, stop))
 
     row = connection.execute(
-        "SELECT id, turn, start, stop, lost FROM claims WHERE source = ? AND holder IS NULL"
+        "SELECT id, turn, start, stop, lost FROM claims WHERE source = ? AND holder IS NULL AND tried IS NOT ?"
         " ORDER BY lost IS NULL, turn, start LIMIT 1",
-        (source.id,),
+        (source.id, job),
     ).fetchone()
+    if lost and (row is None or row["lost"] is None):
+        return None
     if row is not None:
         start, stop = row["start"], end(row["turn"], row["start"], row["stop"])
         mine = None if row["lost"] is None else row["lost"] * (stop - start) // (row["stop"] - start)
         connection.execute(
-            "UPDATE claims SET stop = ?, holder = ?, job = ?, lost = ? WHERE id = ?",
+            "UPDATE claims SET stop = ?, holder = ?, job = ?, lost = ?, tried = NULL WHERE id = ?",
             (stop, holder, job, mine, row["id"]),
         )
         if stop < row["stop"]:
             rest = None if mine is None else row["lost"] - mine
             _insert(connection, source, stop, row["stop"], lost=rest, turn=row["turn"])
-        return Claim(row["id"], row["turn"], start, stop, source)
+        return Claim(row["id"], row["turn"], start, stop, source, lost=row["lost"] is not None)
     start = source.frontier
     if start >= source.units:
         return None
@@ -276,10 +264,7 @@ def finish(
     if upto >= held.stop:
         connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
-        connection.execute(
-            "UPDATE claims SET start = :upto, lost = lost * (stop - :upto) / (stop - start) WHERE id = :id",
-            {"upto": upto, "id": held.id},
-        )
+        connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -315,9 +300,11 @@ def _insert(
 def next_turn(connection: Connection, source: str) -> bool:
     """Begin the next pass, in one new order of all units, when the present one is complete; whether it was."""
     row = source_row(connection, source)
-    if row is None or not row.whole or drawn(connection, row) < row.units:
+    query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND tried IS NOT NULL"
+    barren = connection.execute(query, (source,)).fetchone()[0]
+    if row is None or not row.whole or drawn(connection, row) + barren < row.units:
         return False
-    connection.execute("DELETE FROM claims WHERE source = ? AND turn = ?", (source, row.turn))
+    connection.execute("DELETE FROM claims WHERE source = ? AND turn = ? AND tried IS NULL", (source, row.turn))
     past = still_there(connection, source, [*row.past, (row.turn, row.units, row.cuts)])
     connection.execute(
         "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]', past = ? WHERE id = ?",

@@ -13,7 +13,6 @@ from cachetool.cache.policies import Victim, check_policy, choose, protected, sh
 from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.errors import CapBlocked, CapTooSmall
-from cachetool.units import format_size
 
 __all__ = ["evict_to"]
 
@@ -71,7 +70,7 @@ def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, *
     least = usage.overhead + usage.listings
     if least > target:
         raise CapTooSmall(
-            f"cannot shrink the cache to {format_size(target)}: without any shard it takes {least} bytes;"
+            f"cannot shrink the cache to {target} bytes: without any shard it takes {least} bytes;"
             f" ask for {least} or more"
         )
     leaving = connection.execute(

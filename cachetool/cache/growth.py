@@ -12,16 +12,18 @@ next that grows it.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from cachetool.cache.admission import admit
-from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import SourceRow, grow
+from cachetool.cache.catalog import Connection, bump, event
+from cachetool.cache.draws import SourceRow, source_row
 from cachetool.cache.layout import remove_tree
 from cachetool.cache.listings import append_segment, copy_aside, listing_bound
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.room import Room
 from cachetool.cache.root import CacheDir
+from cachetool.errors import UsageError
 
 __all__ = ["grow_source"]
 
@@ -43,7 +45,7 @@ def grow_source(
     try:
         aside = copy_aside(layout, row.id, segment, holder.id)
         with catalog.write() as connection:
-            grown = grow(connection, row, units=units, identity=identity, whole=whole)
+            grown = _grow(connection, row, units=units, identity=identity, whole=whole)
             schema = connection.execute("SELECT schema FROM datasets WHERE name = ?", (row.dataset,)).fetchone()
             nbytes = append_segment(layout, row.id, aside, name) + record_bound(json.loads(schema["schema"]))
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (nbytes, row.id))
@@ -57,3 +59,21 @@ def grow_source(
                 "UPDATE sources SET bytes = bytes - ? WHERE id = ? AND units = ?", (more, row.id, row.units)
             )
         raise
+
+
+def _grow(connection: Connection, source: SourceRow, *, units: int, identity: str, whole: bool) -> SourceRow:
+    """Append units to a source that is still as in ``source``: a segment of its present turn.
+
+    Raises :class:`UsageError` when another process was first.
+    """
+    now = source_row(connection, source.id)
+    if now is None or (now.units, now.identity) != (source.units, source.identity):
+        raise UsageError(f"another process lists {source.url} into this cache at this moment; try again later")
+    cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
+    connection.execute(
+        "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
+        (units, units, identity, whole, json.dumps(cuts), source.id),
+    )
+    text = f"{units} units, {units - now.units} of them new"
+    event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)
+    return source_row(connection, source.id) or now

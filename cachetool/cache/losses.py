@@ -3,6 +3,7 @@
 ::
 
     shard given up  -- reopen -->  claims with `lost` samples  -- drawn again, before all others -->  row gone
+                                                               -- regain: gave nothing ---------->  `tried`, still lost
                                                                -- accept ------------------------->  open like any
     exists nowhere else          ->  state `quarantine`        -- purge -------------------------->  trash, recorded
 
@@ -13,18 +14,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, bump, event
-from cachetool.cache.draws import SourceRow, source_row
+from cachetool.cache.draws import Claim, SourceRow, source_row
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import write_source_record
 from cachetool.cache.removal import delete_trash
 
-__all__ = ["Loss", "accept", "losses", "purge", "quarantined", "reopen"]
+__all__ = ["Loss", "accept", "losses", "purge", "quarantined", "regain", "reopen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +68,69 @@ def reopen(
     return count
 
 
+def regain(
+    connection: Connection, job: str, held: Claim, upto: int, *, samples: int, barren: Sequence[tuple[int, int]]
+) -> None:
+    """Before the positions of a claim of lost draws below ``upto`` are finished: count the ``samples`` that came, of
+    those that were lost with any claim of this source.
+
+    The ranges ``barren`` gave none, and the pull ``job`` tries them no more. Some of them may never have given any, and
+    nobody knows which: so they stay open together as long as samples are missing, and are done once none is.
+    """
+    row = connection.execute("SELECT lost FROM claims WHERE id = ?", (held.id,)).fetchone()
+    if row is None or row["lost"] is None:
+        return
+    source = held.source.id
+    connection.executemany(
+        "INSERT INTO claims (source, turn, start, stop, lost, tried) VALUES (?, ?, ?, ?, 0, ?)",
+        [(source, held.turn, start, stop, job) for start, stop in barren],
+    )
+    count = sum(stop - start for start, stop in barren)
+    connection.execute("UPDATE sources SET skipped = skipped - ? WHERE id = ?", (count, source))  # not yet
+    left = row["lost"] - samples
+    if left > 0 and upto >= held.stop:
+        connection.execute(
+            "UPDATE claims SET lost = lost + ? WHERE id = (SELECT max(id) FROM claims WHERE source = ? AND tried = ?)",
+            (left, source, job),
+        )
+    connection.execute("UPDATE claims SET lost = ? WHERE id = ?", (max(0, left) if upto < held.stop else 0, held.id))
+    others = connection.execute("SELECT id, lost FROM claims WHERE source = ? AND lost > 0", (source,)).fetchall()
+    for other in others:  # their share was a guess
+        more = min(max(0, -left), other["lost"])
+        connection.execute("UPDATE claims SET lost = lost - ? WHERE id = ?", (more, other["id"]))
+        left += more
+    if not connection.execute("SELECT 1 FROM claims WHERE source = ? AND lost > 0", (source,)).fetchone():
+        _close(connection, source, "lost = 0 AND holder IS NULL")
+
+
+def _close(connection: Connection, source: str, which: str) -> None:
+    """Call draws done that gave nothing."""
+    gone = connection.execute(
+        f"DELETE FROM claims WHERE source = ? AND {which} RETURNING stop - start AS draws, turn", (source,)
+    ).fetchall()
+    for row in gone:
+        connection.execute(
+            "UPDATE sources SET skipped = skipped + ? WHERE id = ? AND turn = ?", (row["draws"], source, row["turn"])
+        )
+
+
 def losses(connection: Connection) -> list[Loss]:
     """What is missing of each source."""
     rows = connection.execute(
         "SELECT s.id AS source, s.url, s.dataset, sum(c.lost) AS samples, sum(c.stop - c.start) AS draws FROM claims c"
-        " JOIN sources s ON s.id = c.source WHERE c.lost > 0 GROUP BY s.id ORDER BY s.created"
+        " JOIN sources s ON s.id = c.source WHERE c.lost IS NOT NULL GROUP BY s.id HAVING sum(c.lost) > 0"
+        " ORDER BY s.created"
     ).fetchall()
     return [Loss(**dict(row), why=_newest(connection, "error", row["url"])) for row in rows]
 
 
-def accept(catalog: Catalog, layout: Layout, source: str | None = None) -> None:
-    """Call nothing missing any more, of one source or of any: what was not pulled again is open like other draws."""
+def accept(catalog: Catalog, layout: Layout) -> None:
+    """Call nothing missing any more: what was not pulled again is open like other draws, or done where it was tried."""
     with catalog.write() as connection:
-        which = "lost IS NOT NULL AND source = coalesce(?, source)"
-        rows = connection.execute(f"SELECT DISTINCT source FROM claims WHERE {which}", (source,)).fetchall()
-        connection.execute(f"UPDATE claims SET lost = NULL WHERE {which}", (source,))
+        rows = connection.execute("SELECT DISTINCT source FROM claims WHERE lost IS NOT NULL").fetchall()
+        for row in rows:
+            _close(connection, row["source"], "tried IS NOT NULL")
+        connection.execute("UPDATE claims SET lost = NULL")
         if rows:
             bump(connection)  # newer than what the shards say of their source
         for row in rows:

@@ -85,4 +85,6 @@ MIGRATIONS = (
         bytes INTEGER, seconds REAL, batches INTEGER, waits INTEGER, waited REAL
     );
     """,
+    # The pull that got nothing for lost draws, and tries them no more.
+    "ALTER TABLE claims ADD COLUMN tried TEXT",
 )

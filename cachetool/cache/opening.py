@@ -11,7 +11,7 @@ from cachetool.cache.capping import refuse
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.layout import Layout, cache_option, root_of
-from cachetool.cache.marker import check
+from cachetool.cache.marker import check, settings
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.units import parse_size
@@ -77,6 +77,8 @@ def open_root(
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     try:
         if exists:
+            if create and (known := settings(layout)).keys() == {"max_size", "min_free"}:
+                cache.make_again(known)
             _recover(cache, notify)
             if size is not None and size != cache.catalog.meta("max_size"):
                 with cache.catalog.write() as connection:

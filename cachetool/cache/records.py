@@ -22,6 +22,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, write_durable
 
 __all__ = [
+    "RANGE_BYTES",
     "Record",
     "keep_newest",
     "read_shard_json",
@@ -40,6 +41,10 @@ MOST_PENDING = 256
 
 MOST_LOST = 64
 """Ranges of lost draws in a record, those of the most samples: after a rebuild no more are called missing."""
+
+
+RANGE_BYTES = 64
+"""Of ``shard.json`` for a range of draws, or the id of a shard."""
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
@@ -91,7 +96,7 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
     lost = connection.execute(
-        "SELECT turn, start, stop, lost FROM claims WHERE source = ? AND lost > 0 ORDER BY lost DESC LIMIT ?",
+        "SELECT turn, start, stop, lost FROM claims WHERE source = ? AND lost IS NOT NULL ORDER BY lost DESC LIMIT ?",
         (row["id"], MOST_LOST),
     )
     return {

@@ -6,7 +6,8 @@ and the retiring bytes together reach the share ``renew`` of the cap: they are i
 ones end. A second snapshot finds the share reached and adds nothing.
 
 A full cache is never full to the last byte: what is free and too little for the shard that waits counts as nothing.
-With shards of a sixteenth of the cap, a tenth would otherwise come to one shard an epoch (6 %) instead of two.
+With shards of a sixteenth of the cap, a tenth would otherwise come to one shard an epoch (6 %) instead of two. The
+share is one of what shards may take: of a small cap, a third may be the catalog's.
 
 What no snapshot contained yet stays: this one is to show it.
 """
@@ -34,9 +35,10 @@ def top_up(connection: Connection, layout: Layout) -> int:
         return 0
     cap = int(connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0])
     leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
-    free = cap - measure(connection, layout).total
+    usage = measure(connection, layout)
+    free = cap - usage.total
     usable = free if free >= job["hungry"] else 0
-    lack = int(job["renew"] * cap) - usable - int(leaving.fetchone()[0])
+    lack = int(job["renew"] * (cap - usage.overhead - usage.listings)) - usable - int(leaving.fetchone()[0])
     if lack <= 0:
         return 0
     ready = connection.execute("SELECT count(*) FROM shards WHERE state = 'ready'").fetchone()[0]

@@ -21,5 +21,7 @@ class Room:
     """Whether the shards of this very pull must stay."""
     wait: float = 60.0
     """Seconds to wait for others."""
+    advise: bool = True
+    """Whether an error says what to do; else its receiver does, who knows how much is still to come."""
     renew: float = 0.1
     """Share of the cap that snapshots free for the pull at each epoch, once it wants room."""

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Self
 
 from cachetool.cache import holders, snapshots
-from cachetool.cache.admission import FOLDER_SLACK, admit, minimum
+from cachetool.cache.admission import admit
 from cachetool.cache.capping import change
-from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
-from cachetool.cache.commit import Staging, folder_bound, stage_together
+from cachetool.cache.catalog import Catalog, Connection
+from cachetool.cache.commit import Staging, stage_together
 from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
 from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
@@ -90,20 +90,31 @@ class CacheDir:
         if self.closed:
             raise UsageError(f"cache {self.root} is closed; open it again with cachetool.open_cache")
         if not self._exists:
-            size, min_free = self._wanted["max_size"] or 0, self._wanted["min_free"] or 0
-            self.layout.make()
-            self._catalog.create(max_size=size, min_free=min_free)
-            with self._catalog.write():
-                self._mark()
+            self._make({key: value or 0 for key, value in self._wanted.items()})
             self._exists = True
-            if self._notify:
-                self._notify(f"new cache {self.root}, cap {format_size(size)}")
         return self._catalog
+
+    def _make(self, settings: dict[str, int]) -> None:
+        """Put the cache on disk; harmless where another process was first."""
+        self.layout.make()
+        self._catalog.create(**settings)
+        with self._catalog.write():
+            self._mark()
+        if self._notify:
+            self._notify(f"new cache {self.root}, cap {format_size(settings['max_size'])}")
+
+    def make_again(self, settings: dict[str, int]) -> None:
+        """From now on make the cache anew, with ``settings`` where none were asked for, when its folder is found gone:
+        the pull that made it failed and took it away again. Not once this process has declared what it brings."""
+        asked = {key: value for key, value in self._wanted.items() if value is not None}
+        self._catalog.make_again = lambda: self._make({**settings, **asked})
 
     @property
     def holder(self) -> Holder:
         """This process as the cache knows it; made at first use, which is also when a new cap takes effect."""
         catalog = self.catalog
+        if not self.root.exists():
+            catalog.meta("version")  # makes it again, if that may be
         wanted = {key: value for key, value in self._wanted.items() if value is not None}
         if any(catalog.meta(key) != value for key, value in wanted.items()):
             with catalog.write() as connection:
@@ -224,6 +235,7 @@ class CacheDir:
             connection.execute(
                 "INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
             )
+        self._catalog.make_again = None
         self.check_schema(name, schema)
 
     def stage(
@@ -244,17 +256,6 @@ class CacheDir:
             self.catalog, self.layout, self.holder, dataset=dataset, schema=schema, format=format, bounds=bounds,
             job=job, room=room or Room(), waiting=waiting,
         )  # fmt: skip
-
-    def least_cap(self, bound: int, schema: Schema, *, listing: Path | None = None) -> int:
-        """The smallest cap that can ever hold one shard of ``bound`` bytes, and a source whose ``listing`` is new,
-        beside the cache's own files."""
-        need = bound + folder_bound(schema, bound)
-        if listing is not None:
-            need += listing_bound(listing) + record_bound(schema.to_json()) + FOLDER_SLACK
-        if not self._exists:
-            return self.layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
-        with self.catalog.read() as connection:
-            return minimum(connection, self.layout, need)
 
     def source(self, id: str) -> SourceRow | None:
         """The source with this id, if this cache has drawn from it."""
@@ -310,16 +311,9 @@ class CacheDir:
         if dataset is not None:
             self.dataset(dataset)
         return evict_to(
-            self.catalog,
-            self.layout,
-            lambda: self.holder,
-            target,
-            policy=policy,
-            dataset=dataset,
-            min_epochs=min_epochs,
-            dry_run=dry_run,
-            wait=wait,
-        )
+            self.catalog, self.layout, lambda: self.holder, target, policy=policy, dataset=dataset,
+            min_epochs=min_epochs, dry_run=dry_run, wait=wait,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the catalog; the last one of a process takes its holder and its leases out. May be called twice."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,6 +42,8 @@ class Stats:
     retiring: int
     """Of them, shards that are in no new snapshot and go when their readers end."""
     retiring_bytes: int
+    gone: int
+    """Of them, shards of which the folder is missing: somebody deleted it."""
     datasets: list[dict[str, Any]]
     """name, schema, formats (shards, samples, bytes, and retiring, retiring_bytes of each), shards, samples, bytes,
     payload, epochs (how many the shards served: fewest, most)."""
@@ -123,6 +127,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             shard_bytes=sum(each["bytes"] for each in datasets),
             retiring=sum(kind["retiring"] for each in datasets for kind in each["formats"].values()),
             retiring_bytes=sum(kind["retiring_bytes"] for each in datasets for kind in each["formats"].values()),
+            gone=_gone(connection, layout, dataset),
             datasets=datasets,
             sources=sources,
             pulls=[
@@ -152,6 +157,18 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             errors=[dict(row) for row in errors],
             events=[dict(row) for row in events],
         )
+
+
+def _gone(connection: Connection, layout: Layout, dataset: str | None) -> int:
+    """How many shards have no folder. While this transaction reads nobody commits, and what is ready or retiring is
+    deleted only after a commit: none of them is on its way out."""
+    rows = connection.execute(
+        f"SELECT id FROM shards WHERE state IN ('ready', 'retiring') AND {_OF_DATASET}", {"dataset": dataset}
+    )
+    there: set[str] = set()
+    with contextlib.suppress(FileNotFoundError), os.scandir(layout.shards) as entries:
+        there.update(entry.name for entry in entries)
+    return sum(row["id"] not in there for row in rows)
 
 
 def _dataset(connection: Connection, row: Row) -> dict[str, Any]:

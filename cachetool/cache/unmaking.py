@@ -53,9 +53,11 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
                 return
         if connection.execute("SELECT 1 FROM holders WHERE id != ?", (own.id if own else "",)).fetchone():
             return
+        if holders.live_locks(layout.holders):
+            return
         wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
-        # Another process that waits for this lock, or opens the folder from now on, finds none: it makes a new one, or
-        # says that the cache is gone.
+        # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a new
+        # one, to read it says that the cache is gone.
         os.rename(layout.root, aside)
     if own is not None:
         holders.forget(layout.holders)

@@ -51,7 +51,10 @@ def convert(
     ] = None,
     cache: CacheOption = None,
     max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="SIZE", help="Cap of a new cache that INPUT is taken into.")
+        str | None,
+        typer.Option(
+            "--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."
+        ),
     ] = None,
     dataset: Annotated[
         str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
@@ -121,10 +124,8 @@ def convert(
         "key": key,
         "value_format": value_format,
     }
-    if source is None and (dry_run or any((fields, rename, decode, resize, value_format, max_size))):
-        raise UsageError(
-            "--dry-run, --max-size, --fields, --rename, --decode, --resize and --value-format go with an INPUT"
-        )
+    if source is None and (dry_run or any((fields, rename, decode, resize, value_format))):
+        raise UsageError("--dry-run, --fields, --rename, --decode, --resize and --value-format go with an INPUT")
     if source is not None and dry_run:
         from cachetool.conversion import preview
         from cachetool.sources.files import FileOptions

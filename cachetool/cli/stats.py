@@ -93,6 +93,8 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
 
 def _print(out: Output, found: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
+    from cachetool.cache.layout import cache_option
+
     share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
     out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(
@@ -168,6 +170,9 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     if found["quarantine"]:
         size = format_size(sum(row["bytes"] for row in found["quarantine"]))
         out.line(f"what is in quarantine takes {size}; cachetool verify --repair --purge deletes it")
+    if found["gone"]:
+        repair = f"cachetool verify --repair{cache_option(Path(found['root']))}"
+        out.line(f"{count(found['gone'], 'shard')} missing on disk; run: {repair}")
     for row in found["missing"]:
         out.line(f"{count(row['samples'], 'sample')} of {row['url']} are missing; cachetool verify --repair pulls them")
     for row in found["errors"][:1]:

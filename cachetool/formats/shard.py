@@ -43,6 +43,7 @@ __all__ = [
     "check_samples",
     "open_plain",
     "open_shard",
+    "samples_within",
     "shard_bound",
     "side_folder",
     "stored_checksums",
@@ -74,6 +75,14 @@ class ShardFacts:
 def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int) -> int:
     """Upper bound of the data and the extents of a shard of at most ``samples`` samples and ``nbytes`` of values."""
     return kind.bound(schema, samples, nbytes) + allocated_bound(extents_bound(schema, samples))
+
+
+def samples_within(kind: Format, schema: Schema, most: int, size: int) -> int:
+    """How many samples of ``size`` bytes of values make a shard of at most ``most`` of them: fewer where they are so
+    small that their keys, places and checksums would make it more than three times as large."""
+    many = 2**20
+    each = (shard_bound(kind, schema, many, many * size) - shard_bound(kind, schema, 0, 0)) // many
+    return max(1, most // max(1, size, each // 3))
 
 
 class PlainFile:

@@ -143,7 +143,7 @@ def _common_length(
     if not columns and not skipped:
         raise BadObject(f"{path}: no samples in it")
     if not columns:
-        raise UsageError(f"{path}: nothing in it can be taken as samples{because(skipped)}")
+        raise BadObject(f"{path}: nothing in it can be taken as samples{because(skipped)}")
     weight: dict[int, tuple[int, int]] = {}
     for column in columns:
         count, nbytes = weight.get(column.shape[0], (0, 0))

@@ -16,6 +16,7 @@ merged, so that a hundred million keys take no more memory than a quarter of one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import json
@@ -36,7 +37,7 @@ from cachetool.errors import BadObject, CorruptError
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
 
-__all__ = ["Listing", "Record", "write_listing", "write_sorted"]
+__all__ = ["Listing", "Record", "opened", "write_listing", "write_sorted"]
 
 LISTING_FILE = "listing.json"
 RUN = 2**18
@@ -207,6 +208,25 @@ class _BytesFile:
         self._file.close()
 
 
+@contextlib.contextmanager
+def opened(
+    what: str, about: Path, names: Iterable[str], *, version: int
+) -> Iterator[tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]]:
+    """The JSON in the file ``about``, and the arrays that lie beside it under ``names``, memory-mapped.
+
+    Raises :class:`CorruptError`, naming ``what`` they are, also for what is missing in them inside of the block.
+    """
+    folder = about.parent
+    try:
+        facts = json.loads(about.read_text(encoding="utf-8"))
+        if facts["version"] != version:
+            raise CorruptError(f"{what} {str(folder)!r} has version {facts['version']}, known is {version}")
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        yield facts, {name: array.view(np.ndarray) for name, array in arrays.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{what} {str(folder)!r} cannot be read ({error}); remove it to list again") from error
+
+
 def _decode(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
@@ -241,14 +261,8 @@ class Listing:
     @classmethod
     def open(cls, folder: Path) -> Listing:
         """Map the listing in ``folder``. Raises :class:`CorruptError` when it is not one, or not whole."""
-        try:
-            facts = json.loads((folder / LISTING_FILE).read_text(encoding="utf-8"))
-            if facts["version"] != _VERSION:
-                raise CorruptError(f"listing {str(folder)!r} has version {facts['version']}, known is {_VERSION}")
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-                for name in ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")
-            }
+        names = ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")
+        with opened("listing", folder / LISTING_FILE, names, version=_VERSION) as (facts, arrays):
             made = cls(
                 folder,
                 facts["url"],
@@ -266,8 +280,6 @@ class Listing:
                 arrays["etags"],
                 arrays["etag_offsets"],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"listing {str(folder)!r} cannot be read ({error}); remove it to list again") from error
         lengths = (len(made.sizes), len(made._key_offsets) - 1, len(made._etag_offsets) - 1)
         whole = lengths == (made.objects,) * 3 and len(made.unit_starts) == made.units + 1
         if not (whole and made._key_offsets[-1] == len(made._keys) and made._etag_offsets[-1] == len(made._etags)):

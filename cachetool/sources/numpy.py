@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import BadObject, UsageError
+from cachetool.errors import BadObject
 from cachetool.sources.columns import ColumnFile, StoredColumn
 from cachetool.sources.decode import MAX_HEADER, npy_layout, parse_npy
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
@@ -38,7 +38,7 @@ def open_npy(path: Path, options: FileOptions) -> ColumnFile:
         except BadObject as error:
             raise BadObject(f"{path}: {error}") from error
     if array.ndim == 0:
-        raise UsageError(f"{path} holds a single number; its rows should be samples")
+        raise BadObject(f"{path} holds a single number; its rows should be samples")
     little = array.dtype.newbyteorder("<")
 
     def read(start: int, stop: int) -> Array:
@@ -47,7 +47,7 @@ def open_npy(path: Path, options: FileOptions) -> ColumnFile:
     column = StoredColumn(path.stem, little.str, array.shape, array.nbytes, read)
     if array.dtype.kind in "SU":
         if array.ndim > 1:
-            raise UsageError(f"{path} holds texts in {array.ndim} dimensions; its rows should be samples of one text")
+            raise BadObject(f"{path} holds texts in {array.ndim} dimensions; its rows should be samples of one text")
         kind = "str" if array.dtype.kind == "U" else "bytes"
         column = replace(column, dtype=kind, read=lambda start, stop: unpadded(read(start, stop)))
     return ColumnFile(path, [column], options, stored=size)

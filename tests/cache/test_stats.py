@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,7 @@ def test_evictions_of_an_old_catalog_are_those_of_its_only_dataset(cache: CacheD
         raw.execute("DROP TABLE history")
         raw.execute("DROP TABLE epochs")
         raw.execute("ALTER TABLE claims DROP COLUMN lost")
+        raw.execute("ALTER TABLE claims DROP COLUMN tried")
         raw.execute("ALTER TABLE sources DROP COLUMN past")
         raw.execute("ALTER TABLE jobs DROP COLUMN evicted")
         raw.execute("ALTER TABLE events DROP COLUMN dataset")
@@ -124,3 +126,16 @@ def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: Cach
         retired = cache.stats().evicted
         assert retired == 4 - len(cache.shards()) > 0
     assert cache.stats().evicted == retired
+
+
+def test_shards_whose_folder_somebody_deleted_are_counted_as_gone(cache: CacheDir, put: Put) -> None:
+    cache.declare("other", SCHEMA)
+    ids = [put() for _ in range(3)] + [put(dataset="other")]
+    assert cache.stats().gone == 0
+    shutil.rmtree(cache.layout.shards / ids[1])
+    with cache.snapshot(dataset="default") as held:
+        with pytest.raises(CapBlocked):
+            cache.evict(cache.usage().total - 1)
+        assert held.shards[0].path.exists(), "what is retiring is no more gone than what is ready"
+        assert cache.stats().gone == cache.stats("default").gone == 1
+        assert cache.stats("other").gone == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cachetool.cache import open_cache
 from cachetool.cache.unmaking import leaving_nothing
-from cachetool.errors import SourceError
+from cachetool.errors import CatalogError, SourceError
 from tests.cache.conftest import SCHEMA, put_shard
 
 
@@ -59,3 +61,43 @@ def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> Non
         assert cache.exists
         assert cache.layout.marker.exists()
         assert cache.max_size == 4_000_000
+
+
+def test_who_opened_a_cache_that_is_taken_away_makes_it_again_to_write_and_says_that_it_is_gone_to_read(
+    tmp_path: Path,
+) -> None:
+    """A first pull fails while a second one, which found its cache, still looks at its source."""
+    root = tmp_path / "cache"
+    with open_cache(root, max_size="4MB", min_free=1000) as first:
+        with pytest.raises(SourceError), leaving_nothing(first):  # noqa: PT012 (both are opened in between)
+            assert first.holder.path.exists()
+            second, reader = open_cache(root), open_cache(root, create=False)
+            raise SourceError("refused")
+        assert not root.exists()
+        with reader, pytest.raises(CatalogError, match="is gone"):
+            reader.stats()
+        with second:
+            assert second.datasets() == []
+            second.declare("default", SCHEMA)
+            put_shard(second)
+            assert (second.catalog.meta("max_size"), second.catalog.meta("min_free")) == (4_000_000, 1000)
+    with open_cache(root) as again:
+        assert len(again.shards()) == 1
+
+
+def test_a_cache_in_which_another_process_has_its_lock_stays(tmp_path: Path) -> None:
+    """It may not have written a row yet."""
+    root = tmp_path / "cache"
+    code = "import sys, cachetool; c = cachetool.open_cache(sys.argv[1]); c.holder; print(1, flush=True); input()"
+    with open_cache(root, max_size="4MB") as cache:
+        with pytest.raises(SourceError), leaving_nothing(cache):  # noqa: PT012 (the other one comes in between)
+            assert cache.holder.path.exists()
+            other = subprocess.Popen(
+                [sys.executable, "-c", code, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert other.stdout is not None
+            assert other.stdout.readline()
+            raise SourceError("refused")
+        assert cache.exists
+        assert len(list((root / "holders").iterdir())) == 2
+        other.communicate("\n", timeout=60)

@@ -153,9 +153,7 @@ def test_a_cache_is_no_input(here: Run, filled: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "plain").exists()
 
 
-@pytest.mark.parametrize(
-    "option", [["--dry-run"], ["--fields", "x"], ["--rename", "a=b"], ["--value-format", "npy"], ["--max-size", "1GB"]]
-)
+@pytest.mark.parametrize("option", [["--dry-run"], ["--fields", "x"], ["--rename", "a=b"], ["--value-format", "npy"]])
 def test_options_for_an_input_are_refused_without_one(here: Run, filled: Path, option: list[str]) -> None:
     ran = here("convert", "--to", "hdf5", *option)
 
@@ -239,6 +237,37 @@ def test_an_input_without_samples_is_an_error_of_the_source_in_one_line(here: Ru
         assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.h5", "a.zarr"])
+@pytest.mark.parametrize("what", ["records", "a number"])
+def test_an_input_of_which_nothing_can_be_taken_is_an_error_of_the_source(
+    here: Run, tmp_path: Path, name: str, what: str
+) -> None:
+    """No option would make samples of it, whatever file it is in."""
+    array = np.zeros(3, dtype=[("a", "f4"), ("b", "i4")]) if what == "records" else np.array(1.0)
+    if name == "a.npy":
+        np.save(tmp_path / name, array)
+    elif name == "a.npz":
+        np.savez(tmp_path / name, a=array)
+    elif name == "a.h5":
+        with h5py.File(tmp_path / name, "w") as file:
+            file["a"] = array
+    else:
+        zarr.create_array(store=tmp_path / name / "a", data=array, zarr_format=2)
+    ran = here("convert", name, "--to", "lmdb", "--out", "plain")
+
+    assert ran.code == 3, ran.stderr
+    assert name in ran.error
+    assert not (tmp_path / "plain").exists()
+
+
+def test_a_cap_for_a_conversion_in_place_is_kept(here: Run, filled: Path, tmp_path: Path) -> None:
+    assert here("convert", "--to", "hdf5", "--max-size", "9MB").code == 0
+    assert here("stats", "--json").document["max_size"] == 9_000_000
+    refused = here("convert", "--to", "lmdb", "--max-size", "10MB", "--out", "plain")
+    assert (refused.code, "--max-size" in refused.error) == (2, True)
+    assert here("stats", "--json").document["max_size"] == 9_000_000
+
+
 def test_a_dataset_without_samples_is_no_input_either(here: Run, filled: Path) -> None:
     assert here("evict", "--max-size", str(here("stats", "--json").document["used"] - 3 * 40960)).code == 0
     assert here("ls", "--json").document["shards"] == []
@@ -290,6 +319,7 @@ def test_an_error_before_the_first_whole_part_leaves_nothing(here: Run, tmp_path
     [
         (["--out", "plain", "--cache", "elsewhere"], "--cache"),
         (["--out", "plain", "--max-size", "8MB"], "--max-size"),
+        (["--out", "plain", "--dataset", "mine"], "--dataset"),
         (["--out", ""], "--out"),
         (["--out", " "], "--out"),
         (["--cache", ""], "--cache"),

@@ -221,6 +221,43 @@ def test_the_minimum_of_a_cap_that_is_too_small_works_at_the_first_try(
     assert here("stats", "--json").document["samples"] > 0
 
 
+@pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
+@pytest.mark.parametrize("command", ["pull", "convert"])
+def test_samples_of_a_byte_or_none_go_into_a_small_cache(here: Run, tmp_path: Path, command: str, format: str) -> None:
+    """What is kept beside each of them counts, not their bytes alone."""
+    if command == "pull":
+        (tmp_path / "tiny").mkdir()
+        for number in range(150):
+            (tmp_path / "tiny" / f"{number:03d}.bin").write_bytes(b"x" * (number % 2))
+        what = ["pull", "tiny", "--no-key"]
+    else:
+        np.save(tmp_path / "tiny.npy", np.zeros(200_000, dtype=np.uint8))
+        what = ["convert", "tiny.npy"]
+    ran = here(*what, "--to", format, "--max-size", "5MB", "--json", "--quiet")
+
+    assert "minimum" not in ran.stderr, ran.stderr
+    assert here("stats", "--json").document["samples"] >= 150
+
+
+def test_the_numbers_of_a_cap_that_is_too_small_are_one_sum(here: Run, remote: Path, tmp_path: Path) -> None:
+    """Also in a cache that is there, where the cap that is named works at once."""
+    line = ["pull", remote, "--samples", "5", "--max-size", "1200kB"]
+    told = re.search(
+        r"^a cap of 1200000 bytes cannot hold one lmdb shard of \d+ bytes of values;\nthe minimum is (\d+) bytes, up to"
+        r" (\d+) for such a shard and (\d+) beside it: raise --max-size or lower --shard-size$",
+        here(*line).error,
+    )
+    assert told is not None
+    least, shard, beside = map(int, told.groups())
+    assert least == shard + beside
+    assert here(*line[:-1], str(least), "--json").document["samples"] == 5
+
+    larger = [*line[:-2], "--shard-size", "40kB", "--samples", "20"]
+    least = int(here(*larger).error.split("the minimum is ")[1].split()[0])
+    assert here(*larger, "--max-size", str(least - 1)).code == 4
+    assert "the minimum" not in here(*larger, "--max-size", str(least)).stderr
+
+
 def test_a_first_pull_that_is_refused_leaves_nothing(here: Run, remote: Path, tmp_path: Path) -> None:
     """Neither the cache nor the folders above it, and no word of a new cache."""
     ran = here("pull", remote, "--samples", "5", "--max-size", "8MB", "--min-free", "900TB", "--cache", "a/b/c")

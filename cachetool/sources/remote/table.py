@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import CorruptError, UsageError
+from cachetool.errors import UsageError
 from cachetool.schema import Schema
+from cachetool.sources.listing import opened
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import TABLE_FILE
 from cachetool.sources.remote.kinds import Kind
@@ -93,20 +94,12 @@ class Table:
     @classmethod
     def open(cls, folder: Path) -> Table:
         """Map the tables in ``folder``. Raises :class:`CorruptError` when they are none."""
-        try:
-            about = json.loads((folder / TABLE_FILE).read_text(encoding="utf-8"))
-            if about["version"] != _VERSION:
-                raise CorruptError(f"table {str(folder)!r} has version {about['version']}, known is {_VERSION}")
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False).view(np.ndarray)
-                for name in ("rows", "chunk", "layout", "offsets", "cuts", "parts")
-            }
+        names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
+        with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
             layouts = tuple(
                 Layout(Schema.from_json(each["schema"]), tuple(np.dtype(name) for name in each["stored"]))
                 for each in about["layouts"]
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"table {str(folder)!r} cannot be read ({error}); remove it to list again") from error
         counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
         return cls(
             about["kind"],
