@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from itertools import pairwise
@@ -16,6 +17,7 @@ import cachetool
 from cachetool import passes
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.copies import copies
+from cachetool.errors import CapBlocked
 from cachetool.passes import Cached, runs
 from cachetool.permutation import SegmentedOrder
 from cachetool.verify import verify
@@ -107,7 +109,8 @@ def test_a_background_pull_rests_when_all_is_in_the_cache_and_fetches_what_leave
         until(lambda: background.progress().phase == "all is in the cache")
         assert keys(cache) == Counter(f"{n:04d}" for n in range(30))
         assert background.progress().samples == 30
-        cache.evict(cache.usage().total - 1)
+        with contextlib.suppress(CapBlocked):  # what goes may be there again before all is counted
+            cache.evict(cache.usage().total - 1)
         until(lambda: cache.stats().samples == 30)
         assert keys(cache) == Counter(f"{n:04d}" for n in range(30))
         assert 30 < background.progress().samples < 60

@@ -135,7 +135,8 @@ class CacheDir:
 
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""
-        return recover(self.catalog, self.layout, lambda: self.holder)
+        # Inside of a transaction, where :attr:`holder` could not put a new cap in force.
+        return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders))
 
     # -- what is in it -------------------------------------------------------------------------------------------------
 

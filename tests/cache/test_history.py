@@ -171,6 +171,7 @@ def test_a_catalog_of_the_version_before_gets_an_empty_history(cache: CacheDir, 
     with sqlite3.connect(cache.layout.catalog) as raw:
         raw.execute("DROP TABLE history")
         raw.execute("DROP TABLE epochs")
+        raw.execute("ALTER TABLE claims DROP COLUMN tried")
         raw.execute("PRAGMA user_version = 7")
     raw.close()
 

@@ -347,3 +347,16 @@ def test_without_a_name_the_dataset_called_default_is_meant(cache: CacheDir) -> 
     cache.declare("other", SCHEMA)
     assert cache.dataset() == "default"
     assert cache.dataset("other") == "other"
+
+
+def test_a_new_cap_comes_into_force_beside_what_a_dead_process_left(cache: CacheDir) -> None:
+    """Both want the catalog's lock as soon as the cache is opened."""
+    code = "import sys, os, cachetool; s = cachetool.open_cache(sys.argv[1]).snapshot(dataset='default'); os._exit(9)"
+    put_shard(cache)
+    cache.close()
+    for size in (5_000_000, 6_000_000):
+        subprocess.run([sys.executable, "-c", code, cache.root], check=False)
+        with open_cache(cache.root, max_size=size) as again:
+            assert again.stats().leases == []
+            assert again.holder.path.exists()
+            assert again.catalog.meta("max_size") == size
