@@ -131,6 +131,9 @@ def drawn(found: Look, rates: Rates, width: int) -> Group:
             f" {format_size(found['free_disk'])} of disk free"
         ),
     ]
+    reading = {each["pid"] for each in found["leases"]}
+    others = [f"pid {each['pid']} ({each['what']})" for each in found["holders"] if each["pid"] not in reading]
+    cells += [row(f"{'others':9} {', '.join(others)}")] if others else []
     tables = [
         _table(
             ["dataset", "format", ">shards", ">samples", ">bytes"],

@@ -253,6 +253,9 @@ def _people(figures: Figures) -> Markup:
         f"{row['what']} (pid {row['pid']}) reads {row['dataset']} at version {row['version']}"
         for row in stats["leases"][:_MOST]
     ]
+    reading = {row["pid"] for row in stats["leases"]}
+    others = [row for row in stats["holders"] if row["pid"] not in reading]
+    lines += [f"{row['what']} (pid {row['pid']}) has the cache open" for row in others[:_MOST]]
     lines += [
         f"in quarantine: {counted(row['samples'], 'sample')}, {_bytes(row)}: {row['why']}"
         for row in stats["quarantine"][:_MOST]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,30 @@ def test_nothing_is_cut_and_no_words_run_into_others(cache: CacheDir) -> None:
             assert spans[0][0] >= -0.5
             assert spans[-1][1] <= WIDTH + 0.5
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans)), spans
+
+
+def test_whoever_uses_the_cache_is_named(cache: CacheDir) -> None:
+    assert "Nobody reads or fills it" in words(parsed(page(figures(cache))))
+    command = [sys.executable, "-c", HOLDER, str(cache.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"open\n"
+        shown = words(parsed(page(figures(cache))))
+        child.communicate()
+
+    assert f"(pid {child.pid}) has the cache open" in shown
+    assert "Nobody" not in shown
+
+
+HOLDER = """
+import sys
+from cachetool.cache import open_cache
+with open_cache(sys.argv[1]) as cache:
+    with cache.catalog.write() as connection:
+        cache.holder.register(connection)
+    print("open", flush=True)
+    sys.stdin.read()
+"""
 
 
 def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
