@@ -64,14 +64,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
     """A cache that was filled over its cap, read and shrunk, all in a minute."""
-    with open_cache(tmp_path / "cache", max_size="4MB") as opened:
+    with open_cache(tmp_path / "cache", max_size="3MB") as opened:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
         opened.add_source(
             SourceRow("s", "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0), tmp_path / "listing"
         )
         began = history.time.time()
-        for number in range(14):
+        for number in range(8):
             clock(began + 2 * number)
             with opened.catalog.write() as connection:
                 job, _ = draws.open_job(connection, "s", holder=opened.holder.id, wanted=None, seed=None)
@@ -122,7 +122,7 @@ def test_its_figures_are_those_of_the_cache(cache: CacheDir) -> None:
     assert set(totals) == {"room", "evict"}
     text = words(parsed(page(found)))
     assert f"{stats.samples:,}samples in {stats.shards} shards" in text
-    assert "140 of 900 units drawn (15.6 %) in pass 1" in text
+    assert "80 of 900 units drawn (8.9 %) in pass 1" in text
     assert "2 waits, 1.0 s, 10.0 %" in text
     assert "waits not told" in text
 
