@@ -96,14 +96,16 @@ def admit(
             retiring = connection.execute(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
+            endless, held = room.wait == math.inf, leaseholders(connection)
             if room.evict:
                 # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
                 connection.execute(
                     "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
                     {"need": wanted, "job": room.job},
                 )
+            if room.evict and not (endless and held):  # those who read let go of the share that was asked for
                 victims = choose(
-                    candidates(connection, seen=room.wait == math.inf),
+                    candidates(connection, seen=endless),
                     excess=max(excess, lack) - int(retiring),
                     policy=room.policy,
                     min_epochs=room.min_epochs,
@@ -111,12 +113,10 @@ def admit(
                 )
                 retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
             trash = sweep(connection, holder)
-            held = leaseholders(connection)
             writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
         delete_trash(catalog, layout, trash)
         if trash:
             continue
-        endless = room.wait == math.inf
         gains = endless or bool(retiring) or bool(held and room.evict) or bool(writers)
         who = _who(catalog, room, held, writers)
         if time.monotonic() < deadline and gains:

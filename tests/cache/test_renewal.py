@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cachetool.cache import CacheDir, Room, SourceRow, draws
+from cachetool.cache import CacheDir, Room, SourceRow, Staging, draws
 from cachetool.cache.removal import candidates
+from tests.cache.conftest import SCHEMA
 
 Put = Callable[..., str]
 
@@ -124,3 +126,29 @@ def test_a_pull_without_an_end_may_only_evict_what_some_snapshot_contained(cache
     with cache.catalog.read() as connection:
         assert [row.id for row in candidates(connection, seen=True)] == [first]
         assert sorted(row.id for row in candidates(connection)) == sorted([first, second])
+
+
+def test_a_pull_without_an_end_retires_nothing_itself_while_somebody_reads(cache: CacheDir, put: Put, job: str) -> None:
+    """Else each of its workers would let go of a shard more than the share that was asked for."""
+
+    class Waits(Exception):
+        pass
+
+    def waiting(_: str) -> None:
+        raise Waits
+
+    def stage() -> Staging:
+        room = Room(evict=True, wait=math.inf, job=job)
+        return cache.stage(
+            dataset="default", schema=SCHEMA, format="lmdb", bound=900_000, job=job, room=room, waiting=waiting
+        )
+
+    fill(cache, put)
+    hungry(cache, job)
+    with cache.snapshot():
+        before = cache.shards()
+        with pytest.raises(Waits):
+            stage()
+        assert cache.shards() == before
+    with stage():
+        assert len(cache.shards()) < len(before)
