@@ -81,7 +81,7 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         metavar="NAME",
-        help="Which shards go first: oldest, most-used, lru or random.",
+        help="Which shards go first: oldest, most-used, lru (longest not used) or random.",
         autocompletion=complete_policy,
     ),
 ]

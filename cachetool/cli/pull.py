@@ -50,12 +50,16 @@ def pull(
         int | None, typer.Option("--samples", metavar="N", help="Draw N samples that were not drawn before.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Draw all that is left of the source.")] = False,
-    follow: Annotated[bool, typer.Option("--follow", help="Keep drawing and evicting until stopped.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Keep drawing until stopped; once the cache is full old shards go.")
+    ] = False,
     cache: CacheOption = None,
     max_size: Annotated[
         str | None,
         typer.Option(
-            "--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."
+            "--max-size",
+            metavar="SIZE",
+            help="Most that the cache may ever take; kept for later runs. Default of a new one: half of the free disk.",
         ),
     ] = None,
     min_free: Annotated[
