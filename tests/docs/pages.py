@@ -149,7 +149,7 @@ def run_pages(chosen: Sequence[Path], place: Path, env: dict[str, str]) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -40,6 +40,7 @@ def servers(remote: Path) -> Iterator[dict[str, str]]:
         yield env
 
 
+@pytest.mark.timeout(600)  # half a minute each, where nothing else wants the processor
 @pytest.mark.parametrize("together", TOGETHER, ids=lambda names: names[0])
 def test_all_programs_and_commands_do_what_their_page_says(
     together: tuple[str, ...], remote: Path, servers: dict[str, str]
