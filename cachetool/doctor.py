@@ -18,6 +18,7 @@ from cachetool.cache.holders import lock_states, locks_work
 from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.losses import losses, quarantined
 from cachetool.cache.marker import look, settings
+from cachetool.cache.ownership import ALLOW_SHARED, loose
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
 from cachetool.cache.usage import measure
@@ -58,6 +59,10 @@ def examine(root: str | Path | None = None) -> list[Finding]:
             else Finding("folder", "note", f"{folder.name}/ is missing; the next command makes it again")
             for folder in layout.missing()
         ]
+    if (why := loose(layout.root)) is not None:
+        allowed = os.environ.get(ALLOW_SHARED) == "1"
+        text = f"{why}; {ALLOW_SHARED}=1 allows it" if allowed else f"refused: {why}, or set {ALLOW_SHARED}=1"
+        found.append(Finding("owner", "note" if allowed else "bad", text))
     found += _place(layout)
     if exists:
         found += _catalog(layout)

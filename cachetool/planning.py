@@ -40,6 +40,7 @@ __all__ = [
     "source_row",
 ]
 
+_MANY = 2**17
 DEFAULT_SHARD = 64 * 10**6
 """Bytes of values in a shard, unless a sixteenth of the cap is less."""
 
@@ -65,6 +66,7 @@ def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
 
 
 def prepare(
+    engine: LocalEngine,
     cache: CacheDir,
     url: str,
     options: PullOptions,
@@ -103,7 +105,9 @@ def prepare(
             "early": SEGMENT if options.start_early else None,
         },
     )
-    found = LocalEngine().run([task], on_message)[0]
+    found = engine.run([task], on_message)[0]
+    if found["units"] > _MANY:
+        engine.dismiss()  # who listed so many names keeps their memory
     schema = Schema.from_json(found["schema"])
     if has:
         cache.check_schema(options.dataset, schema)

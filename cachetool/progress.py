@@ -25,7 +25,8 @@ class Progress:
     flying: int = 0
     """Requests in flight."""
     retries: int = 0
-    """Requests that were sent again, where the store's client tells."""
+    """Requests that were sent again, by the clients of HTTP, Hugging Face and SFTP. Those of S3, Google Cloud and Azure
+    are not counted: obstore sends again by itself and tells nobody."""
     used: int = 0
     """Bytes charged against the cap of the cache, as last looked at."""
     cap: int = 0

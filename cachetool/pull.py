@@ -46,6 +46,8 @@ from cachetool.sources.early import SEGMENT
 
 __all__ = ["PullResult", "pull"]
 
+_FEW = 64
+"""Samples that are seldom more than one shard, so that one process is started for them."""
 _LOOK = 2.0
 """Seconds between two looks at how full the cache is."""
 
@@ -155,6 +157,10 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     id = source_id(url, options)
     with ExitStack() as stack:
         stack.enter_context(leaving_nothing(cache))
+        # One process lists the source and then draws, as the others do, which load what they need meanwhile.
+        engine = stack.enter_context(LocalEngine())
+        few = options.samples is not None and options.samples <= _FEW
+        engine.expect(1 if few else options.workers, "cachetool.sampler")
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
@@ -167,10 +173,10 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         listing = cache.listing(id) if known is not None and cache.listing(id).exists() else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
         if known is not None and new is None and not known.whole and not options.start_early:
-            LocalEngine().run([_listing(cache, url, options, id)], _reported(report))
+            engine.run([_listing(cache, url, options, id)], _reported(report))
             known = cache.source(id)
         order, limit = drawn_as(known, options), pace(options, scratch)
-        schema, found = prepare(cache, url, options, listing, order, known, scratch, report)
+        schema, found = prepare(engine, cache, url, options, listing, order, known, scratch, report)
         kind = get_format(options.to or format_of(cache, options.dataset) or "lmdb")
         nbytes = shard_bytes(cache.max_size, options)
         per_shard = samples_per_shard(cache.max_size, options, schema, kind, found)
@@ -185,7 +191,9 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
             segment = {name: change[name] for name in ("name", "units", "identity")}
             grow_source(cache, row, scratch / "segment", whole=True, **segment)
         per_shard = max(1, per_shard // found["per_unit"])
-        made = _draw(cache, url, options, id, schema, kind, nbytes, per_shard, found["per_unit"], began, report, limit)
+        made = _draw(
+            engine, cache, url, options, id, schema, kind, nbytes, per_shard, found["per_unit"], began, report, limit
+        )
         if change is None:
             return made
         return replace(
@@ -206,6 +214,7 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
 
 
 def _draw(
+    engine: LocalEngine,
     cache: CacheDir,
     url: str,
     options: PullOptions,
@@ -284,7 +293,7 @@ def _draw(
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
-        outcomes = LocalEngine().run(tasks, on_message)
+        outcomes = engine.run(tasks, on_message, last=True)
         full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
     except Interrupted:
         raise

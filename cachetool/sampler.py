@@ -7,14 +7,14 @@ used in here and nowhere else, since their client hangs in a process that was fo
       ^                                                                                                |
       +----------------------- the rest of the claim, when a shard closed early -----------------------+
 
-No sample crosses between processes.
+Once all of a claim has been asked for, the next one is taken and asked for behind it: the network is busy while a shard
+is committed. No sample crosses between processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,16 +33,15 @@ from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.lister import pace_of
 from cachetool.passes import Cached, order_of_turn, runs
+from cachetool.pulse import Pulse, Waiting
 from cachetool.schema import Schema
 from cachetool.sources import Skipped, Source, SourceOptions, open_source
-from cachetool.stores.traffic import in_flight, retries
 
 __all__ = ["draw"]
 
 TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
-_PULSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,7 @@ def draw(
     with CacheDir(Path(root)) as cache:
         samples: Source | None = None
         cached = Cached()
+        row = cache.source(source)
 
         def whole(turn: int, start: int, stop: int) -> int:
             assert row is not None
@@ -107,10 +107,31 @@ def draw(
             order = order_of_turn(samples, row, turn)
             return cached.reach(order, start, stop, end=row.units) if turn == row.turn else order.whole(start, stop)
 
-        pulse = _Pulse(channel)
+        def ahead() -> _Drawing | None:
+            """The next claim, while this one is at its end; None when there is none, or the source has grown.
+
+            Of what was lost there is none either: each claim of that decides what is left of it.
+            """
+            nonlocal row
+            assert samples is not None
+            if lost:
+                return None
+            with cache.catalog.write() as connection:
+                now = draws.source_row(connection, source)
+                if now is None or now.units != samples.units:
+                    return None
+                row = now
+                cached.look(connection, samples, now)
+                held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
+            return None if held is None else _Drawing(cache, samples, plan, held, channel, cached)
+
+        pulse, coming = Pulse(channel), None
         try:
-            row = cache.source(source)
             while row is not None:
+                if coming is not None:
+                    drawing, coming = coming, None
+                    coming = drawing.run(ahead)
+                    continue
                 if samples is None or samples.units != row.units:
                     if samples is not None:
                         samples.close()  # it has grown
@@ -131,7 +152,7 @@ def draw(
                         draws.next_turn(connection, source)
                     left = draws.job_row(connection, job).left
                 if held is not None:
-                    _Drawing(cache, samples, plan, held, channel, cached).run()
+                    coming = _Drawing(cache, samples, plan, held, channel, cached)
                 elif follow or not (row.whole or left == 0 or lost):
                     # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                     time.sleep(2.0 if rest else 0.2)
@@ -142,45 +163,12 @@ def draw(
             return {"full": str(error)}
         finally:
             pulse.stop()
+            if coming is not None:
+                coming.close()
             if samples is not None:
                 samples.close()
             with cache.catalog.write() as connection:
                 draws.give_back(connection, cache.holder.id, job)
-
-
-class _Pulse:
-    """Says once a second how busy the stores keep this process, when that has changed: also while nothing comes."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._stopped = channel, threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        said = (0, 0)
-        while not self._stopped.wait(_PULSE):
-            now = in_flight(), retries()
-            if now != said:
-                said = now
-                with contextlib.suppress(OSError):  # the starter is gone, which the main thread finds out as well
-                    self._channel.send({"flying": now[0], "retries": now[1]})
-
-    def stop(self) -> None:
-        """Say no more."""
-        self._stopped.set()
-
-
-class _Waiting:
-    """Says for what and for whom a worker waits: at once, and then ever more rarely; training may take hours."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._pause, self._next = 2.0, 0.0
-
-    def tell(self, why: str) -> None:
-        if (now := time.monotonic()) >= self._next:
-            self._pause = min(2 * self._pause, 600.0)
-            self._next = now + self._pause
-            self._channel.send({"waiting": why})
 
 
 class _Drawing:
@@ -207,17 +195,21 @@ class _Drawing:
         self._files: ShardFiles | None = None
         self._room = (0, 0)
         """Samples and bytes of values that the open shard still takes."""
-
-    def run(self) -> None:
-        """Fetch all positions of the claim and commit them."""
-        pieces = self._source.read(
+        self._pieces = source.read(
             self._units,
-            schema=self._plan.schema,
-            skip_bad=self._plan.skip_bad,
-            block_bytes=min(BLOCK_BYTES, self._plan.shard_bytes),
+            schema=plan.schema,
+            skip_bad=plan.skip_bad,
+            block_bytes=min(BLOCK_BYTES, plan.shard_bytes),
         )
+
+    def run(self, ahead: Callable[[], _Drawing | None]) -> _Drawing | None:
+        """Fetch all positions of the claim and commit them. Gives what ``ahead`` did, which is called once all of them
+        have been asked for."""
+        coming, asked = None, False
         try:
-            for piece in pieces:
+            for piece in self._pieces:
+                if self._pieces.begun and not asked:
+                    coming, asked = ahead(), True
                 skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
                 self._barren[[skip.draw for skip in skipped]] = True
                 self._skipped += skipped
@@ -235,9 +227,18 @@ class _Drawing:
                     self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
                     block, at = block.slice(fit, len(block)), at[fit:]
             self._commit(self._held.stop)
+        except BaseException:
+            if coming is not None:
+                coming.close()
+            raise
         finally:
-            pieces.close()  # type: ignore[attr-defined]  # a generator: cancels what is in flight
-            self._abort()
+            self.close()
+        return coming
+
+    def close(self) -> None:
+        """Cancel what is in flight, and give the open shard up."""
+        self._pieces.close()
+        self._abort()
 
     def _fitting(self, block: Block, at: npt.NDArray[np.int64]) -> int:
         """How many samples go into the open shard; those of one unit are in one shard, else it could be half drawn."""
@@ -263,7 +264,7 @@ class _Drawing:
             bound=shard_bound(plan.kind, plan.schema, samples, nbytes) + RANGE_BYTES * self._most_ranges(),
             job=plan.job,
             room=plan.room,
-            waiting=_Waiting(self._channel).tell,
+            waiting=Waiting(self._channel).tell,
         )
         self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
         self._room = (samples, nbytes)

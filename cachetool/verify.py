@@ -25,6 +25,7 @@ from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, root_of, tr
 from cachetool.cache.losses import Loss, accept, losses, quarantined
 from cachetool.cache.losses import purge as purge_quarantine
 from cachetool.cache.marker import look
+from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.inspection import Fault, faults_of
@@ -60,6 +61,7 @@ def verify(
     """
     path = root_of(root)
     layout = Layout(path)
+    refuse_loose(path)
     there, wrong = look(layout)
     if not there:
         raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")

@@ -237,6 +237,8 @@ class Catalog:
                     return self._open()
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
+        if self.path.is_symlink():  # SQLite follows one here, though not at its journal
+            raise CatalogError(f"catalog {self.path} is a link, which leads to a file that is no part of the cache")
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(connection, meta)

@@ -211,6 +211,8 @@ def _alive(path: Path, *, remove: bool = False) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False  # a link, which no process of ours makes
         if error.errno != errno.EROFS:
             raise
         return _locker(path) is not None  # a lock cannot be tried for there, but asked after

@@ -101,10 +101,12 @@ class Layout:
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self.tag.exists():
-                self.tag.write_bytes(_TAG)
+            with contextlib.suppress(FileExistsError):  # also a link, wherever it leads
+                write_durable(self.tag, _TAG)
             for folder in self.folders:
                 folder.mkdir(mode=0o700, exist_ok=True)
+                if folder.is_symlink():
+                    raise UsageError(f"cache {self.root} cannot be made: its {folder.name} is a link; remove it")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
                 raise

@@ -42,7 +42,7 @@ def copy_aside(layout: Layout, source: str, listing: Path, owner: str) -> Path:
     aside = layout.listings / f"{source}.{owner}"
     remove_tree(aside)
     try:
-        shutil.copytree(listing, aside)
+        shutil.copytree(listing, aside, copy_function=_copy)
         for path in aside.iterdir():
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -54,6 +54,13 @@ def copy_aside(layout: Layout, source: str, listing: Path, owner: str) -> Path:
         remove_tree(aside)
         raise
     return aside
+
+
+def _copy(source: str, target: str) -> None:
+    """A file into one that is not there: never through a link."""
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(source, "rb") as old, open(fd, "wb") as new:
+        shutil.copyfileobj(old, new)
 
 
 def append_segment(layout: Layout, source: str, aside: Path, name: str) -> int:

@@ -12,6 +12,7 @@ from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.marker import check, settings
+from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.units import parse_size
@@ -36,7 +37,8 @@ def open_cache(
     cap for an existing cache takes effect with the first write, and is refused while another process uses the cache.
     ``min_free`` keeps that much of the disk free. Left unfinished work of dead processes is finished first.
 
-    Raises :class:`UsageError` for a folder that is no cache, or is missing with ``create=False``; :class:`CatalogError`
+    Raises :class:`UsageError` for a folder that is no cache, is missing with ``create=False``, or that others may write
+    to; :class:`CatalogError`
     for a cache of a newer version, or one that lost files of its own; :class:`CapTooSmall` for a cap below those files.
     """
     return open_root(CacheDir, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
@@ -56,6 +58,7 @@ def open_root(
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
     path = root_of(root)
     check_file_system(path, notify)
+    refuse_loose(path)
     layout = Layout(path)
     exists = check(layout)
     if not exists:

@@ -1,24 +1,25 @@
-"""The main function of a worker process: one task in on stdin, messages out on stdout.
+"""The main function of a worker process: tasks in on stdin, messages out on stdout.
 
 ::
 
-    stdin    {"target": "cachetool.sampler:draw", "arguments": {...}, "starter": pid}     then nothing until its end
+    stdin    {"target": "cachetool.sampler:draw", "arguments": {...}, "starter": pid, "stay": false}
     stdout   {"message": {...}} ...                                   then {"result": {...}} or {"error": ...}
 
-When stdin ends, at SIGTERM, or when the starter is not the parent any more, the work is to stop: :class:`Interrupted`
-is raised in the main thread, so that ``with`` blocks give back what they hold. Anything that a library prints goes to
-stderr.
+After a task that says ``stay`` another one may come; it begins with all that is imported. When stdin ends, at SIGTERM,
+or when the starter is not the parent any more, the work is to stop: :class:`Interrupted` is raised in the main thread,
+so that ``with`` blocks give back what they hold. Anything that a library prints goes to stderr.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
 import signal
-import sys
 import threading
 import traceback
+from queue import SimpleQueue
 from types import FrameType
 
 from cachetool.disk import disk_error
@@ -46,30 +47,44 @@ class _Pipe:
         self.put({"message": message})
 
 
-def main() -> None:
-    """Run the task that stdin names, then exit with 0 whatever came of it: the starter reads the outcome."""
+def main(starter: int = 0, imports: str = "") -> None:
+    """Run the tasks that stdin names, then exit with 0 whatever came of them: the starter reads the outcome.
+
+    ``starter`` is its pid, where it is known before the first task, and ``imports`` a module to load meanwhile.
+    """
     out = os.dup(1)
     os.dup2(2, 1)
     pipe = _Pipe(out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
-    try:
-        signal.signal(signal.SIGTERM, _interrupt)
-        task = json.loads(sys.stdin.buffer.readline())
-        threading.Thread(target=_watch, args=(task["starter"],), daemon=True).start()
-        outcome = {"result": _call(task, pipe)}
-    except CacheToolError as error:
-        outcome = to_json(disk_error(error) or error)
-    except MemoryError:
-        outcome = to_json(CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size"))
-    except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
-        if os.environ.get("CACHETOOL_DEBUG"):
-            traceback.print_exc()
-        outcome = to_json(disk_error(error) or _bug(error))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        pipe.put(outcome)
-    except BrokenPipeError:
-        os._exit(1)  # nobody listens any more
+    tasks = _Tasks(starter)
+    threading.Thread(target=tasks.watch, daemon=True).start()
+    if imports:
+        importlib.import_module(imports)
+    stay = True
+    while stay:
+        stay = False
+        try:
+            signal.signal(signal.SIGTERM, _interrupt)
+            task = tasks.next()
+            if task is None:
+                break
+            stay = task.get("stay", False)
+            outcome = {"result": _call(task, pipe)}
+        except CacheToolError as error:
+            outcome = to_json(disk_error(error) or error)
+        except MemoryError:
+            outcome = to_json(
+                CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size")
+            )
+        except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
+            if os.environ.get("CACHETOOL_DEBUG"):
+                traceback.print_exc()
+            outcome = to_json(disk_error(error) or _bug(error))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            pipe.put(outcome)
+        except BrokenPipeError:
+            os._exit(1)  # nobody listens any more
     os._exit(0)  # no thread of a library may keep the process, or crash it on its way out
 
 
@@ -87,18 +102,37 @@ def _call(task: Message, pipe: _Pipe) -> Message:
     module, _, name = task["target"].partition(":")
     if not module.startswith("cachetool."):
         raise CacheToolError(f"not a task of cachetool: {task['target']}")
-    import importlib
-
     result: Message = getattr(importlib.import_module(module), name)(pipe, **task["arguments"])
     return result
 
 
-def _watch(starter: int) -> None:
-    """Wait for the end of stdin or of the starter: one does not imply the other where processes were forked."""
-    while os.getppid() == starter:
-        if select.select([0], [], [], WATCH)[0] and not os.read(0, 4096):
-            break
-    os.kill(os.getpid(), signal.SIGTERM)
+class _Tasks:
+    """What comes in on stdin, taken by the main thread while another watches."""
+
+    def __init__(self, starter: int) -> None:
+        self._starter = starter
+        self._queue: SimpleQueue[Message | None] = SimpleQueue()
+
+    def next(self) -> Message | None:
+        """The next task; None when there will be none."""
+        return self._queue.get()
+
+    def watch(self) -> None:
+        """Wait for tasks, and for the end of stdin or of the starter: one does not imply the other where processes
+        were forked."""
+        rest = b""
+        while not self._starter or os.getppid() == self._starter:
+            if not select.select([0], [], [], WATCH)[0]:
+                continue
+            if not (data := os.read(0, 2**16)):
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                task = json.loads(line)
+                self._starter = task["starter"]
+                self._queue.put(task)
+        self._queue.put(None)  # first: the signal is ignored while an outcome is written
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

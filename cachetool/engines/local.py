@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
@@ -28,18 +28,50 @@ GRACE = 5.0
 
 
 class LocalEngine:
-    """Runs tasks side by side, one process each."""
+    """Runs tasks side by side, one process each.
 
-    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None) -> list[Message]:
+    As a context manager it keeps processes for the tasks that come later, until its end.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Child] = []
+        self._keeps = False
+
+    def __enter__(self) -> Self:
+        self._keeps = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keeps = False
+        self.dismiss()
+
+    def expect(self, tasks: int, imports: str) -> None:
+        """Start processes for so many tasks that will come, which load the module ``imports`` meanwhile."""
+        while len(self._idle) < tasks:
+            self._idle.append(Child(imports=imports))
+
+    def dismiss(self) -> None:
+        """End the processes that wait for a task."""
+        stop(self._idle)
+        self._idle = []
+
+    def run(
+        self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None, *, last: bool = False
+    ) -> list[Message]:
         """The results of all tasks, in their order.
 
         ``on_message(number, message)`` is called here for every message of task ``number``. The first error of a task
-        stops the others and is raised; Ctrl-C stops all. No child is left behind in any case.
+        stops the others and is raised; Ctrl-C stops all. No child is left behind in any case, but for those that wait
+        for more tasks to come: with ``last`` none do.
         """
         children: list[Child] = []
+        stay = self._keeps and not last
         try:
             for task in tasks:
-                children.append(Child(task))
+                children.append(self._idle.pop() if self._idle else Child())
+                children[-1].begin(task, stay=stay)
+            if last:
+                self.dismiss()
             with selectors.DefaultSelector() as ready:
                 for number, child in enumerate(children):
                     ready.register(child.stdout, selectors.EVENT_READ, number)
@@ -50,19 +82,24 @@ class LocalEngine:
                         for message in messages:
                             if on_message is not None:
                                 on_message(key.data, message)
-                        if not more:
+                        if not more or (stay and child.result is not None):
                             ready.unregister(child.stdout)
                         child.check(ended=not more)
-            return [child.result or {} for child in children]
+            results = [child.result or {} for child in children]
+            if stay:
+                self._idle += children
+                children = []
+            return results
         finally:
             stop(children)
 
 
 class Child:
-    """One task in a process of its own, begun at once."""
+    """A process of its own, which begins ``task`` at once, or loads a module while it waits for one."""
 
-    def __init__(self, task: Task) -> None:
-        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
+    def __init__(self, task: Task | None = None, *, imports: str = "") -> None:
+        call = f"main({os.getpid()}, {imports!r})"
+        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; {call}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", boot],
             stdin=subprocess.PIPE,
@@ -75,7 +112,13 @@ class Child:
         self.result: Message | None = None
         self.error: CacheToolError | None = None
         self._rest = b""
-        line = {"target": task.target, "arguments": dict(task.arguments), "starter": os.getpid()}
+        if task is not None:
+            self.begin(task)
+
+    def begin(self, task: Task, *, stay: bool = False) -> None:
+        """Hand it a task; with ``stay`` it waits for another one afterwards."""
+        self.result = None
+        line = {"target": task.target, "arguments": dict(task.arguments), "starter": os.getpid(), "stay": stay}
         with contextlib.suppress(BrokenPipeError):  # it died at once: the end of its stdout says so
             self.stdin.write(json.dumps(line).encode() + b"\n")
             self.stdin.flush()

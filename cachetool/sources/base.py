@@ -8,18 +8,19 @@ number of samples nobody knows before it is fetched, it is the archive with all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.schema import Schema
+from cachetool.sources.fetch import Fetching
 from cachetool.sources.order import Order
 
-__all__ = ["Piece", "Probe", "Skipped", "Source"]
+__all__ = ["Piece", "Probe", "Reading", "Skipped", "Source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,29 @@ class Piece:
     """Units of this piece that were left out."""
     fetched: int = 0
     """Bytes that came over the wire for this piece."""
+
+
+class Reading:
+    """Pieces that arrive; an iterator over them, whose requests were begun when it was made."""
+
+    def __init__(self, fetching: Fetching[Any, Any], pieces: Generator[Piece]) -> None:
+        self._fetching, self._pieces = fetching, pieces
+
+    @property
+    def begun(self) -> bool:
+        """Whether all of it has been asked for: what is read next can be asked for behind it."""
+        return self._fetching.begun
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Cancel what is in flight. May be called twice."""
+        self._pieces.close()
+        self._fetching.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +119,10 @@ class Source(Protocol):
         schema: Schema,
         skip_bad: bool = False,
         block_bytes: int = BLOCK_BYTES,
-    ) -> Iterator[Piece]:
+    ) -> Reading:
         """Fetch ``units`` with many requests in flight, and give their samples in that order, in blocks of about
-        ``block_bytes``; all samples of one draw in one block. Closing the iterator cancels what is in flight.
+        ``block_bytes``; all samples of one draw in one block. The first requests are made at once; a second reading may
+        be begun behind one that still goes on, and is iterated after it.
 
         A unit that cannot be read or does not fit ``schema`` raises :class:`BadObject` naming the object, or is
         skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case.

@@ -20,20 +20,20 @@ from cachetool.sources.images import decode_image, image_shape
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import ImageSize
 
-__all__ = ["DecodedFile", "decoded"]
+__all__ = ["PACKED", "DecodedFile", "begins_as_image", "decoded", "is_list_of_bytes"]
 
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\x00*")
 
-_PACKED = 16
+PACKED = 16
 """About how many times larger a photograph is without compression."""
 
 
 def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
     """``source`` with its fields of images decoded, all to ``size`` if that is given; itself when it has none."""
-    names = [field.name for field in source.schema if field.kind == "bytes" or _is_list_of_bytes(field)]
+    names = [field.name for field in source.schema if field.kind == "bytes" or is_list_of_bytes(field)]
     first = next(source.blocks(), None) if names else None
     source.close()
-    images = [name for name in names if first is not None and _begins_as_image(first.columns[name])]
+    images = [name for name in names if first is not None and begins_as_image(first.columns[name])]
     if not images:
         return source
     return _DecodedRandom(source, images, size) if hasattr(source, "read") else DecodedFile(source, images, size)
@@ -72,7 +72,7 @@ class DecodedFile(ClosingFile):
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
         at = 0
-        for block in self._source.blocks(block_bytes=max(1, block_bytes // _PACKED)):
+        for block in self._source.blocks(block_bytes=max(1, block_bytes // PACKED)):
             yield self._decode(block, at)
             at += len(block)
 
@@ -111,11 +111,12 @@ class _DecodedRandom(DecodedFile):
         return self._decode(self._source.read(start, stop), start)
 
 
-def _is_list_of_bytes(field: Field) -> bool:
+def is_list_of_bytes(field: Field) -> bool:
+    """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
     return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
 
 
-def _begins_as_image(column: Any) -> bool:
+def begins_as_image(column: Any) -> bool:
     """Whether the first value of a column that is not empty begins as an image does."""
     assert isinstance(column, Ragged)
     held = np.flatnonzero(column.sizes)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from cachetool.stores.traffic import flying
 
-__all__ = ["Fetcher"]
+__all__ = ["Fetcher", "Fetching"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,42 +29,23 @@ class Fetcher(Generic[T, R]):
         self._work, self.threads = work, threads
         self._queue: SimpleQueue[tuple[Future[R], T, threading.Event] | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
+        self.held = 0
+        """Bytes of the tasks that were begun and not taken."""
 
-    def run(self, tasks: Iterable[T], *, ahead: int, size: Callable[[T], int]) -> Iterator[R]:
+    def run(self, tasks: Iterable[T], *, ahead: int, size: Callable[[T], int]) -> Fetching[T, R]:
         """The results in the order of the tasks; the first task that raises ends it with that error.
 
-        Tasks are begun while their sizes together stay within ``ahead`` bytes, one in any case. Closing the iterator
-        forgets what was begun.
+        Tasks are begun at once, and while the sizes of all that were begun here stay within ``ahead`` bytes, one in any
+        case.
         """
         self._start()
-        stop = threading.Event()
-        begun: deque[tuple[Future[R], int]] = deque()
-        waiting = deque[tuple[T, int]]()
-        source = iter(tasks)
-        held = 0
-        try:
-            while True:
-                while len(begun) < 4 * self.threads:
-                    if not waiting:
-                        task = next(source, _END)
-                        if task is _END:
-                            break
-                        waiting.append((task, size(task)))
-                    if begun and held + waiting[0][1] > ahead:
-                        break
-                    future: Future[R] = Future()
-                    begun.append((future, waiting[0][1]))
-                    held += waiting[0][1]
-                    self._queue.put((future, waiting.popleft()[0], stop))
-                if not begun:
-                    return
-                result = begun[0][0].result()
-                held -= begun.popleft()[1]
-                yield result
-        finally:
-            stop.set()
-            for future, _ in begun:
-                future.cancel()
+        return Fetching(self, tasks, ahead, size)
+
+    def begin(self, task: T, stop: threading.Event) -> Future[R]:
+        """Put a task behind the others."""
+        future: Future[R] = Future()
+        self._queue.put((future, task, stop))
+        return future
 
     def _start(self) -> None:
         while len(self._started) < self.threads:
@@ -91,6 +72,54 @@ class Fetcher(Generic[T, R]):
         for _ in self._started:
             self._queue.put(None)
         self._started = []
+
+
+class Fetching(Generic[T, R]):
+    """Tasks under way; an iterator over their results. Made by :meth:`Fetcher.run`."""
+
+    def __init__(self, fetcher: Fetcher[T, R], tasks: Iterable[T], ahead: int, size: Callable[[T], int]) -> None:
+        self._fetcher, self._tasks, self._ahead, self._size = fetcher, iter(tasks), ahead, size
+        self._stop = threading.Event()
+        self._begun: deque[tuple[Future[R], int]] = deque()
+        self._next: T = _END
+        self.begun = False
+        """Whether the last task was begun: others may be begun behind it."""
+        self._begin()
+
+    def _begin(self) -> None:
+        fetcher = self._fetcher
+        while not self.begun and len(self._begun) < 4 * fetcher.threads:
+            if self._next is _END:
+                self._next = next(self._tasks, _END)
+                if self._next is _END:
+                    self.begun = True
+                    return
+            nbytes = self._size(self._next)
+            if self._begun and fetcher.held + nbytes > self._ahead:
+                return
+            self._begun.append((fetcher.begin(self._next, self._stop), nbytes))
+            fetcher.held += nbytes
+            self._next = _END
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> R:
+        if not self._begun:
+            raise StopIteration
+        result = self._begun[0][0].result()
+        self._fetcher.held -= self._begun.popleft()[1]
+        self._begin()
+        return result
+
+    def close(self) -> None:
+        """Forget what was begun. May be called twice."""
+        self._stop.set()
+        self.begun = True
+        for future, nbytes in self._begun:
+            future.cancel()
+            self._fetcher.held -= nbytes
+        self._begun.clear()
 
 
 _END: Any = object()

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +22,9 @@ from cachetool.errors import BadObject, NotFound, UsageError
 from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
-from cachetool.sources.base import Piece, Probe, Skipped
+from cachetool.sources.base import Piece, Probe, Reading, Skipped
 from cachetool.sources.decode import Value, decode
-from cachetool.sources.fetch import Fetcher
+from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.limits import MAX_VALUE
 from cachetool.sources.options import SourceOptions
@@ -91,8 +93,9 @@ class ObjectsSource:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
         samples: list[_Shapes] = []
         first_error: Exception | None = None
-        for found in self._probing.run(self._tasks(units, self._probing.threads), ahead=AHEAD, size=_size):
-            for sample in found:
+        tasks = self._tasks(units, self._probing.threads)
+        with contextlib.closing(self._probing.run(tasks, ahead=AHEAD, size=_size)) as fetching:
+            for sample in itertools.chain.from_iterable(fetching):
                 if sample.error is None:
                     samples.append(sample)
                 elif not skip_bad:
@@ -115,27 +118,10 @@ class ObjectsSource:
                 )
         return Probe(schema, -(-sum(sample.nbytes for sample in samples) // len(samples)))
 
-    def read(
-        self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES
-    ) -> Iterator[Piece]:
+    def read(self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
-        names = set(schema.names)
-        pending: list[tuple[int, _Sample]] = []
-        held = position = 0
-        for found in self._reading.run(self._tasks(units, self._reading.threads), ahead=AHEAD, size=_size):
-            for sample in found:
-                if sample.error is None and sample.values.keys() != names:
-                    sample.error = _misfit(sample, schema)
-                if sample.error is not None and not skip_bad:
-                    raise sample.error
-                pending.append((position, sample))
-                position += 1
-                held += sample.nbytes
-                if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
-                    yield _piece(pending, schema, position, skip_bad=skip_bad)
-                    pending, held = [], 0
-        if pending:
-            yield _piece(pending, schema, position, skip_bad=skip_bad)
+        fetching = self._reading.run(self._tasks(units, self._reading.threads), ahead=AHEAD, size=_size)
+        return Reading(fetching, _pieces(fetching, schema, skip_bad=skip_bad, block_bytes=block_bytes))
 
     def close(self) -> None:
         """Let go of threads and connections."""
@@ -205,6 +191,28 @@ class ObjectsSource:
 
 def _size(task: _Task) -> int:
     return task[2]
+
+
+def _pieces(
+    fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int
+) -> Generator[Piece]:
+    names = set(schema.names)
+    pending: list[tuple[int, _Sample]] = []
+    held = position = 0
+    for found in fetching:
+        for sample in found:
+            if sample.error is None and sample.values.keys() != names:
+                sample.error = _misfit(sample, schema)
+            if sample.error is not None and not skip_bad:
+                raise sample.error
+            pending.append((position, sample))
+            position += 1
+            held += sample.nbytes
+            if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
+                yield _piece(pending, schema, position, skip_bad=skip_bad)
+                pending, held = [], 0
+    if pending:
+        yield _piece(pending, schema, position, skip_bad=skip_bad)
 
 
 def _misfit(sample: _Sample, schema: Schema) -> BadObject:

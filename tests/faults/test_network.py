@@ -140,6 +140,35 @@ def _everything(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
+def test_a_pull_of_which_every_request_is_told_to_slow_down_finishes(tmp_path: Path) -> None:
+    """Row 47: two workers with 32 requests in flight each, all of which are refused at first, with a time and without;
+    each object is then fetched once."""
+    refused: collections.Counter[str] = collections.Counter()
+
+    def script(handler: Scripted) -> None:
+        name = handler.path.rpartition("/")[2]
+        if name == "list.txt":
+            handler.answer(200, "".join(f"{number}.x.npy\n" for number in range(256)).encode())
+            return
+        refused[name] += 1
+        if refused[name] <= 2:
+            handler.answer(random.choice([429, 503]), Retry_After=random.choice(["", "0", "1"]))
+        else:
+            handler.answer(200, _npy(int(name.partition(".")[0])))
+
+    with scripted_server(script) as server:
+        url, cache = f"{server.url}/d/list.txt", ("--cache", str(tmp_path / "cache"))
+        code, text = _command(
+            *("pull", url, *cache, "--all", "--workers", "2", "--concurrency", "32", "--shard-size", "4kB"),
+            cwd=tmp_path,
+            env={},
+        )
+    assert code == 0, text
+    assert len(_samples(tmp_path / "cache")) == 256
+    assert len(refused) == 256
+    assert {times for name, times in refused.items() if times != 3} <= {4}, "the first draws are looked at before"
+
+
 def test_no_secret_is_in_any_output_or_file(tmp_path: Path) -> None:
     """Rows 85 and 86: user and password, a signed query, a token; pulls that end well and badly, all that is said.
     Another signature is the same source."""

@@ -5,17 +5,22 @@ Rows are those of the fault catalogue in docs; each test ends either with the ri
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import json
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
+from cachetool.sources import list_source
 from cachetool.stores import Limits, Object, Store, http_wire, open_store
 from cachetool.stores import http_client as client
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
@@ -296,6 +301,53 @@ def test_slow_down_without_a_time_is_answered_by_ever_rarer_requests(naps: list[
     assert all(0 <= nap <= min(30, 0.1 * 2.0**attempt) for attempt, nap in enumerate(naps, start=1))
     assert sum(naps) <= 600
     assert sum(1 for upto in range(len(naps)) if sum(naps[:upto]) < 10) < asked  # most come after the first 10 s
+
+
+@pytest.mark.parametrize("asks", ["", "4"], ids=["without a time", "with a time"])
+def test_64_workers_that_are_told_to_slow_down_at_once_do_so_and_all_finish(
+    monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """Row 47: a server that refuses everybody for 20 s. Each worker has a clock that runs while it sleeps."""
+    now: collections.Counter[int] = collections.Counter()
+    mine = threading.local()
+    asked: dict[int, list[float]] = {worker: [] for worker in range(64)}
+
+    class Clock:
+        time = staticmethod(time.time)
+
+        @staticmethod
+        def monotonic() -> float:
+            return now[mine.worker]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            now[mine.worker] += seconds  # type: ignore[assignment]
+
+    def script(handler: Scripted) -> None:
+        worker = int(handler.path.rpartition("/")[2].partition(".")[0])
+        asked[worker].append(now[worker])
+        if now[worker] < 20:
+            handler.answer((429, 503)[worker % 2], Retry_After=asks)
+        else:
+            handler.answer(200, BODY)
+
+    monkeypatch.setattr(client, "time", Clock)
+    with scripted_server(script) as server, contextlib.closing(store_at(server)) as store:
+
+        def work(worker: int) -> bytes:
+            mine.worker = worker
+            return bytes(store.get(Object(f"{worker}.npy", len(BODY))))
+
+        with ThreadPoolExecutor(64) as pool:
+            bodies = list(pool.map(work, range(64)))
+    every = [at for times in asked.values() for at in times]
+
+    assert all(body == BODY for body in bodies)
+    assert sum(at < 1 for at in every) >= 5 * sum(10 <= at < 11 for at in every)
+    assert len({round(at, 6) for at in every if at > 0}) > 64, "they do not ask in step"
+    if asks:
+        pauses = [after - before for times in asked.values() for before, after in itertools.pairwise(times)]
+        assert 4 <= min(pauses) <= max(pauses) < 5
 
 
 @pytest.mark.parametrize(
@@ -615,6 +667,31 @@ def test_folders_without_end_are_an_error_and_not_a_loop() -> None:
 
     with pytest.raises(SourceError, match="inside each other"):
         listing(lambda handler: handler.answer(200, body, Content_Type="application/json"))
+
+
+@pytest.mark.parametrize("kind", ["json", "html"])
+def test_an_index_that_names_an_object_twice_or_in_no_order_lists_each_once_or_says_so(
+    tmp_path: Path, kind: str
+) -> None:
+    """Row 52: the listing on disk is sorted, whatever the server's order; an object that comes twice is an error in
+    JSON, and in a page a second link to the same."""
+    names = ["b.npy", "a.npy", "c.npy", "a.npy"]
+
+    def script(handler: Scripted) -> None:
+        if kind == "json":
+            page = json.dumps([{"name": name, "type": "file", "size": 1} for name in names]).encode()
+            handler.answer(200, page, Content_Type="application/json")
+        else:
+            page = "".join(f'<a href="{name}">{name}</a> 21-Nov-2025 00:34 1\n' for name in names).encode()
+            handler.answer(200, page, Content_Type="text/html")
+
+    with scripted_server(script) as server:
+        if kind == "json":
+            with pytest.raises(BadObject, match=r"'a\.npy' is listed twice"):
+                list_source(f"{server.url}/", tmp_path / "twice")
+            names.pop()
+        found = list_source(f"{server.url}/", tmp_path / "listing")
+    assert [item.key for unit in range(found.units) for item in found.unit(unit)] == ["a.npy", "b.npy", "c.npy"]
 
 
 def test_a_place_without_an_index_says_what_to_do() -> None:

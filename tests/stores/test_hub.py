@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import urllib.parse
 from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, UsageError
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.sources import list_source
 from cachetool.stores import Object, open_store
-from tests.servers import hub_server
+from tests.servers import Http, Scripted, hub_server, scripted_server
 
 URL = "hf://datasets/owner/name/train"
 
@@ -82,3 +85,62 @@ def test_bytes_that_are_not_those_of_the_hash_are_refused(
 def test_a_url_that_names_no_dataset_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="hf://datasets/OWNER/NAME"):
         open_store(url)
+
+
+def paged(pages: dict[str, tuple[list[str], str]]) -> contextlib.AbstractContextManager[Http]:
+    """A hub whose pages of names are called by their cursors, the first one by ""; each names the next one, or ""."""
+
+    def script(handler: Scripted) -> None:
+        path, _, query = handler.path.partition("?")
+        if "/revision/" in path:
+            handler.answer(200, b'{"sha": "c0ffee"}', Content_Type="application/json")
+            return
+        cursor = urllib.parse.parse_qs(query).get("cursor", [""])[0]
+        names, more = pages[cursor]
+        body = json.dumps([{"type": "file", "path": f"train/{name}", "size": 1, "oid": "0" * 40} for name in names])
+        link = f'<http://{handler.headers["Host"]}{path}?recursive=true&cursor={more}>; rel="next"' if more else ""
+        handler.answer(200, body.encode(), Content_Type="application/json", Link=link)
+
+    return scripted_server(script)
+
+
+@pytest.mark.parametrize(
+    ("pages", "asked"),
+    [({"": (["a.x"], "1"), "1": (["b.x"], "1")}, 2), ({"": (["a.x"], "1"), "1": (["b.x"], "2"), "2": ([], "1")}, 3)],
+    ids=["the same token", "a circle"],
+)
+def test_pages_that_lead_back_into_themselves_are_an_error(
+    pages: dict[str, tuple[list[str], str]], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 52: no page is asked for twice."""
+    with paged(pages) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(SourceError, match="leads back into itself"):
+            listed(URL)
+    assert len(server.requests) == 1 + asked
+
+
+def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 52: what is listed is the same however it was paged."""
+    found = []
+    for number, pages in enumerate(
+        (
+            {"": ([], "1"), "1": (["c.x", "a.x"], "2"), "2": ([], "3"), "3": (["b.x"], "")},
+            {"": (["a.x", "b.x", "c.x"], "")},
+        )
+    ):
+        with paged(pages) as server:
+            monkeypatch.setenv("HF_ENDPOINT", server.url)
+            found.append(list_source(URL, tmp_path / str(number)))
+    assert [item.key for unit in range(3) for item in found[0].unit(unit)] == ["a.x", "b.x", "c.x"]
+    assert found[0].identity == found[1].identity
+
+
+def test_a_name_on_two_pages_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 52: a list that moved while it was read, or a hub that repeats itself, is no list."""
+    with paged({"": (["a.x", "b.x"], "1"), "1": (["b.x", "c.x"], "")}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(BadObject, match=r"'b\.x' is listed twice"):
+            list_source(URL, tmp_path / "listing")

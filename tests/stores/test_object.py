@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,6 +196,59 @@ def test_a_body_cut_short_is_gone_on_with_or_refused(made_up: pytest.MonkeyPatch
         assert bytes(store.get(Object("a.npy", len(body), "one"))) == body
         with pytest.raises(BadObject, match="another ETag"):
             store.get(Object("a.npy", len(body), "two"))
+
+
+def page_of(names: list[str], more: str) -> bytes:
+    """A page of an S3 listing; ``more`` is the token of the next one, empty for the last."""
+    contents = "".join(
+        f"<Contents><Key>{name}</Key><Size>1</Size><ETag>x</ETag><LastModified>2025-11-21T00:00:00.000Z</LastModified>"
+        "</Contents>"
+        for name in names
+    )
+    token = f"<NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    truncated = "true" if more else "false"
+    return (
+        f"<ListBucketResult><Name>bucket</Name><IsTruncated>{truncated}</IsTruncated>{token}{contents}"
+        "</ListBucketResult>"
+    ).encode()
+
+
+def s3_pages(pages: dict[str, tuple[list[str], str]]) -> Any:
+    """An S3 server with these pages, called by their tokens, the first one by ""."""
+
+    def script(handler: Any) -> None:
+        query = urllib.parse.parse_qs(urllib.parse.urlsplit(handler.path).query)
+        names, more = pages[query.get("continuation-token", [""])[0]]
+        handler.answer(200, page_of(names, more), Content_Type="application/xml")
+
+    return scripted_server(script)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        {"": (["a.x"], "t"), "t": (["b.x"], "t")},
+        {"": (["a.x"], "t"), "t": (["b.x", "c.x"], "u"), "u": (["d.x"], "t")},
+    ],
+    ids=["the same token", "a circle"],
+)
+def test_pages_that_lead_back_into_themselves_are_an_error(
+    made_up: pytest.MonkeyPatch, pages: dict[str, tuple[list[str], str]]
+) -> None:
+    """Row 52: the client follows them for ever, so that it is told by the keys that come again."""
+    with s3_pages(pages) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        error = fail("s3://bucket")
+    assert isinstance(error, SourceError)
+    assert "leads back into itself" in str(error)
+
+
+def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(made_up: pytest.MonkeyPatch) -> None:
+    """Row 52."""
+    with s3_pages({"": ([], "1"), "1": (["c.x", "a.x"], "2"), "2": ([], "3"), "3": (["b.x"], "")}) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        found = [item.key for page in open_store("s3://bucket").list() for item in page]
+    assert sorted(found) == ["a.x", "b.x", "c.x"]
 
 
 def test_a_forked_child_gets_an_error_and_not_a_hang(moto: Moto) -> None:

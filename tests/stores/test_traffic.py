@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cachetool import sampler
+from cachetool import pulse as pulses
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
 from tests.servers import Scripted, scripted_server
@@ -60,8 +60,8 @@ def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any
             told.append(message)
             (first if message["flying"] else last).set()
 
-    monkeypatch.setattr(sampler, "_PULSE", 0.001)
-    pulse = sampler._Pulse(Channel())
+    monkeypatch.setattr(pulses, "_PULSE", 0.001)
+    pulse = pulses.Pulse(Channel())
     with traffic.flying():
         assert first.wait(60)
     assert last.wait(60)

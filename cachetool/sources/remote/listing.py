@@ -46,8 +46,8 @@ def list_files(
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    if options.decode and kind != "tar":
-        raise UsageError(f"--decode image is for folders of images and for tar files; {store.url} is {kind}")
+    if options.decode and kind == "npy":
+        raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {store.url}")
     seen = IndexSeen(store)
     listing = write_listing(
         folder, seen.note(pages), stem=EachFile(kind), url=store.url, left_out=lambda: store.left_out, progress=progress

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import BadObject, NotFound, UsageError
 from cachetool.schema import KEY, Field, Schema
-from cachetool.sources.base import Piece, Probe, Skipped
+from cachetool.sources.base import Piece, Probe, Reading, Skipped
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
@@ -30,6 +31,7 @@ from cachetool.sources.order import Order, order_of
 from cachetool.sources.remote.batches import MAX_RUNS, MOST, Batch, Body, Get, batch_of, deliver
 from cachetool.sources.remote.files import Files
 from cachetool.sources.remote.fitting import common_of, fitted
+from cachetool.sources.remote.images import packed, unpacked, with_images
 from cachetool.sources.remote.reading import Reader, Want, reader_of
 from cachetool.sources.remote.table import Run, Table
 from cachetool.sources.rows import joined
@@ -59,6 +61,7 @@ class FilesSource:
     def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
         """Made by :func:`open_files_source`."""
         self._store, self._table, self._options = store, table, options
+        self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
         self._files = Files(store, listing)
         self.url = url
         sizes = table.unit_sizes()
@@ -77,16 +80,15 @@ class FilesSource:
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
+        units = np.asarray(units, dtype=np.int64)
         if self._table.layouts:
             schema = self._schema(functools.reduce(common_of, (each.schema for each in self._table.layouts)))
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
-            pieces = list(self.read(units[:_PROBED], schema=schema, skip_bad=skip_bad))
-            nbytes, count = sum(piece.block.nbytes for piece in pieces), sum(len(piece.block) for piece in pieces)
-            return Probe(schema, -(-nbytes // max(1, count)))
+            return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
         blocks: list[Block] = []
         looked = held = 0
-        for unit in np.asarray(units, dtype=np.int64)[: _PROBED if self._table.whole else len(units)]:
+        for unit in units[: _PROBED if self._table.whole else len(units)]:
             for batch in self._fetched(np.array([unit])):
                 found = self._blocks(batch)
                 if batch.errors and not skip_bad:
@@ -98,21 +100,48 @@ class FilesSource:
         if not blocks:
             raise NotFound(f"no samples under {self.url}")
         schema = functools.reduce(common_of, (block.schema for block in blocks))
-        count = sum(map(len, blocks))
-        return Probe(schema, -(-sum(block.nbytes for block in blocks) // count), max(1, count // looked))
+        return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
+
+    def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
+        """The first samples of ``units``: a few, but as many as there are where images are to be looked at."""
+        blocks, held = [], 0
+        with contextlib.closing(self._fetched(units if self._images else units[:_PROBED])) as batches:
+            for piece in self._pieces(batches, schema, skip_bad=skip_bad):
+                blocks.append(piece.block)
+                held += piece.block.nbytes
+                if held >= _PROBED_BYTES:
+                    break
+        return blocks
+
+    def _probed(self, schema: Schema, blocks: list[Block], per_unit: int, *, skip_bad: bool) -> Probe:
+        nbytes, count = sum(block.nbytes for block in blocks), sum(map(len, blocks))
+        if self._images:
+            schema, nbytes = with_images(schema, blocks, self._options.resize, skip_bad=skip_bad)
+        return Probe(schema, -(-nbytes // max(1, count)), per_unit)
 
     def read(
         self, units: _Numbers, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES
-    ) -> Iterator[Piece]:
+    ) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
-        for batch in self._fetched(np.asarray(units, dtype=np.int64), block_bytes):
-            blocks, draws, skipped = [], [], []
+        batches = _Batches(self._fetcher, self._batches(np.asarray(units, dtype=np.int64), block_bytes))
+        pieces = self._pieces(batches, schema, skip_bad=skip_bad)
+        if self._images:
+            size = self._options.resize
+            pieces = unpacked(pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes)
+        return Reading(batches.fetching, pieces)
+
+    def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[Piece]:
+        """Samples as they are read, images as the bytes that they are."""
+        for batch in batches:
+            blocks: list[Block] = []
+            draws, skipped = [], []
             found = self._blocks(batch)
             for number, (run, block) in enumerate(zip(batch.runs, found, strict=True)):
                 error = batch.errors.get(number)
                 if error is None:
                     try:
-                        blocks.append(fitted(block, schema, self._files.name(self._object(run.file))))
+                        wanted = packed(schema, block.schema) if self._images else schema
+                        blocks.append(fitted(block, wanted, self._files.name(self._object(run.file))))
                     except BadObject as misfit:
                         error = misfit
                 if error is not None and not skip_bad:
@@ -135,26 +164,8 @@ class FilesSource:
         self._reader.close()
         self._store.close()
 
-    def _fetched(self, units: _Numbers, block_bytes: int = BLOCK_BYTES) -> Iterator[Batch]:
-        """Batches in order, their parts fetched."""
-        begun: deque[Batch] = deque()
-
-        def gets() -> Iterator[Get]:
-            for batch in self._batches(units, block_bytes):
-                begun.append(batch)
-                batch.missing = len(batch.gets)
-                yield from batch.gets
-
-        results = self._fetcher.run(gets(), ahead=AHEAD, size=lambda get: get.stop - get.start)
-        try:
-            for body in results:
-                batch = begun[0]
-                deliver(batch, batch.gets[len(batch.gets) - batch.missing], body)
-                batch.missing -= 1
-                if not batch.missing:
-                    yield begun.popleft()
-        finally:
-            results.close()  # type: ignore[attr-defined]  # a generator
+    def _fetched(self, units: _Numbers) -> _Batches:
+        return _Batches(self._fetcher, self._batches(units, BLOCK_BYTES))
 
     def _batches(self, units: _Numbers, block_bytes: int) -> Iterator[Batch]:
         runs: list[Run] = []
@@ -237,6 +248,32 @@ class FilesSource:
         if self._table.whole:
             return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
         return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
+
+
+class _Batches:
+    """Batches in order, their parts fetched: an iterator, whose requests are made from the beginning."""
+
+    def __init__(self, fetcher: Fetcher[Get, Body], batches: Iterator[Batch]) -> None:
+        self._begun: deque[Batch] = deque()
+        self.fetching = fetcher.run(self._gets(batches), ahead=AHEAD, size=lambda get: get.stop - get.start)
+
+    def _gets(self, batches: Iterator[Batch]) -> Iterator[Get]:
+        for batch in batches:
+            self._begun.append(batch)
+            batch.missing = len(batch.gets)
+            yield from batch.gets
+
+    def __iter__(self) -> Iterator[Batch]:
+        for body in self.fetching:
+            batch = self._begun[0]
+            deliver(batch, batch.gets[len(batch.gets) - batch.missing], body)
+            batch.missing -= 1
+            if not batch.missing:
+                yield self._begun.popleft()
+
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        self.fetching.close()
 
 
 _NOTHING = Schema((Field("nothing", "bytes"),))

@@ -1,0 +1,193 @@
+"""``--decode image`` for files of rows and records on a store: as when the images were objects of their own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import lmdb
+import numpy as np
+import pytest
+import zarr
+from PIL import Image
+
+import cachetool
+from cachetool.block import Block
+from cachetool.errors import BadObject, UsageError
+from cachetool.sources import SourceOptions, list_source
+from cachetool.sources.images import decode_image
+from tests.servers import Http, folder_server
+from tests.sources.test_remote import everything, everything_whole, keys, source_of
+
+COUNT = 40
+
+
+def picture(number: int, height: int) -> bytes:
+    """A PNG whose pixels follow from its number."""
+    pixels = np.random.default_rng(number).integers(0, 255, (height, 6, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue()
+
+
+ONE_SIZE = [picture(number, 5) for number in range(COUNT)]
+SEVERAL = [picture(number, 3 + number % 4) for number in range(COUNT)]
+
+
+def write_parquet(folder: Path, images: list[bytes]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"image": images, "label": np.arange(len(images)), "other": [image[1:] for image in images]})
+    parquet.write_table(table, folder / "x.parquet", row_group_size=7)
+    return "x.parquet"
+
+
+def write_hdf5(folder: Path, images: list[bytes]) -> str:
+    with h5py.File(folder / "x.h5", "w") as file:
+        for name in ("image", "other"):
+            dataset = file.create_dataset(name, (len(images),), h5py.vlen_dtype(np.uint8), chunks=(7,))
+            for at, raw in enumerate(images):
+                dataset[at] = np.frombuffer(raw if name == "image" else raw[1:], dtype=np.uint8)
+        file.create_dataset("label", data=np.arange(len(images)), chunks=(7,))
+    return "x.h5"
+
+
+def write_zarr(folder: Path, images: list[bytes]) -> str:
+    """Version 2, whose filter for values of any length is known everywhere."""
+    group = zarr.open_group(folder / "x.zarr", mode="w", zarr_format=2)
+    for name in ("image", "other"):
+        array = group.create_array(name, shape=(len(images),), chunks=(7,), dtype=zarr.dtype.VariableLengthBytes())
+        array[:] = np.array([image if name == "image" else image[1:] for image in images], dtype=object)
+    group.create_array("label", data=np.arange(len(images)), chunks=(7,))
+    return "x.zarr"
+
+
+def write_lmdb(folder: Path, images: list[bytes]) -> str:
+    with lmdb.open(str(folder / "x.lmdb"), subdir=False, lib_version=0) as env, env.begin(write=True) as txn:
+        for number, image in enumerate(images):
+            txn.put(b"%03d" % number, image)
+    (folder / "x.lmdb-lock").unlink()
+    return "x.lmdb"
+
+
+def write_tfrecord(folder: Path, images: list[bytes], *, index: bool = False) -> str:
+    tfrecord = pytest.importorskip("tfrecord")
+    path, lines, at = folder / "x.tfrecord", [], 0
+    writer = tfrecord.TFRecordWriter(str(path))
+    for number, image in enumerate(images):
+        writer.write({"image": (image, "byte"), "label": (number, "int"), "other": (image[1:], "byte")})
+        writer.file.flush()
+        lines.append(f"{at} {path.stat().st_size - at}\n")
+        at = path.stat().st_size
+    writer.close()
+    if index:
+        (folder / "x.tfrecord.idx").write_text("".join(lines))
+    return "x.tfrecord"
+
+
+def write_indexed_tfrecord(folder: Path, images: list[bytes]) -> str:
+    return write_tfrecord(folder, images, index=True)
+
+
+BY_ROWS = [write_parquet, write_hdf5, write_zarr, write_indexed_tfrecord]
+WHOLE = [write_lmdb, write_tfrecord]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Http]:
+    (tmp_path / "place").mkdir()
+    with folder_server(tmp_path / "place", index="json") as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("images", "shape"), [(ONE_SIZE, (5, 6, 3)), (SEVERAL, (None,) * 3)], ids=["one size", "several sizes"]
+)
+@pytest.mark.parametrize("write", [*BY_ROWS, *WHOLE])
+def test_bytes_that_hold_images_become_arrays(
+    tmp_path: Path, server: Http, write: object, images: list[bytes], shape: tuple[int | None, ...]
+) -> None:
+    """Of one size in the first draws a fixed field, else a ragged one; what is no image stays what it was."""
+    name = write(tmp_path / "place", images)  # type: ignore[operator]
+    with source_of(server.url, tmp_path / "listing", decode="image") as source:
+        if write in WHOLE:
+            block, draws = everything_whole(source), np.arange(COUNT)
+        else:
+            draws = source.order(seed=1, turn=0)[np.arange(COUNT)]
+            schema = source.probe(draws).schema
+            pieces = list(source.read(draws, schema=schema, block_bytes=2000))
+            assert len(pieces) > 3, "arrays are larger than what they come from"
+            block = Block.concat([piece.block for piece in pieces])
+    field = "value" if name == "x.lmdb" else "image"
+
+    assert sorted(draws.tolist()) == list(range(COUNT))
+    assert block.schema[field].shape == shape
+    for at, draw in enumerate(draws.tolist()):
+        np.testing.assert_array_equal(block.columns[field][at], decode_image(memoryview(images[draw])))
+        if name != "x.lmdb":
+            assert block.columns["label"][at] == draw
+            assert bytes(block.columns["other"][at]) == images[draw][1:]
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_lmdb])
+def test_images_can_be_made_one_size_and_pulled(tmp_path: Path, server: Http, write: object) -> None:
+    name = write(tmp_path / "place", SEVERAL)  # type: ignore[operator]
+    field = "value" if name == "x.lmdb" else "image"
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        result = cache.pull(f"{server.url}/{name}", everything=True, decode="image", resize="4x8", shard_size="2kB")
+        again = cache.pull(f"{server.url}/{name}", everything=True)
+        assert cache.schema()[field].shape == (4, 8, 3)
+    assert (result.samples, again.samples) == (COUNT, 0)
+    assert result.shards > 1 or name == "x.lmdb"
+
+
+@pytest.mark.parametrize("bad", [b"junk", SEVERAL[1][:-40], picture(0, 9)], ids=["no image", "cut", "another size"])
+@pytest.mark.parametrize("write", [write_parquet, write_hdf5])
+def test_a_value_that_is_no_image_of_the_dataset_is_named_or_skipped_alone(
+    tmp_path: Path, server: Http, write: object, bad: bytes
+) -> None:
+    """Found behind the first draws, of which the schema is made."""
+    name = write(tmp_path / "place", [*ONE_SIZE[:-1], bad])  # type: ignore[operator]
+    with source_of(server.url, tmp_path / "listing", decode="image") as source:
+        schema = source.probe(np.arange(10)).schema
+        draws = np.arange(COUNT)[::-1].copy()
+        with pytest.raises(BadObject, match=rf"{name}#{COUNT - 1}': 'image': "):
+            list(source.read(draws, schema=schema))
+        pieces = list(source.read(draws, schema=schema, skip_bad=True))
+    block = Block.concat([piece.block for piece in pieces])
+
+    assert [skip.key for piece in pieces for skip in piece.skipped] == [f"{name}#{COUNT - 1}"]
+    assert [skip.draw for piece in pieces for skip in piece.skipped] == [0]
+    assert np.concatenate([piece.draws for piece in pieces]).tolist() == list(range(1, COUNT))
+    assert keys(block) == [f"{name}#{draw}" for draw in draws[1:]]
+    assert block.columns["label"].tolist() == draws[1:].tolist()
+    np.testing.assert_array_equal(block.columns["image"][0], decode_image(memoryview(ONE_SIZE[COUNT - 2])))
+
+
+def test_an_archive_with_a_bad_image_is_left_out_whole(tmp_path: Path, server: Http) -> None:
+    """As its other samples are drawn with it, none of them is there by itself."""
+    for number, images in enumerate((ONE_SIZE, [*ONE_SIZE[:5], b"junk"])):
+        made = write_lmdb(tmp_path / "place", images)
+        (tmp_path / "place" / made).rename(tmp_path / "place" / f"{number}.lmdb")
+    with source_of(server.url, tmp_path / "listing", decode="image") as source:
+        schema = source.probe(np.arange(1)).schema
+        pieces = list(source.read(np.array([1, 0]), schema=schema, skip_bad=True))
+
+    assert [skip.draw for piece in pieces for skip in piece.skipped] == [0]
+    assert np.concatenate([piece.draws for piece in pieces]).tolist() == [1] * COUNT
+
+
+def test_files_without_images_are_read_as_they_are(tmp_path: Path, server: Http) -> None:
+    write_parquet(tmp_path / "place", [b"", b"abc", b"de"])
+    with source_of(server.url, tmp_path / "listing", decode="image") as source:
+        block = everything(source, np.arange(3))
+    assert [bytes(block.columns["image"][at]) for at in range(3)] == [b"", b"abc", b"de"]
+
+
+def test_rows_of_numbers_hold_no_images(tmp_path: Path, server: Http) -> None:
+    np.save(tmp_path / "place" / "x.npy", np.zeros((3, 5), dtype=np.uint8))
+    with pytest.raises(UsageError, match=r"the rows of \.npy files are numbers"):
+        list_source(f"{server.url}/x.npy", tmp_path / "listing", SourceOptions(decode="image"))
