@@ -2,7 +2,8 @@
 
 Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
 own; its epoch and one of ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate counts
-from the second batch of an epoch on, and for ``SECONDS`` at most. *times* is ours over the peer's of the same round.
+from the second batch of an epoch on, and for ``SECONDS`` at most; ours after an epoch that does not count, since our
+feeders go on with the next one while a peer is measured. *times* is ours over the peer's of the same round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from peers.starting import Peer, PeerError
 
-from cachetool.bench.consumer import PACE, epoch
+from cachetool.bench.consumer import PACE, epoch, touched
 from cachetool.loaders.numpy import Loader
 
 SECONDS = 2.0
@@ -39,6 +40,7 @@ def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str
             peer.ask({"seconds": SECONDS})  # the first epoch of many differs from the others
             for _ in range(rounds):
                 for way, options in WAYS.items():
+                    touched(loader)
                     found[way].append((epoch(lambda: loader, **options), peer.ask(options)))
     except PeerError as error:
         return {"peer": name, "error": str(error)}

@@ -4,10 +4,11 @@
                                      [--json] [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
-Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds of one
-epoch each alternate between ``np.take`` of the same order from memory into one reused batch and the loader, first alone
-(*idle*), then with a pure-Python thread spinning in this process (*busy*). The consumer touches one byte of every page
-of every batch without letting go of the GIL. Shares are medians over pairs of the same round.
+Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds
+alternate between ``np.take`` of the same order from memory into one reused batch and the loader, first alone (*idle*),
+then with a pure-Python thread spinning in this process (*busy*). The consumer touches one byte of every page of every
+batch without letting go of the GIL. Shares are medians over pairs of the same round. A rate is that of epochs of 1.5 GB
+together, with their beginnings, after one epoch that does not count: what was made ready beforehand is used up then.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
@@ -40,6 +41,9 @@ from cachetool.cache import open_cache
 from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
+
+SUSTAINED = 1_500_000_000
+"""Bytes of the epochs that a rate is measured over."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,12 @@ def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]
         yield out
 
 
+def sustained(loader: Loader, case: Case) -> float:
+    """MB/s of epochs one after another, once what was ready is used up."""
+    touched(loader)
+    return rate(lambda: sum(touched(loader) for _ in range(-(-SUSTAINED // (case.samples * case.nbytes)))))
+
+
 def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[str, Any]:
     """What a loader over ``block`` comes to."""
     rng = np.random.default_rng(1)
@@ -95,7 +105,7 @@ def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[st
             with Spinner() if busy else contextlib.nullcontext():
                 takes.append(rate(lambda order=order: touched(taken(block, case.batch, order))))
             with Spinner() if busy else contextlib.nullcontext() as spinner:
-                feeds.append(rate(lambda: touched(loader)))
+                feeds.append(sustained(loader, case))
             if spinner is not None:
                 blocked.append(spinner.blocked)
         return takes, feeds, blocked

@@ -24,7 +24,6 @@ import numpy as np
 from tables import finish
 
 from cachetool.block import BLOCK_BYTES, Block
-from cachetool.extents import EXTENTS_FILE
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles
 from cachetool.loaders.mapped import MappedParts
@@ -78,7 +77,7 @@ def write(folder: Path, name: str, block: Block, shards: int) -> View:
         for at in range(start, stop, step):
             files.write(block.slice(at, min(at + step, stop)))
         files.finish()
-        parts.append(Part(where.name, name, stop - start, "", where, where / EXTENTS_FILE))
+        parts.append(Part(where.name, name, stop - start, "", str(where)))
     return View(1, "default", block.schema, tuple(parts))
 
 

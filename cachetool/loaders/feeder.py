@@ -14,6 +14,7 @@ catalog and tells the other feeders what each epoch reads. Nothing here imports 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -29,6 +30,7 @@ from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.ring import RingWriter
 from cachetool.loaders.slot import SlotWriter
 from cachetool.loaders.transform import Transform, loads
+from cachetool.loaders.view import View
 
 __all__ = ["main"]
 
@@ -48,6 +50,7 @@ class Listener(Protocol):
 def main() -> None:
     """Serve the training process that holds the other end of stdin, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides; it ends our stdin
+    _yield_to_training()
     os.dup2(2, 1)  # what a transform prints is no answer
     lines = Lines(0)
     hello = json.loads(lines.whole())
@@ -66,13 +69,21 @@ def main() -> None:
     work(
         settings,
         mailbox,
-        SlotWriter(RingWriter(hello["ring"]), ready=settings.prefetch),
+        SlotWriter(RingWriter(hello["ring"]), ready=settings.prefetch, feeders=hello["feeders"]),
         MappedParts(),
         transform=transform,
         number=hello["number"],
         feeders=hello["feeders"],
         exhausted=listener.exhausted,
     )
+
+
+def _yield_to_training() -> None:
+    """Never take the processor from a thread that runs: the training thread wakes a feeder by giving a slot back, and
+    would else have to wait for it with the GIL in its hands."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # where a sandbox forbids it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _listen(listener: Listener, parent: int) -> None:
@@ -89,6 +100,7 @@ class _Follower:
     def __init__(self, settings: Settings, mailbox: Mailbox, lines: Lines, plans: int) -> None:
         self._settings, self._mailbox = settings, mailbox
         self._control, self._plans = lines, Lines(plans)
+        self._told: View | None = None
 
     def run(self, parent: int) -> None:
         """Until the training process or the leader ends."""
@@ -102,7 +114,9 @@ class _Follower:
             if self._plans.ended:
                 os._exit(0)
             while (line := self._plans.next()) is not None:
-                self._mailbox.put(Plan.from_json(json.loads(line)))
+                plan = Plan.from_json(json.loads(line), self._told)
+                self._told = plan.view or self._told
+                self._mailbox.put(plan)
 
     def exhausted(self, generation: int) -> None:
         """Only the leader needs to know."""

@@ -22,7 +22,6 @@ from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import EXTENTS_FILE
 from cachetool.formats import get_format
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
@@ -124,7 +123,7 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
 
 def _renamed(part: Part, id: str) -> Part:
     """The part under a name that no part of another folder has."""
-    return Part(id, part.format, part.samples, part.content, part.folder, part.extents, part.file, part.digest)
+    return Part(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
 
 
 def _look(path: Path) -> tuple[Schema, list[Part]]:
@@ -168,8 +167,7 @@ def _part(folder: Path, format: str, value: dict[str, Any]) -> Part:
     file = value["file"]
     if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
         raise ValueError(f"{file!r} is not the name of a file")
-    extents = folder / ".extents" / file / EXTENTS_FILE
-    return Part(file, format, int(value["samples"]), str(value.get("content", "")), folder, extents, file)
+    return Part(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
 
 
 def _shard(folder: Path) -> tuple[Schema, list[Part]]:
@@ -177,7 +175,7 @@ def _shard(folder: Path) -> tuple[Schema, list[Part]]:
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
         samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
-        part = Part(value["id"], name, samples, content, folder, folder / EXTENTS_FILE, digest=digest)
+        part = Part(value["id"], name, samples, content, str(folder), digest=digest)
         return Schema.from_json(value["schema"]), [part]
 
     return _parsed(folder / SHARD_FILE, parse)

@@ -19,6 +19,7 @@ from cachetool.loaders.pipes import Lines, parent_fd, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
 from cachetool.loaders.turns import NotYet, Resume, Turns
+from cachetool.loaders.view import View
 
 __all__ = ["Leader"]
 
@@ -42,6 +43,7 @@ class Leader:
         self._turns = Turns(settings, self._publish)
         self._woken, self._wake = os.pipe()
         self._made = 0
+        self._told: View | None = None
         self._pending: tuple[dict[str, Any], float, float] | None = None
 
     def exhausted(self, generation: int) -> None:
@@ -52,7 +54,8 @@ class Leader:
     def _publish(self, plan: Plan) -> None:
         self._mailbox.put(plan)
         if self._followers:
-            value = plan.to_json()
+            value = plan.to_json(self._told)
+            self._told = plan.view or self._told
             for fd in self._followers:
                 with contextlib.suppress(BrokenPipeError):  # a dead follower is noticed by whoever waits for its batch
                     write_line(fd, value)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cachetool.errors import UsageError
-from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.files import map_file
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.files import FileSubscription
@@ -39,8 +38,7 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
     file = (path / "data.mdb" if path.is_dir() else path).absolute()
     schema, samples = _look(file, foreign=value_format is not None)
     kind = "lmdb" if value_format is None else _FOREIGN
-    extents = file.parent / ".extents" / file.name / EXTENTS_FILE
-    part = Part(file.name, kind, samples, "", folder=file.parent, extents=extents, file=file.name)
+    part = Part(file.name, kind, samples, "", str(file.parent), file.name)
     return FileSubscription(schema, (part,))
 
 

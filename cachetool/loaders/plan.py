@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from cachetool.extents import EXTENTS_FILE
 from cachetool.loaders.order import Int64s, Order, Shuffle, Steps
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
@@ -107,8 +105,8 @@ class Plan:
             before += (indices >= stop) * (stop - start)
         return positions[here], (indices - before)[here]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; a part is a row of seven."""
+    def to_json(self, told: View | None = None) -> dict[str, Any]:
+        """Plain values; a part is a row of seven. Of the view that was ``told`` before only its version."""
         view = self.view
         return {
             "generation": self.generation,
@@ -122,20 +120,18 @@ class Plan:
             if view is None
             else {
                 "version": view.version,
-                "dataset": view.dataset,
-                "schema": view.schema.to_json(),
-                "parts": rows(view.parts),
+                **({} if view is told else _described(view)),
             },
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
+    def from_json(cls, value: dict[str, Any], told: View | None = None) -> Self:
         """What :meth:`to_json` gave."""
         found = value.pop("view")
         value = {**value, "lost": tuple((a, b) for a, b in value["lost"]), "of": tuple(value["of"])}
-        if found is None:
-            return cls(**value, view=None)
-        parts = tuple(_part(*row) for row in found["parts"])
+        if found is None or "parts" not in found:
+            return cls(**value, view=None if found is None else told)
+        parts = tuple(Part(*row) for row in found["parts"])
         return cls(**value, view=View(found["version"], found["dataset"], Schema.from_json(found["schema"]), parts))
 
 
@@ -166,14 +162,10 @@ class Begun:
         return cls(**{**value, "steps": Steps(**value["steps"])})
 
 
+def _described(view: View) -> dict[str, Any]:
+    return {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
+
+
 def rows(parts: Sequence[Part]) -> list[list[Any]]:
     """Parts as plain values."""
-    return [
-        [part.id, part.format, part.samples, part.content, part.file, str(part.folder), part.digest] for part in parts
-    ]
-
-
-def _part(id: str, format: str, samples: int, content: str, file: str, folder: str, digest: str) -> Part:
-    where = Path(folder)
-    extents = where / ".extents" / file / EXTENTS_FILE if file else where / EXTENTS_FILE
-    return Part(id, format, samples, content, where, extents, file, digest)
+    return [[part.id, part.format, part.samples, part.content, part.where, part.file, part.digest] for part in parts]

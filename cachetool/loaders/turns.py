@@ -69,6 +69,7 @@ class Turns:
         self._settings, self._publish = settings, publish
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._free: list[Subscription] = []
+        self._view: View | None = None
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._current: _Turn | None = None
@@ -215,7 +216,7 @@ class Turns:
                 raise self._short[1]
             if resume is not None and self._settings.missing == "refetch":
                 self._refetch(lease, resume)
-            view = lease.newest(epoch=epoch)
+            view = self._same(lease.newest(epoch=epoch))
             if resume is not None:
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
             samples = self._count(view)
@@ -226,6 +227,12 @@ class Turns:
             lease.release()
             self._free.append(lease)
             raise
+
+    def _same(self, view: View) -> View:
+        """One object for as long as the version is the same: feeders then have its parts open already."""
+        if self._view is None or (view.version, view.dataset) != (self._view.version, self._view.dataset):
+            self._view = view
+        return self._view
 
     def _count(self, view: View) -> int:
         return view.samples if self._split is None else len(self._split.chosen(view))

@@ -34,10 +34,8 @@ class Part:
     samples: int
     content: str
     """Content digest: parts with the same one hold the same samples in the same order, in whatever format."""
-    folder: Path
-    """What the names of its files are relative to."""
-    extents: Path
-    """Its extents; where there is no such file, the format's own library reads it."""
+    where: str
+    """What the names of its files are relative to; text, since a thousand paths cost 20 ms an epoch."""
     file: str = ""
     """Name of the data file; empty in a shard, where the format says it."""
     digest: str = ""
@@ -46,8 +44,19 @@ class Part:
     @classmethod
     def of_shard(cls, shard: Shard) -> Part:
         """A shard of a cache as a part."""
-        extents = shard.path / EXTENTS_FILE
-        return cls(shard.id, shard.format, shard.samples, shard.content, shard.path, extents, digest=shard.digest)
+        where = f"{shard.folder}/{shard.id}"
+        return cls(shard.id, shard.format, shard.samples, shard.content, where, digest=shard.digest)
+
+    @property
+    def folder(self) -> Path:
+        """``where`` as a path."""
+        return Path(self.where)
+
+    @property
+    def extents(self) -> Path:
+        """Its extents; where there is no such file, the format's own library reads it."""
+        folder = self.folder
+        return folder / ".extents" / self.file / EXTENTS_FILE if self.file else folder / EXTENTS_FILE
 
 
 @dataclass(frozen=True)

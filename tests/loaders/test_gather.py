@@ -172,7 +172,7 @@ def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
 
 
 def part(name: str, samples: int, content: str = "") -> Part:
-    return Part(name, "lmdb", samples, content or name, Path(name), Path(name) / "extents.bin")
+    return Part(name, "lmdb", samples, content or name, name)
 
 
 def view(*parts: Part) -> View:

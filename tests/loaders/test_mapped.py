@@ -78,7 +78,10 @@ def put_parts(folder: Path, name: str, sizes: list[int]) -> View:
         files.write(block)
         files.finish()
         data = f"data{get_format(name).suffix}"
-        parts.append(Part(where.name, name, size, "", where, where / EXTENTS_FILE, data))
+        part = Part(where.name, name, size, "", str(where), data)
+        part.extents.parent.mkdir(parents=True)
+        (where / EXTENTS_FILE).rename(part.extents)
+        parts.append(part)
     return View(1, "default", READ, tuple(parts))
 
 
