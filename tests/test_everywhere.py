@@ -118,8 +118,10 @@ def test_a_pull_brings_the_same_from_everywhere(
 def test_2000_objects_have_the_same_digests_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_objects(tmp_path / "root" / BUCKET, 1000)
     found: dict[str, list[str]] = {}
-    for kind in KINDS:
+    there = [kind for kind in KINDS if kind != "azure" or shutil.which("azurite-blob")]
+    for kind in there:
         with monkeypatch.context() as patch, served(kind, tmp_path / "root", tmp_path / kind, patch) as url:
             found[kind] = digests(url, tmp_path / f"cache-{kind}", 1000)
             print(f"{kind}: {len(found[kind])} shards, the first {found[kind][0]}, the last {found[kind][-1]}")
     assert all(each == found["local"] for each in found.values())
+    print(f"{len(found)} kinds of places, all alike")
