@@ -2,14 +2,15 @@
 
 Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
 own; its epoch and one of ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate counts
-from the second batch of an epoch on, and for ``SECONDS`` at most; ours after an epoch that does not count, since our
-feeders go on with the next one while a peer is measured. *times* is ours over the peer's of the same round.
+from the second batch of an epoch on, and for ``SECONDS`` at most; ours is that of epochs of 1.5 GB after one that does
+not count, since our feeders go on with the next one while a peer is measured. *times* is ours over the peer's.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from cachetool.bench.consumer import PACE, epoch, touched
 from cachetool.loaders.numpy import Loader
 
 SECONDS = 2.0
+SUSTAINED = 1_500_000_000
+"""Bytes of the epochs that a rate of ours is measured over."""
 WAYS: dict[str, dict[str, Any]] = {
     "idle": {"seconds": SECONDS},
     "busy": {"busy": True, "seconds": SECONDS},
@@ -34,6 +37,7 @@ def measure(
 
 
 def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str, rounds: int) -> dict[str, Any]:
+    epochs = -(-SUSTAINED // (job[0] * job[1]))
     found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {way: [] for way in WAYS}
     try:
         with tempfile.TemporaryDirectory(dir=folder) as own, Peer(peers, name, *map(str, job), own) as peer:
@@ -41,7 +45,8 @@ def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str
             for _ in range(rounds):
                 for way, options in WAYS.items():
                     touched(loader)
-                    found[way].append((epoch(lambda: loader, **options), peer.ask(options)))
+                    ours = epoch(lambda: chain.from_iterable(loader for _ in range(epochs)), **options)
+                    found[way].append((ours, peer.ask(options)))
     except PeerError as error:
         return {"peer": name, "error": str(error)}
 

@@ -42,9 +42,6 @@ from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
 
-SUSTAINED = 1_500_000_000
-"""Bytes of the epochs that a rate is measured over."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -89,7 +86,7 @@ def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]
 def sustained(loader: Loader, case: Case) -> float:
     """MB/s of epochs one after another, once what was ready is used up."""
     touched(loader)
-    return rate(lambda: sum(touched(loader) for _ in range(-(-SUSTAINED // (case.samples * case.nbytes)))))
+    return rate(lambda: sum(touched(loader) for _ in range(-(-beside.SUSTAINED // (case.samples * case.nbytes)))))
 
 
 def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[str, Any]:
