@@ -252,7 +252,7 @@ def test_the_numbers_of_a_cap_that_is_too_small_are_one_sum(here: Run, remote: P
     assert least == shard + beside
     assert here(*line[:-1], str(least), "--json").document["samples"] == 5
 
-    larger = [*line[:-2], "--shard-size", "40kB", "--samples", "20"]
+    larger = ["pull", remote, "--shard-size", "400kB", "--samples", "20"]
     least = int(here(*larger).error.split("the minimum is ")[1].split()[0])
     assert here(*larger, "--max-size", str(least - 1)).code == 4
     assert "the minimum" not in here(*larger, "--max-size", str(least)).stderr
