@@ -51,6 +51,7 @@ def test_the_advice_names_what_is_slowest_and_what_to_change(found: Found, words
     assert said.endswith(".")
 
 
+@pytest.mark.soak  # half a minute, most of it imports of PyTorch and TensorFlow
 @pytest.mark.timeout(300)
 def test_files_are_measured_in_every_format_and_nothing_stays(tmp_path: Path, run: Run) -> None:
     x = np.random.default_rng(0).random((3000, 16, 16), dtype="<f4")

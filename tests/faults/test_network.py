@@ -140,6 +140,7 @@ def _everything(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
+@pytest.mark.soak  # half a minute of waiting; tests/stores has the same with clocks of its own
 def test_a_pull_of_which_every_request_is_told_to_slow_down_finishes(tmp_path: Path) -> None:
     """Row 47: two workers with 32 requests in flight each, all of which are refused at first, with a time and without;
     each object is then fetched once."""

@@ -431,7 +431,8 @@ def old_catalog(root: Path) -> None:
         ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        connection.execute("ALTER TABLE claims DROP COLUMN lost")
+        for column in ("lost", "tried"):
+            connection.execute(f"ALTER TABLE claims DROP COLUMN {column}")
         for table in ("evictions", "history", "epochs"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("DROP TABLE pullers")

@@ -196,7 +196,7 @@ def test_nor_inside_of_shards(tmp_path: Path, canary: bytes, inside: str) -> Non
     (tmp_path / "x.zarr" / "c").mkdir()
     (tmp_path / "x.zarr" / "c" / "0").write_bytes(canary)
 
-    with pytest.raises(UsageError, match=r"nothing in it can be taken as samples;\n'x': it uses 'numcodecs\.pickle'"):
+    with pytest.raises(BadObject, match=r"nothing in it can be taken as samples;\n'x': it uses 'numcodecs\.pickle'"):
         open_files(tmp_path / "x.zarr")
 
 
