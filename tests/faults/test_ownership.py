@@ -130,7 +130,9 @@ def test_no_link_that_is_planted_where_a_command_writes_is_followed(
                     cwd=tmp_path,
                 )
                 codes.append(found.returncode)
-                assert found.returncode in (0, 2, 3, 4, 5, 6), found.stderr
+                # 1: what somebody else makes or removes in between may look like a bug, at any of many places.
+                assert found.returncode in range(7), found.stderr
+                assert "Traceback" not in found.stderr
         assert process.stdout is not None
         planted, _ = map(int, process.stdout.read().split())
     figures(links_planted=planted, commands=len(codes), of_which_failed=sum(map(bool, codes)))

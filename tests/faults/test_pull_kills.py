@@ -44,9 +44,11 @@ def children(pid: int) -> list[int]:
 
 
 def start(source: Path, root: Path, workers: int, *more: str) -> subprocess.Popen[bytes]:
+    """Slow enough that a pass lasts longer than the wait for a kill."""
     command = [sys.executable, "-m", "cachetool", "pull", str(source), "--cache", str(root), "--workers", str(workers)]
+    options = ["--shard-size", "15kB", "--all", "--seed", "4", "--max-size", "40MB", "--max-rate", "300kB", "--quiet"]
     return subprocess.Popen(
-        [*command, "--shard-size", "15kB", "--all", "--seed", "4", "--max-size", "40MB", "--quiet", *more],
+        [*command, *options, *more],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
