@@ -24,7 +24,7 @@ import shutil
 from pathlib import Path
 
 from cachetool.disk import naming_inodes
-from cachetool.errors import CatalogError, UsageError
+from cachetool.errors import UsageError
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -158,17 +158,14 @@ def disk_bytes(found: os.stat_result) -> int:
 
 
 def tree_bytes(folder: Path) -> int:
-    """:func:`disk_bytes` of a folder and everything in it. Raises :class:`CatalogError` when some of it vanishes."""
-    try:
-        total = disk_bytes(folder.lstat())
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    total += tree_bytes(Path(entry.path))
-                else:
-                    total += disk_bytes(entry.stat(follow_symlinks=False))
-    except FileNotFoundError as error:
-        raise CatalogError(f"{error.filename} is gone: something else changes files in the cache") from error
+    """:func:`disk_bytes` of a folder and everything in it."""
+    total = disk_bytes(folder.lstat())
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_bytes(Path(entry.path))
+            else:
+                total += disk_bytes(entry.stat(follow_symlinks=False))
     return total
 
 

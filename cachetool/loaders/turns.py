@@ -229,10 +229,11 @@ class Turns:
             raise
 
     def _same(self, view: View) -> View:
-        """One object for as long as the version is the same: feeders then have its parts open already."""
-        if self._view is None or (view.version, view.dataset) != (self._view.version, self._view.dataset):
-            self._view = view
-        return self._view
+        """One object for as long as nothing changes: feeders then have its parts open already."""
+        if self._view is not None and view == self._view:
+            return self._view
+        self._view = view
+        return view
 
     def _count(self, view: View) -> int:
         return view.samples if self._split is None else len(self._split.chosen(view))
