@@ -212,6 +212,8 @@ def _column(field: Field, values: Sequence[Any]) -> Column:
     if field.kind == "fixed":
         if not arrays:
             return np.empty((0, *field.sizes), dtype=field.numpy)
+        if len(arrays) == 1:  # large ones come one by one: no copy
+            return np.asarray(arrays[0], order="C")[None]
         out = np.empty((len(arrays), *field.sizes), dtype=field.numpy)
         np.stack(arrays, out=out)
         return out

@@ -105,6 +105,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
+            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # NumPy's threads would wait for work by spinning
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -42,7 +42,12 @@ _ROOM = PAGE - PAGE_HEADER
 _POINTER = 2
 _PIECE = 2**22  # bytes of values laid out at once
 _NO_ROOT = 2**64 - 1
+_SPARE_BYTES = 64 * 2**20
 _INTEGER_KEY = 8  # what LMDB says of its table of free pages
+
+
+_spare: list[Bytes] = []
+"""The buffer of the last writer, for the next one: memory that is new costs as much as what is done with it."""
 
 
 class TreeWriter:
@@ -56,7 +61,7 @@ class TreeWriter:
         self._next = 2  # page number
         self._pages = {BRANCH: 0, LEAF: 0, OVERFLOW: 0}
         self._entries = 0
-        self._buffer = np.empty(_PIECE + 64 * PAGE, dtype=np.uint8)
+        self._buffer = _spare.pop() if _spare else np.empty(_PIECE + 64 * PAGE, dtype=np.uint8)
         self._leaf = np.zeros(PAGE, dtype=np.uint8)  # the one that is not full yet
         self._count, self._used = 0, 0  # its entries, and bytes of their nodes
         self._leaves: list[int] = []
@@ -170,6 +175,9 @@ class TreeWriter:
         self._file.write_at(
             0, [_meta(0, 2, 0, {}, 0, _NO_ROOT), _meta(1, self._next, depth, self._pages, self._entries, level[0][1])]
         )
+        if len(self._buffer) <= _SPARE_BYTES and not _spare:
+            _spare.append(self._buffer)
+        self._buffer = np.empty(0, dtype=np.uint8)
         where, at = np.concatenate(self._where), np.concatenate(self._at)
         return at + np.where(where < 0, 0, np.array(self._leaves, dtype=np.int64)[where] * PAGE)
 

@@ -27,7 +27,8 @@ from cachetool.schema import Schema
 
 __all__ = ["ShardWriter"]
 
-_READ_BACK = 16
+_READ_BACK, _READ_BACK_BYTES = 16, 16 * 2**20
+"""Samples of a new shard that are read back: at most so many, and of large ones no more than these bytes, but one."""
 
 
 class ShardWriter(ABC):
@@ -95,7 +96,9 @@ class ShardWriter(ABC):
     def _read_back(self, extents: Extents) -> None:
         if not self.samples:
             return
-        chosen = np.random.default_rng(self.samples).integers(self.samples, size=min(self.samples, _READ_BACK))
+        most = _READ_BACK_BYTES * self.samples // max(1, self.payload)
+        count = max(1, min(self.samples, _READ_BACK, most))
+        chosen = np.random.default_rng(self.samples).integers(self.samples, size=count)
         chosen[-1] = self.samples - 1  # a writer that went astray is astray at its end
         name = f"{self.path} just written"
         with ExtentsReader(self.path.parent, extents, self.schema) as reader:

@@ -17,6 +17,9 @@ from cachetool.stores.traffic import flying
 
 __all__ = ["Fetcher", "Fetching"]
 
+_FEW, _FEW_AHEAD = 4, 8
+"""So many tasks are begun together while they stay within so many times the bytes: one connection is slow."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -29,43 +32,45 @@ class Fetcher(Generic[T, R]):
         self._work, self.threads = work, threads
         self._queue: SimpleQueue[tuple[Future[R], T, threading.Event] | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
         self.held = 0
         """Bytes of the tasks that were begun and not taken."""
 
     def run(self, tasks: Iterable[T], *, ahead: int, size: Callable[[T], int]) -> Fetching[T, R]:
         """The results in the order of the tasks; the first task that raises ends it with that error.
 
-        Tasks are begun at once, and while the sizes of all that were begun here stay within ``ahead`` bytes, one in any
-        case.
+        Tasks are begun at once, and while the sizes of all that were begun here stay within ``ahead`` bytes; of large
+        ones a few while they stay within eight times as many, one in any case.
         """
-        self._start()
         return Fetching(self, tasks, ahead, size)
 
     def begin(self, task: T, stop: threading.Event) -> Future[R]:
         """Put a task behind the others."""
         future: Future[R] = Future()
         self._queue.put((future, task, stop))
-        return future
-
-    def _start(self) -> None:
-        while len(self._started) < self.threads:
+        # A thread more only when all are busy: each has memory of its own, which large bodies touch anew.
+        if not self._idle.acquire(blocking=False) and len(self._started) < self.threads:
             thread = threading.Thread(target=self._serve, name=f"fetch-{len(self._started)}", daemon=True)
             thread.start()
             self._started.append(thread)
+        return future
 
     def _serve(self) -> None:
         while (entry := self._queue.get()) is not None:
             future, task, stop = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                with flying():
-                    result = self._work(task, stop)
-            except BaseException as error:  # noqa: BLE001  # raised again where the result is taken
+            error = result = None
+            if wanted := future.set_running_or_notify_cancel():
+                try:
+                    with flying():
+                        result = self._work(task, stop)
+                except BaseException as raised:  # noqa: BLE001  # raised again where the result is taken
+                    error = raised
+            self._idle.release()  # before the result is out, which may bring another task
+            if error is not None:
                 future.set_exception(error)
-            else:
-                future.set_result(result)
-            del entry, future, task
+            elif wanted:
+                future.set_result(result)  # type: ignore[arg-type]
+            del entry, future, task, error, result
 
     def close(self) -> None:
         """Let the threads end once they are done with what they are at. May be called twice."""
@@ -95,7 +100,8 @@ class Fetching(Generic[T, R]):
                     self.begun = True
                     return
             nbytes = self._size(self._next)
-            if self._begun and fetcher.held + nbytes > self._ahead:
+            most = _FEW_AHEAD * self._ahead if len(self._begun) < _FEW else self._ahead
+            if self._begun and fetcher.held + nbytes > most:
                 return
             self._begun.append((fetcher.begin(self._next, self._stop), nbytes))
             fetcher.held += nbytes

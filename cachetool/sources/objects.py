@@ -36,10 +36,12 @@ from cachetool.units import format_size
 
 __all__ = ["ObjectsSource"]
 
-AHEAD = 128 * 2**20
+AHEAD = 64 * 2**20
 """Bytes that may be in flight or waiting for their turn."""
 _TASK_BYTES = 128 * 2**10
 _TASK_UNITS = 32
+_PROBED_BYTES = 64 * 2**20
+"""Of large objects fewer are probed: no more than these bytes, but two in any case."""
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
@@ -93,14 +95,19 @@ class ObjectsSource:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
         samples: list[_Shapes] = []
         first_error: Exception | None = None
-        tasks = self._tasks(units, self._probing.threads)
-        with contextlib.closing(self._probing.run(tasks, ahead=AHEAD, size=_size)) as fetching:
-            for sample in itertools.chain.from_iterable(fetching):
-                if sample.error is None:
-                    samples.append(sample)
-                elif not skip_bad:
-                    raise sample.error
-                first_error = first_error or sample.error
+        sizes = self._listing.unit_bytes(units, unknown=_GUESS)
+        few = max(2, int(np.searchsorted(np.cumsum(sizes), _PROBED_BYTES, side="right")))
+        for some in (units[:few], units[few:]):
+            if samples:
+                break  # the others stand in for samples that are all bad
+            tasks = self._tasks(some, self._probing.threads)
+            with contextlib.closing(self._probing.run(tasks, ahead=AHEAD, size=_size)) as fetching:
+                for sample in itertools.chain.from_iterable(fetching):
+                    if sample.error is None:
+                        samples.append(sample)
+                    elif not skip_bad:
+                        raise sample.error
+                    first_error = first_error or sample.error
         if not samples:
             raise first_error or NotFound(f"no samples under {self.url}")
         pairs = [(sample.key, sample.shapes) for sample in samples]

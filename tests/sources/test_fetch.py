@@ -38,9 +38,9 @@ def test_a_later_task_may_be_done_first_and_waits_its_turn() -> None:
     fetcher.close()
 
 
-@pytest.mark.parametrize(("ahead", "most"), [(1, 1), (10, 3), (30, 10)])
+@pytest.mark.parametrize(("ahead", "most"), [(1, 2), (10, 4), (30, 10)])
 def test_no_more_is_begun_than_fits(ahead: int, most: int) -> None:
-    """Each task weighs 3; what is begun and not yet taken stays within ``ahead``, one task in any case."""
+    """Each task weighs 3; what is begun and not taken stays within ``ahead``, or 4 tasks within eight times that."""
     begun, taken, seen = [0], [0], []
     lock = threading.Lock()
 
@@ -57,6 +57,21 @@ def test_no_more_is_begun_than_fits(ahead: int, most: int) -> None:
 
     assert max(seen) <= most + 1  # the one just handed out counts until the consumer says so
     assert begun[0] == 100
+    fetcher.close()
+
+
+def test_threads_are_started_when_all_others_are_busy() -> None:
+    """Tasks one after another keep to one thread, and as many as are under way at once get one each."""
+    together = threading.Barrier(5)
+
+    def work(task: int, stop: threading.Event) -> str:
+        if task >= 20:
+            together.wait(20)
+        return threading.current_thread().name
+
+    fetcher: Fetcher[int, str] = Fetcher(work, 8)
+    assert {next(iter(fetcher.run([task], ahead=1, size=lambda task: 1))) for task in range(20)} == {"fetch-0"}
+    assert len(set(fetcher.run(range(20, 25), ahead=5, size=lambda task: 1))) == 5
     fetcher.close()
 
 

@@ -281,6 +281,30 @@ def test_a_later_number_that_does_not_fit_is_named(tmp_path: Path) -> None:
 # --- real data ------------------------------------------------------------------------------------------------------
 
 
+def test_of_large_objects_few_are_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 5000)
+    files: dict[str, Any] = {f"{n}.x.npy": np.full(100 if n else 3, n, dtype="<f8") for n in range(20)}
+    with opened(tmp_path, files) as source:
+        units, got = np.arange(1, 20), []
+        real = source._store.get
+        monkeypatch.setattr(source._store, "get", lambda item: got.append(item.key) or real(item))
+        assert source.probe(units).schema["x"].shape == (100,)
+        assert len(got) == 5  # of 928 bytes each
+        got.clear()
+        monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
+        source.probe(units)
+        assert len(got) == 2
+
+
+def test_others_are_probed_when_the_first_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
+    files: dict[str, Any] = {f"{n}.x.npy": b"no array" if n < 3 else np.zeros(4, dtype="<f8") for n in range(6)}
+    with opened(tmp_path, files) as source:
+        assert source.probe(np.arange(6), skip_bad=True).schema["x"].shape == (4,)
+        with pytest.raises(BadObject):
+            source.probe(np.arange(3), skip_bad=True)
+
+
 def use(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
