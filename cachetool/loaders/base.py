@@ -269,7 +269,7 @@ class Epoch(Iterator[T]):
 
     def fetch(self) -> T:
         """The next batch, for whoever calls :meth:`count` once it is delivered. Raises ``StopIteration`` at the end."""
-        if self.all_fetched:
+        if self._fetched >= self._steps:
             raise StopIteration
         if self.replaced:
             raise UsageError("this iterator ended when its loader was iterated again or closed")

@@ -152,7 +152,7 @@ class Processes:
         number = step % len(self._rings)
         ring, reader = self._rings[number], self._readers[number]
         while True:
-            if not ring.poll():
+            if not ring.ready and not ring.poll():
                 with self._pace.waiting():
                     self._wait(ring)
             batch = reader.take(generation)

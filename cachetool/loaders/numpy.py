@@ -55,9 +55,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = dict(batch.columns)
-        for field in batch.schema:
-            if field.kind in ("str", "bytes"):
-                column = out[field.name]
-                assert isinstance(column, Ragged)
-                out[field.name] = Strings(column, text=field.kind == "str")
+        for name, column in batch.columns.items():
+            if isinstance(column, Ragged) and column.shapes is None:
+                out[name] = Strings(column, text=batch.schema[name].kind == "str")
         return out

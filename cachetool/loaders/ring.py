@@ -5,9 +5,9 @@
     memfd    | semaphores | state of each slot | queue of filled slots | where each slot lies |  slot  |  slot  | ...
                filled, free   1 byte each          int32 each              2 x int64 each        grown by the feeder
 
-A slot comes back when nobody can see it any more: whatever looks into it holds its :class:`Lease`, whose end writes one
-byte and posts one semaphore. A consumer that keeps batches is granted as many slots more. Tokens of ``free`` are
-permissions to fill a slot: one that is free, or else a new one.
+A slot comes back, by one byte and one semaphore, when nobody can see it any more (:class:`Slot`). A consumer that keeps
+batches is granted as many slots more. Tokens of ``free`` are permissions to fill a slot: one that is free, or else a
+new one.
 
 The memory has no name, so nothing is left behind however the processes end. In the training process nothing here lets
 go of the GIL but waiting for a batch that is not there.
@@ -21,8 +21,8 @@ import mmap
 import os
 import sys
 import time
-import weakref
-from collections.abc import Callable
+from collections import deque
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from cachetool.formats.runs import Bytes
 from cachetool.loaders.arena import map_at, reserve
 from cachetool.loaders.forks import Inherited, watch
 
-__all__ = ["HEAD", "Lease", "Ring", "RingWriter", "supported"]
+__all__ = ["HEAD", "Ring", "RingWriter", "Slot", "supported"]
 
 MOST = 16384
 """Slots a ring can have at most."""
@@ -45,11 +45,12 @@ _TABLE = _QUEUE + 4 * MOST
 HEAD = _TABLE + 16 * MOST
 """Bytes before the first slot; most of them are never touched."""
 
-_IN_USE, _IDLE = b"\0", b"\1"
+_IN_USE, _IDLE = 0, 1
 _HUGE = 2**21
 _RESERVED, _LEAST_RESERVED = 2**40, 2**32  # less under a limit on addresses (ulimit -v)
 _PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _MONOTONIC = time.CLOCK_MONOTONIC
+_LOOKS = 16  # slots in use that are looked at when a batch is taken: thousands may be kept
 
 
 def supported() -> bool:
@@ -134,33 +135,73 @@ class _Head:
         return start, self._whole[start : start + size]
 
 
-class Lease:
-    """One batch in its slot. The slot comes back when this object and all arrays of :meth:`array` are gone."""
+class Slot:
+    """One slot as the training process sees it: where its memory lies now, and the arrays of the batch in it.
 
-    __slots__ = ("__weakref__", "_base", "memory")
+    The arrays stay here from one batch to the next like it. Whoever is handed a batch gets views of them, each of which
+    refers to the array, whatever else is made of it: other views, tensors, exchanged or mapped copies. So the slot is
+    seen for as long as one of the arrays is referred to by something else, and that is looked up, not signalled.
+    """
 
-    def __init__(self, memory: Bytes, base: int) -> None:
-        self.memory = memory
-        """The slot: as long as it is looked at directly, this object must be kept."""
-        self._base = base
+    __slots__ = ("_base", "_start", "arrays", "form", "memory", "number", "numbers")
 
-    def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
-        """An array in the slot, a storage of its own: as long as anything sees it, through whatever views, copies of
-        views or tensors, the slot is not filled again."""
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arrays: list[np.ndarray[Any, Any]] = []
+        """To be handed out as views only."""
+        self.form: Any = None
+        """What the reader knows of the arrays."""
+        self._start = -1
+
+    def look(self, head: _Head) -> None:
+        """See where the slot lies now, which a feeder changes that makes it larger."""
+        start, size = head.table[2 * self.number], head.table[2 * self.number + 1]
+        if start != self._start:
+            self._start, region = head.region(self.number)
+            self._base = int(region.ctypes.data)
+            self.memory = region.data
+            """The bytes of the slot; none of them may be looked at once it is given back."""
+            self.numbers = self.memory[: size // 8 * 8].cast("q")
+            """The same as int64."""
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of the arrays; nothing may see them any more."""
+        self.form = None
+        self.arrays.clear()
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> None:
+        """Another array in the slot, which keeps the memory and is counted from now on."""
         interface = {"data": (self._base + offset, False), "shape": shape, "typestr": dtype, "version": 3}
-        return np.asarray(_Owner(interface, self))
+        self.arrays.append(np.asarray(_Owner(interface, self.memory)))
+
+    @property
+    def seen(self) -> bool:
+        """Whether anything sees a batch in this slot."""
+        return _referred(self.arrays)
 
 
-class _Watch(weakref.ref[Lease]):
-    __slots__ = ("slot",)
+def _referred(arrays: list[np.ndarray[Any, Any]]) -> bool:
+    for array in arrays:  # noqa: SIM110 - a generator would count for itself
+        if getrefcount(array) > _ALONE:
+            return True
+    return False
 
-    slot: int
+
+def _alone() -> int:
+    """What ``getrefcount`` says in :func:`_referred` of an array that only the list refers to."""
+    for array in [np.empty(0)]:
+        return getrefcount(array)
+    raise AssertionError
+
+
+_ALONE = _alone()
 
 
 class Ring:
     """The training process's end: makes the memory, takes batches out, gives slots back.
 
-    ``poll``, ``wait`` and ``take`` belong to one thread at a time; leases may end in any.
+    It belongs to one thread at a time. Batches may be dropped in any: their slots are found and given back later.
     """
 
     def __init__(self) -> None:
@@ -172,63 +213,85 @@ class Ring:
         for semaphore in (self._head.filled, self._head.free):
             if self._library.sem_init(semaphore, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init failed")
+        self._post, self._trywait = self._library.sem_post, self._library.sem_trywait
+        self.ready = 0
+        """Batches that :meth:`take` gives without another look."""
         self._taken = 0
         self._granted = 0
-        self._regions: dict[int, tuple[int, Bytes, int]] = {}
-        self._live: dict[int, _Watch] = {}
+        self._slots: dict[int, Slot] = {}
+        self._live: deque[Slot] = deque()
         watch()
-        self._inherited = Inherited(lambda live=self._live: list(live))  # type: ignore[misc]
-        self._back = _returner(self._head, self._live, self._inherited)
+        self._inherited = Inherited(lambda live=self._live: [slot.number for slot in list(live) if slot.seen])  # type: ignore[misc]
 
     @property
     def held(self) -> int:
         """Number of batches that somebody can still see."""
+        self._give_back(len(self._live))
         return len(self._live) + len(self._inherited)
 
     def poll(self) -> bool:
-        """Whether a batch is there, which :meth:`take` must then be called for; keeps the GIL."""
-        return bool(self._library.sem_trywait(self._head.filled) == 0)
+        """Whether batches are there, which :attr:`ready` then counts; keeps the GIL.
+
+        A few are taken note of at once and as many slots given back: a call of the C library whose code left the cache
+        meanwhile takes 20 microseconds.
+        """
+        live, most = self._live, max(1, min(_LOOKS, self._head.count[0] // 4))
+        if live:
+            self._give_back(min(len(live), _LOOKS + 2 * most))
+        if (kept := len(live) + len(self._inherited)) != self._granted:
+            self._grant(kept)
+        while self.ready < most and self._trywait(self._head.filled) == 0:
+            self.ready += 1
+        return self.ready > 0
 
     def wait(self, seconds: float) -> bool:
         """As :meth:`poll`, waiting without the GIL. May come back early, after a signal."""
-        self._look_for_ended()
         if self.held >= self._head.count[0] + self._granted:
             self._grant(self._granted + 1)  # the feeder has no slot left: all of them are looked at here
-        return _wait(self._head.filled, seconds)
+        if _wait(self._head.filled, seconds):
+            self.ready += 1
+        return self.ready > 0
 
-    def take(self) -> Lease:
-        """The next batch. Raises :class:`UsageError` when thousands of batches are kept."""
-        head = self._head
-        slot = head.queue[self._taken % MOST]
+    def take(self) -> Slot:
+        """The slot of the next batch, one of those that are ready."""
+        self.ready -= 1
+        number = self._head.queue[self._taken % MOST]
         self._taken += 1
-        self._look_for_ended()
-        self._grant(max(0, self.held - 1))
-        start, memory, base = self._regions.get(slot, (-1, None, 0))
-        if memory is None or start != head.table[2 * slot] or len(memory) != head.table[2 * slot + 1]:
-            start, memory = head.region(slot)
-            base = int(memory.ctypes.data)
-            self._regions[slot] = start, memory, base
-        lease = Lease(memory, base)
-        watch = _Watch(lease, self._back)
-        watch.slot = slot
-        self._live[slot] = watch
-        return lease
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = Slot(number)
+        slot.look(self._head)
+        self._live.append(slot)
+        return slot
+
+    def _give_back(self, looks: int) -> None:
+        """Find slots that nobody sees any more among so many of those in use, the longest used first."""
+        live = self._live
+        for _ in range(looks):
+            slot = live[0]
+            if slot.seen:
+                live.rotate(-1)
+                continue
+            live.popleft()
+            if not (self._inherited and self._inherited.keep(slot.number)):
+                self._free(slot.number)
+        if self._inherited:
+            for number in self._inherited.ended():  # kept for children that have ended
+                self._free(number)
+
+    def _free(self, number: int) -> None:
+        self._head.states[number] = _IDLE  # before the token, which says that there is one
+        self._post(self._head.free)
 
     def _grant(self, kept: int) -> None:
-        """Let the feeder fill as many slots more as batches are kept beside the last one taken."""
+        """Let the feeder fill as many slots more as are in use here. Raises :class:`UsageError` for thousands."""
         if kept > MOST // 2:
             raise UsageError(f"{kept} batches of a loader are kept at once; copy what is to be kept")
         while self._granted < kept:
-            self._library.sem_post(self._head.free)
+            self._post(self._head.free)
             self._granted += 1
-        while self._granted > kept and self._library.sem_trywait(self._head.free) == 0:
+        while self._granted > kept and self._trywait(self._head.free) == 0:
             self._granted -= 1
-
-    def _look_for_ended(self) -> None:
-        """Give back what was kept for children that have ended."""
-        if self._inherited:
-            for slot in self._inherited.ended():
-                _give_back(self._head, slot)
 
     def close(self) -> None:
         """Let go of the descriptor; the memory stays for as long as batches of it are seen."""
@@ -236,26 +299,6 @@ class Ring:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def _give_back(head: _Head, slot: int) -> None:
-    head.states[slot : slot + 1] = _IDLE  # before the token, which says that there is one
-    _library(keeps_gil=True).sem_post(head.free)
-
-
-def _returner(head: _Head, live: dict[int, _Watch], inherited: Inherited) -> Callable[[_Watch], None]:
-    """What is called at the end of a lease, in whatever thread. It keeps the head alive, not the ring."""
-    pid = os.getpid()
-
-    def back(watch: _Watch, getpid: Callable[[], int] = os.getpid) -> None:
-        if getpid() != pid:
-            return  # a forked child lost sight of its copy; the parent may still look at the batch
-        slot = watch.slot
-        live.pop(slot, None)
-        if not (inherited and inherited.keep(slot)):
-            _give_back(head, slot)
-
-    return back
 
 
 class RingWriter:
@@ -286,12 +329,12 @@ class RingWriter:
             if slot >= MOST:
                 raise UsageError("a loader has no slots left: too many of its batches are kept at once")
             self._regions[slot] = 0, np.empty(0, dtype=np.uint8)
-        self._head.states[slot : slot + 1] = _IN_USE
+        self._head.states[slot] = _IN_USE
         return slot
 
     def put_back(self, slot: int) -> None:
         """Give a slot back that was not filled."""
-        self._head.states[slot : slot + 1] = _IDLE
+        self._head.states[slot] = _IDLE
         self._library.sem_post(self._head.free)
 
     def memory(self, slot: int, nbytes: int = 0, *, keep: int = 0) -> Bytes:

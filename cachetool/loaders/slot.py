@@ -23,13 +23,15 @@ import numpy.typing as npt
 from cachetool.block import Column, Ragged
 from cachetool.errors import CacheToolError
 from cachetool.loaders.failure import rebuilt
-from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.loaders.ring import Ring, RingWriter, Slot
 from cachetool.schema import Field, Schema
 
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
 _ALIGN = 64
 _NUMBERS = 4
+_KEYS = 16
+"""Bytes of generation and step, which differ from batch to batch."""
 READY_BYTES = 256 * 2**20
 """What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
 the turns of its GIL, and then takes what there is: with 48 MiB a feeder that was a fifth less."""
@@ -144,46 +146,66 @@ class SlotWriter:
             self._permitted = wanted
 
 
+class _Form(NamedTuple):
+    """What batches are like whose heads are the same behind generation and step."""
+
+    head: bytes
+    schema: Schema
+    columns: dict[str, slice]
+    """Which of the slot's arrays are those of each field; it alone may refer to them."""
+
+
 class SlotReader:
     """Makes batches of the slots that come out of a ring."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._texts: dict[bytes, tuple[Schema, list[tuple[Field, list[tuple[str, tuple[int, ...]]]]]]] = {}
+        self._schemas: dict[bytes, Schema] = {}
 
     def take(self, generation: int) -> Batch | None:
         """The batch that ``ring.poll`` or ``ring.wait`` announced; None when it is of another generation.
 
         Raises the error that the feeder sent in its place.
         """
-        lease = self._ring.take()
-        numbers = lease.memory[: 8 * _NUMBERS].view(np.int64)
-        found, step, length, arrays = numbers.tolist()
-        if found != generation:
+        slot = self._ring.take()
+        numbers = slot.numbers
+        if numbers[0] != generation:
             return None
-        at = 8 * (_NUMBERS + 2 * arrays)
-        places = lease.memory[8 * _NUMBERS : at].view(np.int64).tolist()
-        text = lease.memory[at : at + length].tobytes()
-        known = self._texts.get(text)
-        if known is None:
+        form: _Form | None = slot.form
+        if form is None or slot.memory[_KEYS : _KEYS + len(form.head)] != form.head:
+            form = slot.form = self._form(slot)
+        arrays = slot.arrays
+        columns: dict[str, Column] = {}
+        for name, part in form.columns.items():
+            views = [array[...] for array in arrays[part]]
+            columns[name] = views[0] if len(views) == 1 else Ragged(*views)
+        return Batch(generation, numbers[1], form.schema, columns)
+
+    def _form(self, slot: Slot) -> _Form:
+        length, count = slot.numbers[2:_NUMBERS].tolist()
+        at = 8 * (_NUMBERS + 2 * count)
+        places = slot.numbers[_NUMBERS : _NUMBERS + 2 * count].tolist()
+        schema = self._schema(bytes(slot.memory[at : at + length]))
+        slot.forget()
+        columns: dict[str, slice] = {}
+        pairs = iter(zip(places[::2], places[1::2], strict=True))
+        for field in schema:
+            first = len(slot.arrays)
+            for dtype, inner in _parts(field):
+                offset, size = next(pairs)
+                slot.array(offset, (size, *inner), dtype)
+            columns[field.name] = slice(first, len(slot.arrays))
+        return _Form(bytes(slot.memory[_KEYS : at + length]), schema, columns)
+
+    def _schema(self, text: bytes) -> Schema:
+        schema = self._schemas.get(text)
+        if schema is None:
             value = json.loads(text)
             if "error" in value:
                 raise rebuilt(value["error"])
             schema = Schema.from_json(value["fields"])
-            self._check(schema)
-            known = self._texts[text] = schema, [(field, _parts(field)) for field in schema]
-        schema, fields = known
-        columns: dict[str, Column] = {}
-        at = 0
-        for field, parts in fields:
-            made = []
-            for dtype, inner in parts:
-                made.append(lease.array(places[at], (places[at + 1], *inner), dtype))
-                at += 2
-            columns[field.name] = made[0] if len(made) == 1 else Ragged(*made)
-        return Batch(found, step, schema, columns)
-
-    def _check(self, schema: Schema) -> None:
-        for other, _ in self._texts.values():
-            if other != schema:
-                raise CacheToolError(f"batches differ: {other.describe()} and {schema.describe()}")
+            for other in self._schemas.values():
+                if other != schema:
+                    raise CacheToolError(f"batches differ: {other.describe()} and {schema.describe()}")
+            self._schemas[text] = schema
+        return schema
