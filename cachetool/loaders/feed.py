@@ -27,7 +27,8 @@ from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.failure import rebuilt
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
-from cachetool.loaders.ring import Ring, supported
+from cachetool.loaders.ring import Ring
+from cachetool.loaders.ring_memory import supported
 from cachetool.loaders.slot import Batch, SlotReader
 
 __all__ = ["Feed", "Processes"]

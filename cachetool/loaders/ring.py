@@ -1,26 +1,15 @@
 """Shared memory between one feeder, which fills slots with batches, and the training process, which looks at them.
 
-::
-
-    memfd    | semaphores | state of each slot | queue of filled slots | where each slot lies |  slot  |  slot  | ...
-               filled, free   1 byte each          int32 each              2 x int64 each        grown by the feeder
-
 A slot comes back, by one byte and one semaphore, when nobody can see it any more (:class:`Slot`). A consumer that keeps
 batches is granted as many slots more. Tokens of ``free`` are permissions to fill a slot: one that is free, or else a
-new one.
-
-The memory has no name, so nothing is left behind however the processes end. In the training process nothing here lets
-go of the GIL but waiting for a batch that is not there.
+new one. In the training process nothing here lets go of the GIL but waiting for a batch that is not there.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
-import sys
-import time
 from collections import deque
 from sys import getrefcount
 from typing import Any
@@ -29,110 +18,14 @@ import numpy as np
 
 from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
-from cachetool.loaders.arena import map_at, reserve
 from cachetool.loaders.forks import Inherited, watch
+from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, Head, Owner, library, wait
 
-__all__ = ["HEAD", "Ring", "RingWriter", "Slot", "supported"]
+__all__ = ["Ring", "RingWriter", "Slot"]
 
-MOST = 16384
-"""Slots a ring can have at most."""
-
-_FILLED, _FREE = 0, 64  # sem_t takes 32 bytes on 64-bit Linux
-_COUNT = 128  # of slots that the feeder allowed itself
-_STATES = 4096
-_QUEUE = _STATES + MOST
-_TABLE = _QUEUE + 4 * MOST
-HEAD = _TABLE + 16 * MOST
-"""Bytes before the first slot; most of them are never touched."""
-
-_IN_USE, _IDLE = 0, 1
 _HUGE = 2**21
-_RESERVED, _LEAST_RESERVED = 2**40, 2**32  # less under a limit on addresses (ulimit -v)
 _PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_MONOTONIC = time.CLOCK_MONOTONIC
 _LOOKS = 16  # slots in use that are looked at when a batch is taken: thousands may be kept
-
-
-def supported() -> bool:
-    """Whether this platform has what a ring is made of: Linux with 64-bit addresses."""
-    return sys.platform == "linux" and sys.maxsize > 2**32
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-@functools.cache
-def _library(*, keeps_gil: bool) -> Any:
-    """The C library, called with the GIL held, or without it for calls that may block."""
-    library = ctypes.PyDLL(None, use_errno=True) if keeps_gil else ctypes.CDLL(None, use_errno=True)
-    for name in ("sem_post", "sem_wait", "sem_trywait"):
-        getattr(library, name).argtypes = [ctypes.c_void_p]
-    library.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-    library.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return library
-
-
-def _wait(semaphore: ctypes.c_void_p, seconds: float) -> bool:
-    """Wait at most so long, without the GIL; False when the time is over or a signal came."""
-    library = _library(keeps_gil=False)
-    until = time.clock_gettime_ns(_MONOTONIC) + int(seconds * 1e9)
-    limit = _Timespec(*divmod(until, 10**9))
-    return bool(library.sem_clockwait(semaphore, _MONOTONIC, ctypes.byref(limit)) == 0)
-
-
-def _reserved() -> Bytes:
-    nbytes = _RESERVED
-    while True:
-        try:
-            return reserve(nbytes)
-        except OSError:
-            nbytes //= 2
-            if nbytes < _LEAST_RESERVED:
-                raise
-
-
-class _Owner:
-    """What an array has as its base: it keeps what keeps the memory."""
-
-    __slots__ = ("__array_interface__", "_keeper")
-
-    def __init__(self, interface: dict[str, Any], keeper: object) -> None:
-        self.__array_interface__ = interface
-        self._keeper = keeper
-
-
-class _Head:
-    """The head of a ring, mapped, and addresses for its slots: each byte of the file at its place behind the head.
-
-    One range and no map of Python's own, which would keep a descriptor a slot.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        reserved = _reserved()
-        self._base = int(reserved.ctypes.data)
-        interface = {"data": (self._base, False), "shape": reserved.shape, "typestr": "|u1", "version": 3}
-        self._whole: Bytes = np.asarray(_Owner(interface, reserved))  # writable, which Python's map is not
-        self._map(0, HEAD)
-        whole = self._whole[:HEAD].data
-        self.count = whole[_COUNT : _COUNT + 8].cast("q")
-        self.states = whole[_STATES : _STATES + MOST]
-        self.queue = whole[_QUEUE : _QUEUE + 4 * MOST].cast("i")
-        self.table = whole[_TABLE : _TABLE + 16 * MOST].cast("q")
-        self.filled = ctypes.c_void_p(self._base + _FILLED)
-        self.free = ctypes.c_void_p(self._base + _FREE)
-
-    def _map(self, start: int, size: int) -> None:
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        if not map_at(self._base + start, size, both, mmap.MAP_SHARED, self.fd, start):
-            raise OSError(ctypes.get_errno(), "mapping a slot failed")
-
-    def region(self, slot: int) -> tuple[int, Bytes]:
-        """Where the slot lies in the file now, and its memory."""
-        start, size = self.table[2 * slot], self.table[2 * slot + 1]
-        self._map(start, size)
-        return start, self._whole[start : start + size]
 
 
 class Slot:
@@ -153,7 +46,7 @@ class Slot:
         """What the reader knows of the arrays."""
         self._start = -1
 
-    def look(self, head: _Head) -> None:
+    def look(self, head: Head) -> None:
         """See where the slot lies now, which a feeder changes that makes it larger."""
         start, size = head.table[2 * self.number], head.table[2 * self.number + 1]
         if start != self._start:
@@ -173,7 +66,7 @@ class Slot:
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> None:
         """Another array in the slot, which keeps the memory and is counted from now on."""
         interface = {"data": (self._base + offset, False), "shape": shape, "typestr": dtype, "version": 3}
-        self.arrays.append(np.asarray(_Owner(interface, self.memory)))
+        self.arrays.append(np.asarray(Owner(interface, self.memory)))
 
     @property
     def seen(self) -> bool:
@@ -208,8 +101,8 @@ class Ring:
         self.fd = os.memfd_create("cachetool-ring", os.MFD_CLOEXEC)
         """To be handed to the feeder."""
         os.ftruncate(self.fd, HEAD)
-        self._head = _Head(self.fd)
-        self._library = _library(keeps_gil=True)
+        self._head = Head(self.fd)
+        self._library = library(keeps_gil=True)
         for semaphore in (self._head.filled, self._head.free):
             if self._library.sem_init(semaphore, 1, 0):
                 raise OSError(ctypes.get_errno(), "sem_init failed")
@@ -248,7 +141,7 @@ class Ring:
         """As :meth:`poll`, waiting without the GIL. May come back early, after a signal."""
         if self.held >= self._head.count[0] + self._granted:
             self._grant(self._granted + 1)  # the feeder has no slot left: all of them are looked at here
-        if _wait(self._head.filled, seconds):
+        if wait(self._head.filled, seconds):
             self.ready += 1
         return self.ready > 0
 
@@ -280,7 +173,7 @@ class Ring:
                 self._free(number)
 
     def _free(self, number: int) -> None:
-        self._head.states[number] = _IDLE  # before the token, which says that there is one
+        self._head.states[number] = IDLE  # before the token, which says that there is one
         self._post(self._head.free)
 
     def _grant(self, kept: int) -> None:
@@ -305,8 +198,8 @@ class RingWriter:
     """The feeder's end: one thread of it gets slots, fills them and commits them."""
 
     def __init__(self, fd: int) -> None:
-        self._head = _Head(fd)
-        self._library = _library(keeps_gil=False)
+        self._head = Head(fd)
+        self._library = library(keeps_gil=False)
         self._end = -(-HEAD // _HUGE) * _HUGE
         self._slots = 0
         self._committed = 0
@@ -322,19 +215,19 @@ class RingWriter:
         """Wait for a slot that nobody sees."""
         while self._library.sem_wait(self._head.free):
             pass  # interrupted by a signal
-        slot = self._head.states[: self._slots].tobytes().find(_IDLE)
+        slot = self._head.states[: self._slots].tobytes().find(IDLE)
         if slot < 0:
             slot = self._slots
             self._slots += 1
             if slot >= MOST:
                 raise UsageError("a loader has no slots left: too many of its batches are kept at once")
             self._regions[slot] = 0, np.empty(0, dtype=np.uint8)
-        self._head.states[slot] = _IN_USE
+        self._head.states[slot] = IN_USE
         return slot
 
     def put_back(self, slot: int) -> None:
         """Give a slot back that was not filled."""
-        self._head.states[slot] = _IDLE
+        self._head.states[slot] = IDLE
         self._library.sem_post(self._head.free)
 
     def memory(self, slot: int, nbytes: int = 0, *, keep: int = 0) -> Bytes:
