@@ -1,7 +1,9 @@
-"""What the operating system says of a disk that fails or is full, as an error that a user can act on.
+"""What the operating system says of a disk that fails or is full, or of a cache in which something else works, as an
+error that a user can act on.
 
-:func:`disk_error` is for the edges, where a command or a worker process ends; inside, an OSError stays what it is. Only
-that inodes have run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees some.
+:func:`known_error` is for the edges, where a command or a worker process ends; inside, an OSError stays what it is.
+Only that inodes have run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees
+some.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from cachetool.errors import CapacityError
+from cachetool.errors import CacheToolError, CapacityError, CatalogError
 
-__all__ = ["disk_error", "naming_inodes"]
+__all__ = ["disk_error", "known_error", "naming_inodes"]
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -23,6 +26,24 @@ _WORDS = {
     errno.EIO: "the disk reports an input/output error; nothing of this was committed",
     errno.EROFS: "the disk is mounted read-only; what is in the cache can still be read",
 }
+_CHANGED = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP}
+"""What comes of a file or folder that is there, or is not, against all that cachetool did."""
+
+
+def known_error(error: BaseException) -> CacheToolError | None:
+    """:func:`disk_error`; or, where a file of a cache came or went without cachetool, a :class:`CatalogError` that says
+    so: nobody else has any business in there."""
+    if (full := disk_error(error)) is not None:
+        return full
+    if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
+        return None
+    for root in Path(error.filename).parents:
+        if (root / "CACHEDIR.TAG").exists() and (root / "cachetool.json").exists():
+            return CatalogError(
+                f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
+                f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
+            )
+    return None
 
 
 def disk_error(error: BaseException) -> CapacityError | None:

@@ -72,12 +72,14 @@ def verify(
         return result
     with open_cache(path, create=False) as cache:
         _check_strays(cache, result, repair=repair)
+        query = "SELECT dataset, format FROM shards WHERE dataset IS NOT NULL ORDER BY seq"
+        formats = {row["dataset"]: row["format"] for row in cache.catalog.rows(query)}  # also of those given up below
         opened = _check_shards(cache, result, repair=repair, sample=sample, report=report)
         for source, count in opened.items():
             _report_open(cache, result, source, count)
         failed: dict[str, str] = {}
         if repair and repull:
-            failed = _pull_again(cache, result, report)
+            failed = _pull_again(cache, result, formats, report)
         if purge:
             accept(cache.catalog, cache.layout)
             shards, samples, freed = purge_quarantine(cache.catalog, cache.layout, cache.holder)
@@ -161,7 +163,7 @@ def _report_open(cache: CacheDir, result: Verified, source: str, count: int) -> 
         result.reopened[row.url] = result.reopened.get(row.url, 0) + count
 
 
-def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, str]:
+def _pull_again(cache: CacheDir, result: Verified, formats: dict[str, str], report: Report) -> dict[str, str]:
     """Fetch what is missing, now or since an earlier time; gives why not, by source. That it fails does not undo the
     repair: the draws stay open."""
     with cache.catalog.read() as connection:
@@ -175,7 +177,7 @@ def _pull_again(cache: CacheDir, result: Verified, report: Report) -> dict[str, 
         while left is not None and more:
             before = left.samples
             try:
-                made = _pull_loss(cache, left, report, skip=skip)
+                made = _pull_loss(cache, left, formats, report, skip=skip)
                 if made.skipped_examples:
                     last = made.skipped_examples[-1]
                     why = f"of {made.skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
@@ -196,12 +198,11 @@ def _still_missing(cache: CacheDir, loss: Loss) -> Loss | None:
         return next((each for each in losses(connection) if each.source == loss.source), None)
 
 
-def _pull_loss(cache: CacheDir, loss: Loss, report: Report, *, skip: bool) -> PullResult:
+def _pull_loss(cache: CacheDir, loss: Loss, formats: dict[str, str], report: Report, *, skip: bool) -> PullResult:
     row = cache.source(loss.source)
     assert row is not None
-    shards = cache.shards(row.dataset)
     options = PullOptions(
-        to=shards[-1].format if shards else None,
+        to=formats.get(row.dataset),
         samples=loss.samples,
         dataset=row.dataset,
         on_error="skip" if skip else "error",

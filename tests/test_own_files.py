@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cachetool.api import open_cache
 from cachetool.cache.marker import settings
+from cachetool.cache.rebuild import Found, without_doubles
 from cachetool.doctor import examine
 from cachetool.errors import CatalogError, UsageError
 from cachetool.verify import verify
@@ -255,3 +258,68 @@ def test_missing_samples_are_still_missing_after_the_catalog_was_lost_too(root: 
     found = verify(root, repair=True)
     assert found.problems[0].file == "catalog.sqlite3"
     assert [each.samples for each in found.missing] == [10]
+
+
+@pytest.mark.parametrize("what", ["a file", "a link"])
+def test_what_stands_in_the_place_of_a_shard_is_removed_and_where_it_leads_is_not_touched(
+    root: Path, objects: Path, tmp_path: Path, what: str
+) -> None:
+    before = keys(root)
+    shard, away = next((root / "shards").iterdir()), tmp_path / "away"
+    shutil.move(shard, away)
+    if what == "a file":
+        shard.write_text("not a shard")
+    else:
+        shard.symlink_to(away)
+        (away / "data.h5").write_bytes(b"garbled")
+    kept = {path: path.read_bytes() for path in away.iterdir()}
+
+    mended = run("verify", "--repair", "--cache", str(root))
+
+    assert (mended.returncode, "bug" in mended.stderr) == (0, False), mended.stderr
+    assert not os.path.lexists(shard)
+    assert {path: path.read_bytes() for path in away.iterdir()} == kept
+    assert keys(root) == before
+
+
+@pytest.mark.parametrize("name", ["shards", "holders", "listings"])
+def test_a_file_where_the_cache_has_a_folder_is_named_and_no_bug(root: Path, objects: Path, name: str) -> None:
+    shutil.rmtree(root / name)
+    (root / name).touch()
+    for line in (("doctor",), ("pull", str(objects), "--samples", "1"), ("verify", "--repair")):
+        ran = run(*line, "--cache", str(root), "--quiet")
+        assert ran.returncode != 1, (line, ran.stderr)
+        assert "bug" not in ran.stderr, (line, ran.stderr)
+    assert (ran.returncode, f"its {name} is no folder; remove it" in ran.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(last: int) -> None:
+    """They were committed to two copies of a catalog. Draws of the other must not count as done: it goes."""
+    shards: list[dict[str, Any]] = [
+        {
+            "since": 7,
+            "created": 100.0 + (number == last),
+            "progress": {"id": "a", "frontier": number},
+            "id": str(number),
+        }
+        | {"source": "a", "turn": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
+        for number in (0, 1)
+    ]
+    found = Found(shards=shards)
+    for value in shards:
+        found.learn(value)
+
+    (kept,), superseded = without_doubles(found.shards)
+
+    assert (kept["id"], superseded) == (str(last), [str(1 - last)])
+    assert found.progress["a"][1] is kept["progress"]
+
+
+def test_what_is_wrong_with_a_shard_that_no_row_knows_is_said_as_it_is(root: Path) -> None:
+    shard = next((root / "shards").iterdir())
+    shutil.copytree(shard, root / "shards" / "0123456789abcdef")
+
+    (aside,) = verify(root, repair=True).quarantine
+
+    assert aside["why"].endswith(f"shard.json belongs to shard {shard.name}")

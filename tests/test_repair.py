@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import cachetool
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.losses import losses
+from cachetool.cli.app import run
 from cachetool.options import PullOptions
 from cachetool.verify import verify
 from tests.test_growing import drawn, write
@@ -223,3 +225,29 @@ def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> Non
     assert verify(root, repair=True).sound
     with cachetool.open_cache(root) as cache:
         assert keys(cache) == before
+
+
+def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where no shard of its dataset is left that tells the format."""
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(8))
+    np.save(tmp_path / "rows.npy", np.zeros((10, 50)))
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, to="tfrecord", workers=1)
+        cache.pull(str(remote), samples=5, to="zarr", dataset="other", workers=1)
+        cache.convert(tmp_path / "rows.npy", to="hdf5", dataset="rows")
+    shutil.rmtree(root / "shards")
+
+    assert run(["verify", "--repair", "--cache", str(root)]) == 5  # the rows exist nowhere else
+
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.endswith("pulled again")] == ["13 pulled again"]
+    with cachetool.open_cache(root) as cache:
+        assert {(shard.dataset, shard.format) for shard in cache.shards()} == {
+            ("default", "tfrecord"),
+            ("other", "zarr"),
+        }
+        (aside,) = cache.catalog.rows("SELECT bytes FROM shards WHERE state = 'quarantine'")
+        assert aside["bytes"] == 0

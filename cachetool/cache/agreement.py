@@ -73,7 +73,7 @@ def _meta(connection: Connection, found: Found) -> Iterator[str]:
     meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
     wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
     yield from (f"{key} is {meta[key]!r}" for key in wrong)
-    newest = max([since for since, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
+    newest = max([at[0] for at, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
     if newest > meta["version"]:
         yield f"it is at version {meta['version']}, and version {newest} was committed"
     if math.floor(max((value["seq"] for value in found.shards), default=0)) > meta["seq"]:

@@ -104,9 +104,11 @@ class Layout:
             with contextlib.suppress(FileExistsError):  # also a link, wherever it leads
                 write_durable(self.tag, _TAG)
             for folder in self.folders:
-                folder.mkdir(mode=0o700, exist_ok=True)
-                if folder.is_symlink():
-                    raise UsageError(f"cache {self.root} cannot be made: its {folder.name} is a link; remove it")
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                if folder.is_symlink() or not folder.is_dir():
+                    what = "a link" if folder.is_symlink() else "no folder"
+                    raise UsageError(f"cache {self.root} cannot be made: its {folder.name} is {what}; remove it")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
                 raise
@@ -170,7 +172,11 @@ def tree_bytes(folder: Path) -> int:
 
 
 def remove_tree(folder: Path, *, first: str | None = None) -> None:
-    """Delete a folder, the file ``first`` before the rest; a folder that is gone already is fine."""
+    """Delete a folder, the file ``first`` before the rest; a folder that is gone already is fine, and what
+    somebody put in its place, a file or a link, goes alone."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+        return
     if first is not None:
         (folder / first).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):

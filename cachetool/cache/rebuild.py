@@ -70,15 +70,16 @@ class Found:
 
     shards: list[Record] = field(default_factory=list)
     schemas: dict[str, tuple[float, Any]] = field(default_factory=dict)
-    progress: dict[str, tuple[int, Record]] = field(default_factory=dict)
+    progress: dict[str, tuple[tuple[int, float], Record]] = field(default_factory=dict)
+    """Of each source the newest: version, time of its commit (in the order of :func:`without_doubles`), record."""
     bad: list[tuple[str, str]] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
 
     def learn(self, value: Record) -> None:
         """Keep the newest record of a source."""
-        progress = value.get("progress")
-        if progress is not None and self.progress.get(progress["id"], (-1,))[0] < value["since"]:
-            self.progress[progress["id"]] = (value["since"], progress)
+        progress, at = value.get("progress"), (value["since"], value.get("created", 0.0))
+        if progress is not None and self.progress.get(progress["id"], ((-1, 0.0),))[0] < at:
+            self.progress[progress["id"]] = (at, progress)
 
 
 def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
@@ -255,7 +256,7 @@ def _write(
     catalog = Catalog(aside)
     catalog.create(max_size=settings["max_size"], min_free=settings.get("min_free", 0), pages=pages)
     with catalog.write() as connection:
-        newest = max([since for since, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
+        newest = max([at[0] for at, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
         served = {key: number for key, number in settings.items() if key.startswith("served")}
         for key, number in {"version": newest + 1, "seq": last, **served}.items():

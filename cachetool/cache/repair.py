@@ -20,7 +20,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, fsync_folder, remove_tree, tree_bytes
 from cachetool.cache.losses import reopen
 from cachetool.cache.rebuild import quarantine_folder
-from cachetool.cache.records import Record, unseal, write_source_record
+from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
 
 __all__ = [
@@ -81,7 +81,7 @@ def _entries(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries]
-    except FileNotFoundError:  # a folder that was deleted is missed elsewhere
+    except (FileNotFoundError, NotADirectoryError):  # a folder that was deleted is missed elsewhere
         return []
 
 
@@ -93,14 +93,19 @@ def _bytes(path: Path) -> int:
 
 
 def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
-    """Delete what was never committed; keep, charged and in no snapshot, a shard whose ``shard.json`` cannot be read.
-    Gives what was done."""
+    """Delete what was never committed; keep, charged and in no snapshot, what has a ``shard.json``: one that cannot be
+    read, or of samples that are elsewhere too. Gives what was done."""
     with catalog.write() as connection:
         if stray.path.parent == layout.shards:
             if connection.execute("SELECT 1 FROM shards WHERE id = ?", (stray.path.name,)).fetchone():
                 return "in the catalog by now"
             if (stray.path / SHARD_FILE).exists():
-                quarantine_folder(connection, layout, stray.path.name, f"{SHARD_FILE} is not whole")
+                why = "other shards have samples of it, and the catalog does not know it"
+                try:
+                    read_shard_json(stray.path)
+                except (OSError, ValueError) as error:
+                    why = str(error)
+                quarantine_folder(connection, layout, stray.path.name, why)
                 return "in quarantine"
         if stray.path.is_dir() and not stray.path.is_symlink():
             remove_tree(stray.path)
@@ -182,7 +187,10 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str)
         event(connection, time.time(), "corrupt", id, why)
         source = source_row(connection, row["source"] or "")
         if source is None or row["sole"]:
-            connection.execute("UPDATE shards SET state = 'quarantine', until = ? WHERE id = ?", (bump(connection), id))
+            connection.execute(
+                "UPDATE shards SET state = 'quarantine', until = ?, bytes = ? WHERE id = ?",
+                (bump(connection), _bytes(layout.shards / id), id),  # of what is left of it
+            )
             return GivenUp("in quarantine")
         retire(connection, [id], reason="corrupt", policy="verify")
         count = reopen(connection, source, row["turn"], json.loads(row["draws"]), row["samples"])

@@ -28,7 +28,7 @@ from cachetool.cli.pull import pull
 from cachetool.cli.show import show
 from cachetool.cli.stats import stats
 from cachetool.cli.verify import verify
-from cachetool.disk import disk_error
+from cachetool.disk import disk_error, known_error
 from cachetool.errors import CacheToolError, Interrupted
 
 __all__ = ["app", "run"]
@@ -76,7 +76,7 @@ def run(args: Sequence[str]) -> int:
         except typer.TyperException as error:
             return _usage(error, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
-            known = disk_error(error)
+            known = known_error(error)
             return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
             return fail_with(Interrupted("interrupted"), as_json=as_json)

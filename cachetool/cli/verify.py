@@ -80,9 +80,10 @@ def verify(
                 [(q["id"], q["dataset"], q["samples"], format_size(q["bytes"]), q["why"]) for q in found.quarantine],
             )
         for url, draws in found.reopened.items():
-            out.line(f"{draws} draws of {url} are open again" + (f", {found.repulled} pulled" if repull else ""))
-        if found.repulled and not found.reopened:
-            out.line(f"{count(found.repulled, 'sample')} that were missing since an earlier repair pulled again")
+            out.line(f"{draws} draws of {url} are open again")
+        if found.repulled:
+            earlier = f"{count(found.repulled, 'sample')} that were missing since an earlier repair"
+            out.line(f"{found.repulled if found.reopened else earlier} pulled again")
         if found.purged is not None:
             samples, freed = count(found.purged["samples"], "sample"), format_size(found.purged["bytes"])
             out.line(f"purged {count(found.purged['shards'], 'shard')} with {samples}, {freed}")

@@ -22,7 +22,7 @@ import traceback
 from queue import SimpleQueue
 from types import FrameType
 
-from cachetool.disk import disk_error
+from cachetool.disk import disk_error, known_error
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, to_json
 
@@ -79,7 +79,7 @@ def main(starter: int = 0, imports: str = "") -> None:
         except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
             if os.environ.get("CACHETOOL_DEBUG"):
                 traceback.print_exc()
-            outcome = to_json(disk_error(error) or _bug(error))
+            outcome = to_json(known_error(error) or _bug(error))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             pipe.put(outcome)
