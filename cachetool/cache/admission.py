@@ -97,13 +97,15 @@ def admit(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
             endless, held = room.wait == math.inf, leaseholders(connection)
-            if room.evict:
+            hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
+            evict = room.evict and not hopeless
+            if evict:
                 # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
                 connection.execute(
                     "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
                     {"need": wanted, "job": room.job},
                 )
-            if room.evict and not (endless and held):  # those who read let go of the share that was asked for
+            if evict and not (endless and held):  # those who read let go of the share that was asked for
                 victims = choose(
                     candidates(connection, seen=endless),
                     excess=max(excess, lack) - int(retiring),
@@ -117,7 +119,7 @@ def admit(
         delete_trash(catalog, layout, trash)
         if trash:
             continue
-        gains = endless or bool(retiring) or bool(held and room.evict) or bool(writers)
+        gains = endless or bool(retiring) or bool(held and evict) or bool(writers)
         who = _who(catalog, room, held, writers)
         if time.monotonic() < deadline and gains:
             if waiting is not None:
@@ -126,7 +128,7 @@ def admit(
             pause = _POLL / 4 if writers else 5 * _POLL if endless else _POLL
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             continue
-        if excess <= 0:
+        if excess <= 0 or hopeless:
             refuse_full_disk(layout, need, floor)
             continue  # somebody freed some just now
         waited = f" after {format_duration(room.wait)}" if gains else ""
@@ -135,6 +137,12 @@ def admit(
             f"cache is full: {usage.total} of {cap} bytes are taken, up to {wanted} more are needed{waited}: {who}"
             + (advice if room.advise else "")
         )
+
+
+def _evictable(connection: Connection) -> int:
+    """Bytes that evictions and the ends of other writers could free at most."""
+    query = "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state = 'staging' OR (state != 'quarantine' AND NOT sole)"
+    return int(connection.execute(query).fetchone()[0])
 
 
 def _evict_hint(catalog: Catalog, layout: Layout, used: int, target: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
 from cachetool.cache.layout import tree_bytes
-from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
 
 from .conftest import SCHEMA, put_shard
 
@@ -182,6 +183,24 @@ def test_a_free_disk_floor_is_kept(root: Path) -> None:
         cache.declare("default", SCHEMA)
         with pytest.raises(Exception, match="above the floor"):
             put_shard(cache, 1000)
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_nothing_is_evicted_for_a_floor_that_evictions_cannot_reach(
+    root: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    with open_cache(root, max_size="8MB") as cache:
+        cache.declare("default", SCHEMA)
+        for _ in range(3):
+            put_shard(cache, 100_000)
+    disk = 10_000_000 + tree_bytes(root / "shards")
+    with open_cache(root, min_free=10_000_000 + (50_000 if reached else 500_000)) as cache:
+        monkeypatch.setattr(cache.layout, "free_disk", lambda: disk - tree_bytes(root / "shards"))
+        with contextlib.nullcontext() if reached else pytest.raises(CapacityError, match="above the floor"):
+            put_shard(cache, 1000, room=Room(evict=True, wait=0))
+
+        assert [shard.samples for shard in cache.shards()] == [10, 10, 10]
+        assert sum(row["shards"] for row in cache.catalog.rows("SELECT shards FROM evictions")) == int(reached)
 
 
 def test_the_cap_is_stored_and_another_one_takes_effect_at_the_next_write(root: Path) -> None:
