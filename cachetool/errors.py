@@ -66,6 +66,13 @@ class MissingExtra(UsageError):
         super().__init__(what)
 
 
+def without(library: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """What to raise in place of ``error`` where ``library`` itself is not installed; else the error as it is."""
+    if error.name != library:
+        return error
+    return ModuleNotFoundError(f"this needs {library}: pip install 'cachetool[{extra}]'", name=library)
+
+
 class SourceError(CacheToolError):
     """The remote side failed: a store, a listing or an object."""
 
@@ -92,6 +99,8 @@ class CapacityError(CacheToolError):
     """No room: the cap, the free disk or the inodes are used up."""
 
     exit_code = 4
+    done = ""
+    """What was done all the same, in a line."""
 
 
 class CapTooSmall(CapacityError):

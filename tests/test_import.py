@@ -94,6 +94,16 @@ def test_public_names_exist_and_are_documented(name: str) -> None:
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
 
 
+@pytest.mark.parametrize(("module", "library"), [("torch", "torch"), ("tensorflow", "tensorflow")])
+def test_a_loader_without_its_library_names_the_extra(module: str, library: str) -> None:
+    code = f"import sys; sys.modules[{library!r}] = None; import cachetool.loaders.{module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ModuleNotFoundError: this needs {library}: pip install 'cachetool[{library}]'"
+
+
 def test_public_names_stay_what_they_are_when_everything_is_loaded() -> None:
     """A module of the same name would replace a function of the package as soon as it is imported."""
     code = (

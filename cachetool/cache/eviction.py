@@ -13,6 +13,8 @@ from cachetool.cache.policies import Victim, check_policy, choose, protected, sh
 from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.errors import CapBlocked, CapTooSmall
+from cachetool.text import count
+from cachetool.units import format_size
 
 __all__ = ["evict_to"]
 
@@ -49,7 +51,11 @@ def evict_to(
     with catalog.read() as connection:
         used, held = measure(connection, layout).total, held_back(connection)
         if used > target:
-            raise _not_reached(connection, used, target, held, **limits)
+            error = _not_reached(connection, used, target, held, **limits)
+            if shards:
+                gone = f"{count(shards, 'shard')} with {count(samples, 'sample')}, {format_size(freed)}"
+                error.done = f"evicted {gone}; the cache takes {format_size(used)} now"
+            raise error
     return Removal(tuple(plan), shards, samples, freed, used, target, len(held.sizes), sum(held.sizes), held.who)
 
 

@@ -79,7 +79,9 @@ def run(args: Sequence[str]) -> int:
             known = known_error(error)
             return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
-            return fail_with(Interrupted("interrupted"), as_json=as_json)
+            return fail_with(
+                Interrupted("interrupted: what was committed stays, and the same command goes on"), as_json=as_json
+            )
         return int(code or 0)
     except KeyboardInterrupt:  # a second Ctrl-C, while the first was being reported
         return Interrupted.exit_code

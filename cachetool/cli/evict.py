@@ -48,14 +48,19 @@ def evict(
 
     out = Output(as_json=as_json, quiet=quiet)
     with open_cache(cache, create=False, notify=out.note) as opened:
-        removal = opened.evict(
-            max_size,
-            policy=policy,
-            dataset=dataset,
-            min_epochs=min_epochs,
-            dry_run=dry_run,
-            wait=parse_duration(wait, what="--wait"),
-        )
+        try:
+            removal = opened.evict(
+                max_size,
+                policy=policy,
+                dataset=dataset,
+                min_epochs=min_epochs,
+                dry_run=dry_run,
+                wait=parse_duration(wait, what="--wait"),
+            )
+        except CapacityError as error:
+            if error.done and not as_json:
+                out.line(error.done)
+            raise
     if as_json:
         out.document(removal.as_dict())
     else:

@@ -19,21 +19,26 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.errors import UsageError, without
 from cachetool.formats.example import shape_name, storage_kind
 from cachetool.loaders.order import order
 from cachetool.loaders.split import SIDES, Split
-from cachetool.loaders.subscription import subscribe
+from cachetool.loaders.subscription import CacheSubscription, subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
+
+try:
+    import tensorflow as tf
+except ModuleNotFoundError as error:
+    raise without("tensorflow", "tensorflow", error) from None
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
@@ -85,9 +90,14 @@ def make_dataset(
         raise UsageError(f"split is 'train' or 'validation', validation a share between 0 and 1: {split}, {validation}")
     sides = None if split is None else Split(split, validation)
     subscription = subscribe(cache, dataset=dataset, run=run)
+    where = f" --cache {shlex.quote(str(subscription.root))}" if isinstance(subscription, CacheSubscription) else ""
     try:
         first = subscription.newest(peek=True)
-        size = _record_size(first, _files(first, sides)[0])
+        if not first.samples:
+            raise UsageError(
+                f"dataset {first.dataset!r} has no samples yet; fill it: cachetool pull SOURCE --to tfrecord{where}"
+            )
+        size = _record_size(first, _files(first, sides, where)[0])
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
         subscription.close()
@@ -99,7 +109,7 @@ def make_dataset(
         number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
         try:
             view = mine.newest(epoch=None if run is None else number)
-            columns = _files(view, sides)
+            columns = _files(view, sides, where)
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
             yield tuple([column[i] for i in at] for column in columns)
@@ -134,8 +144,9 @@ def make_dataset(
     return out
 
 
-def _files(view: View, sides: Split | None) -> tuple[list[str], list[str], list[bytes]]:
+def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list[str], list[bytes]]:
     """Names and compressions of the files of a view; with ``sides`` a bool for each record, and no file without any.
+    ``where`` names the cache to a command.
 
     Raises :class:`UsageError` for other formats, and when there is a split and no ``__key__``.
     """
@@ -143,7 +154,7 @@ def _files(view: View, sides: Split | None) -> tuple[list[str], list[str], list[
     if others:
         raise UsageError(
             f"dataset {view.dataset!r} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run:"
-            " cachetool convert --to tfrecord"
+            f" cachetool convert --to tfrecord{where}"
         )
     mine = np.ones(view.samples, dtype=np.bool_)
     if sides is not None:

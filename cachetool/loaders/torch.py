@@ -21,11 +21,16 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.errors import UsageError, without
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise without("torch", "torch", error) from None
+from torch.utils.data import Dataset, Sampler, get_worker_info
+
 from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file

@@ -119,8 +119,9 @@ def test_a_target_below_an_empty_cache_is_refused_before_anything_goes(cache: Ca
 def test_data_that_exists_nowhere_else_is_kept(cache: CacheDir, put: Put) -> None:
     sole = put(origin=Origin(sole=True))
     put()
-    with pytest.raises(CapTooSmall, match="nothing more may be evicted"):
+    with pytest.raises(CapTooSmall, match="nothing more may be evicted") as stopped:
         cache.evict(empty_size(cache))
+    assert stopped.value.done.startswith("evicted 1 shard with ")
 
     assert [shard.id for shard in cache.shards()] == [sole]
 

@@ -141,6 +141,7 @@ def test_a_dry_run_and_the_eviction_name_the_same_reasons_and_end_alike(
     assert "would evict" in foreseen.stdout
     assert re.search(says, foreseen.error)
     assert foreseen.error == done.error
+    assert done.stdout.startswith("evicted ") == (why in ("writer", "sole", "dataset"))
     assert document.document["unreached"].splitlines()[0] in document.error
 
 

@@ -91,7 +91,7 @@ def test_an_evicted_shard_stays_until_the_epoch_is_over(seen: dict[str, Any]) ->
 def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> None:
     for message in (seen["other format"], seen["other format later"]):
         assert "shards in hdf5" in message
-        assert "cachetool convert --to tfrecord" in message
+        assert "cachetool convert --to tfrecord --cache /" in message
     assert "batch_size must be at least 1" in seen["no batch"]
     assert "no field 'no'" in seen["unknown field"]
     assert "no dataset 'no'" in seen["unknown dataset"]
