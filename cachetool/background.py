@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import time
 import warnings
 from contextlib import ExitStack
@@ -106,7 +105,7 @@ class BackgroundPull:
         deadline: float | None = None
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([child.stdout], [], [], left)[0]:
+            if not child.says(left):
                 return
             more, messages = child.receive()
             child.check(ended=not more)
@@ -148,7 +147,7 @@ class BackgroundPull:
         state, more = self.progress(), True
         # Once the catalog knows of its failure, it is about to say so itself.
         ending = state.phase == FAILED and state.pid == child.process.pid
-        while more and select.select([child.stdout], [], [], None if ending else 0)[0]:
+        while more and child.says(None if ending else 0):
             more, _ = child.receive()
             try:
                 child.check(ended=not more)

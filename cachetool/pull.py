@@ -186,7 +186,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         cache.declare(options.dataset, schema)
         row, change = source_row(id, options, found, order, known), found["change"]
         if new is not None:
-            cache.add_source(row, new)
+            cache.add_source(row, new, new=known is None)
         elif change is not None and (change["added"] or change["vanished"]):
             segment = {name: change[name] for name in ("name", "units", "identity")}
             grow_source(cache, row, scratch / "segment", whole=True, **segment)

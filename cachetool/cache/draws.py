@@ -22,7 +22,7 @@ from typing import Any
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.copies import Pass, still_there
 from cachetool.cache.room import Room
-from cachetool.errors import UsageError
+from cachetool.errors import CatalogError, UsageError
 
 __all__ = [
     "Claim",
@@ -118,8 +118,14 @@ def source_row(connection: Connection, source: str) -> SourceRow | None:
     return None if row is None else SourceRow.of(row)
 
 
-def add_source(connection: Connection, row: SourceRow, nbytes: int) -> None:
-    """Write a source, or what is new about a known one, with the bytes that its listing is charged."""
+def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool = False) -> None:
+    """Write a source, or what is new about a known one, with the bytes that its listing is charged.
+    Raises :class:`UsageError` when it is to be ``new`` and is there, listed otherwise."""
+    now = source_row(connection, row.id) if new else None
+    if now is not None and (now.identity, now.units) != (row.identity, row.units):
+        raise UsageError(f"another process began to draw from {row.url} at this moment; run this again")
+    if now is not None:
+        return
     columns = {
         **asdict(row),
         "options": json.dumps(dict(row.options)),
@@ -262,9 +268,11 @@ def finish(
     transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
     source, as a refresh found, is no fault of the objects and counts for the source alone."""
     if upto >= held.stop:
-        connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
+        closed = connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
-        connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
+        closed = connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
+    if closed.rowcount != 1:  # its samples may be somebody else's by now
+        raise CatalogError("what this pull was drawing was taken from it; run it again")
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -322,10 +330,14 @@ def close_job(connection: Connection, job: str) -> Job:
 
 
 def withdraw(connection: Connection, dataset: str, source: str) -> bool:
-    """Delete a source that nothing was drawn of, and its dataset when that is empty then; whether the source went."""
+    """Delete a source that nothing was drawn of and nobody draws from, and its dataset when that is empty then; whether
+    the source went."""
     row = source_row(connection, source)
+    busy = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
-    gone = row is not None and not used and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
+    gone = (
+        row is not None and not used and not busy and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
+    )
     if gone:
         connection.execute("DELETE FROM claims WHERE source = ?", (source,))
         connection.execute("DELETE FROM sources WHERE id = ?", (source,))

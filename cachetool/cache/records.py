@@ -73,6 +73,8 @@ def read_shard_json(folder: Path) -> Record:
     value = unseal(folder / SHARD_FILE)
     if value.get("id") != folder.name:
         raise ValueError(f"{folder / SHARD_FILE} belongs to shard {value.get('id')}")
+    if not isinstance(value.get("dataset"), str):
+        raise ValueError(f"{folder / SHARD_FILE} names no dataset")
     return value
 
 

@@ -269,16 +269,21 @@ class CacheDir:
         """Where the listing of a source lies."""
         return self.layout.listings / source
 
-    def add_source(self, row: SourceRow, listing: Path) -> None:
-        """Take in a source: its listing and room for its record are charged, then it is copied beside the others."""
-        declared = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (row.dataset,))
+    def add_source(self, row: SourceRow, listing: Path, *, new: bool = False) -> None:
+        """Take in a source: its listing and room for its record are charged, then it is copied beside the others.
+        Raises :class:`UsageError` when a ``new`` one came in by another process meanwhile, listed otherwise."""
+        declared = self.catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
         record = record_bound(json.loads(declared["schema"]) if declared else [])
         known = self.source(row.id) is not None
 
         def insert(connection: Connection) -> None:
-            add_source(connection, row, listing_bound(listing) + record)
+            if declared:  # who declared it too may have taken it back
+                connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
+            add_source(connection, row, listing_bound(listing) + record, new=new)
 
         admit(self.catalog, self.layout, self.holder, listing_bound(listing) + record, insert, room=Room(wait=0))
+        if new and known and self.listing(row.id).exists():
+            return  # the same, and workers of another process read it
         real = take_in(self.layout, row.id, listing, self.holder.id)
         with self.catalog.write() as connection:
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -123,6 +124,12 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # it died at once: the end of its stdout says so
             self.stdin.write(json.dumps(line).encode() + b"\n")
             self.stdin.flush()
+
+    def says(self, seconds: float | None) -> bool:
+        """Whether something comes from it within so long; its pipe may have any number (select ends at 1,024)."""
+        poll = select.poll()
+        poll.register(self.stdout, select.POLLIN)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def receive(self) -> tuple[bool, list[Message]]:
         """Whether the child may still say something, and the messages that came now."""

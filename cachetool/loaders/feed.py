@@ -87,6 +87,8 @@ class Processes:
         self._rest = b""
         self._pace = Pace()
         self._answers, answers = os.pipe()
+        self._poll = select.poll()  # a trainer may have more descriptors than select takes
+        self._poll.register(self._answers, select.POLLIN)
         plans = [os.pipe() for _ in range(feeders - 1)]
         leader = [answers, *(write for _, write in plans)]
         try:
@@ -205,7 +207,7 @@ class Processes:
 
     def _answer(self) -> dict[str, Any]:
         while b"\n" not in self._rest:
-            if not select.select([self._answers], [], [], _LOOK)[0]:
+            if not self._poll.poll(1000 * _LOOK):
                 self._check()
                 continue
             data = os.read(self._answers, 1 << 20)

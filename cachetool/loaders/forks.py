@@ -45,7 +45,10 @@ class Inherited:
 
     def ended(self) -> list[int]:
         """The kept slots that no child looks at any more."""
-        over = select.select([pipe for pipe, _ in self._children], [], [], 0)[0] if self._children else []
+        poll = select.poll()
+        for pipe, _ in self._children:
+            poll.register(pipe, select.POLLIN)
+        over = [pipe for pipe, _ in poll.poll(0)]
         for pipe in over:
             os.close(pipe)
         self._children = [child for child in self._children if child[0] not in over]

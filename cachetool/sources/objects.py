@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.errors import BadObject, NotFound, SourceError, UsageError
 from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
-from cachetool.sources.decode import Value, decode
+from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.limits import MAX_VALUE
@@ -40,8 +41,10 @@ AHEAD = 64 * 2**20
 """Bytes that may be in flight or waiting for their turn."""
 _TASK_BYTES = 128 * 2**10
 _TASK_UNITS = 32
-_PROBED_BYTES = 64 * 2**20
-"""Of large objects fewer are probed: no more than these bytes, but two in any case."""
+_PROBED_BYTES, _PROBED_LEAST = 64 * 2**20, 8
+"""Of samples that must be read whole to be probed no more than these bytes, the smallest first, but a few anyway."""
+_HEADS = 256 * 2**10
+"""Larger arrays and bytes are not read to be probed: their beginning, or their size, says it all."""
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
@@ -95,9 +98,9 @@ class ObjectsSource:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
         samples: list[_Shapes] = []
         first_error: Exception | None = None
-        sizes = self._listing.unit_bytes(units, unknown=_GUESS)
-        few = max(2, int(np.searchsorted(np.cumsum(sizes), _PROBED_BYTES, side="right")))
-        for some in (units[:few], units[few:]):
+        units = np.asarray(units, dtype=np.int64)
+        sizes, wanted = self._listing.unit_bytes(units, unknown=_GUESS), self._to_probe(units)
+        for some in (units[wanted], units[~wanted]):
             if samples:
                 break  # the others stand in for samples that are all bad
             tasks = self._tasks(some, self._probing.threads)
@@ -123,7 +126,24 @@ class ObjectsSource:
                     f"--rename {old}={new}: no field {old!r};"
                     f" the samples have {names_of(self._names(samples[0], int(units[0])))}"
                 )
-        return Probe(schema, -(-sum(sample.nbytes for sample in samples) // len(samples)))
+        mean = sum(sample.nbytes for sample in samples) / len(samples)
+        if wanted.any() and sizes[wanted].any():
+            mean *= sizes.mean() / sizes[wanted].mean()
+        return Probe(schema, math.ceil(mean))
+
+    def _to_probe(self, units: _Units) -> npt.NDArray[np.bool_]:
+        """Which of these units: all, unless what must be read of them is much."""
+        need = np.array([sum(map(self._to_read, self._listing.unit(unit))) for unit in units.tolist()], dtype=np.int64)
+        order = np.argsort(need, kind="stable")
+        few = max(_PROBED_LEAST, int(np.searchsorted(np.cumsum(need[order]), _PROBED_BYTES, side="right")))
+        wanted = np.zeros(len(units), dtype=np.bool_)
+        wanted[order[:few]] = True
+        return wanted
+
+    def _to_read(self, item: Object) -> int:
+        """Bytes that probing takes of an object."""
+        size = item.size if item.size >= 0 else _GUESS
+        return min(size, MAX_HEADER) if size > _HEADS and self._part(item).kind in ("npy", "bytes") else size
 
     def read(self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
@@ -158,11 +178,12 @@ class ObjectsSource:
             _Shapes(
                 s.key, {name: shape_of(value) for name, value in s.values.items()}, s.nbytes, tuple(s.names), s.error
             )
-            for s in self._read_task(task, stop)
+            for s in [self._sample(int(unit), heads=True) for unit in task[1] if not stop.is_set()]
         ]
 
-    def _sample(self, unit: int) -> _Sample:
-        """Fetch and decode one unit. A bad or missing object is kept in the sample; a failing store raises."""
+    def _sample(self, unit: int, *, heads: bool = False) -> _Sample:
+        """Fetch and decode one unit. A bad or missing object is kept in the sample; a failing store raises. With
+        ``heads`` large arrays and bytes are stand-ins without memory."""
         objects = self._listing.unit(unit)
         pairs = [(item, self._part(item)) for item in objects]
         sample = _Sample(pairs[0][1].sample)
@@ -173,15 +194,32 @@ class ObjectsSource:
                         f"object {item.key!r} has {format_size(item.size)}, and at most {format_size(MAX_VALUE)} are"
                         " read as one; leave it out with --on-error skip"
                     )
-                data = self._store.get(item)
-                sample.fetched += len(data)
-                fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
+                fields: Iterable[tuple[str, Value]] | None = None
+                if heads and item.size > _HEADS:
+                    fields = self._by_head(item, part)
+                if fields is None:
+                    data = self._store.get(item)
+                    sample.fetched += len(data)
+                    fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
                 self._assembler.add(sample, item.key, fields)
             self._assembler.finish(sample, str)
         except (BadObject, NotFound) as error:
             sample.error = error
         sample.nbytes = sum(map(nbytes_of, sample.values.values()))
         return sample
+
+    def _by_head(self, item: Object, part: Part) -> list[tuple[str, Value]] | None:
+        """What an object will be, as arrays of one value that is repeated; None when only all of it says that."""
+        if part.kind == "bytes":
+            return [(part.field, np.broadcast_to(np.uint8(0), (item.size,)).data)]
+        if part.kind != "npy":
+            return None
+        try:
+            dtype, _, shape, start = npy_layout(self._store.get_range(item, 0, min(item.size, MAX_HEADER + 12)))
+        except SourceError:
+            return None
+        whole = start + math.prod(shape) * dtype.itemsize == item.size
+        return [(part.field, np.broadcast_to(np.zeros((), dtype), shape))] if whole else None
 
     def _names(self, sample: _Shapes, unit: int) -> list[str]:
         """Names of the fields of a sample, those included whose objects were not fetched."""

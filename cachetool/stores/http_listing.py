@@ -156,6 +156,8 @@ def _line_object(line: bytes, where: str) -> Object:
             etag = f"{SHA256}{entry['sha256'].lower()}" if entry.get("sha256") else entry.get("etag")
             if not isinstance(name, str) or not isinstance(etag, str | None):
                 raise TypeError("key and etag are strings")
+            if etag is not None:  # as servers and the clouds' own tools print it
+                etag = etag.removeprefix("W/").strip('"')
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise BadObject(f'{where}: not like {{"key": "a.npy", "size": 192, "etag": "..."}}') from error
     else:

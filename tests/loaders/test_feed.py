@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -582,3 +583,17 @@ def test_a_state_whose_shards_were_evicted_goes_on_when_they_are_pulled_again(wo
             with pytest.raises(CacheToolError, match="npy"):
                 iter(loader)
         assert leases(cache) == []
+
+
+def test_a_trainer_with_thousands_of_open_files_is_fed(cache: CacheDir) -> None:
+    code = (
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "kept = [os.open('/dev/null', os.O_RDONLY) for _ in range(1200)]\n"
+        "from cachetool.loaders.numpy import Loader\n"
+        "with Loader(sys.argv[1], batch_size=2, workers=1) as loader:\n"
+        "    print(sum(len(batch['number']) for batch in loader))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(cache.root)], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "60\n"), done.stderr

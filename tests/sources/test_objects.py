@@ -289,11 +289,11 @@ def test_of_large_objects_few_are_probed(tmp_path: Path, monkeypatch: pytest.Mon
         real = source._store.get
         monkeypatch.setattr(source._store, "get", lambda item: got.append(item.key) or real(item))
         assert source.probe(units).schema["x"].shape == (100,)
-        assert len(got) == 5  # of 928 bytes each
+        assert len(got) == 8  # the least: 5 of 928 bytes would be enough
         got.clear()
         monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
         source.probe(units)
-        assert len(got) == 2
+        assert len(got) == 8
 
 
 def test_others_are_probed_when_the_first_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,3 +481,37 @@ def test_json_that_is_no_options_is_refused() -> None:
 
 def test_naming_the_key_among_the_fields_is_fine() -> None:
     assert SourceOptions(fields=("a", "__key__", "a")).fields == ("a",)
+
+
+def test_large_arrays_and_bytes_are_probed_by_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachetool.sources.objects._HEADS", 1000)
+    files: dict[str, Any] = {}
+    for n in range(20):
+        files[f"{n}.x.npy"] = np.zeros((200, 3 if n % 7 else 4), dtype=">f8")
+        files[f"{n}.raw.bin"] = b"b" * 5000
+        files[f"{n}.y.npy"] = np.zeros(2, dtype="<i4")
+    with opened(tmp_path, files) as source:
+        whole, heads = [], []
+        get, get_range = source._store.get, source._store.get_range
+        monkeypatch.setattr(source._store, "get", lambda item: whole.append(item.key) or get(item))
+        monkeypatch.setattr(
+            source._store, "get_range", lambda item, *at: heads.append(item.key) or get_range(item, *at)
+        )
+        found = source.probe(np.arange(20))
+        assert {name.partition(".")[2] for name in whole} == {"y.npy"}
+        assert {name.partition(".")[2] for name in heads} == {"x.npy"}
+        assert found.schema["x"].shape == (None, None)
+        assert 5000 + 200 * 3 * 8 <= found.mean_bytes <= 5000 + 200 * 4 * 8 + 20
+        heads.clear()
+        pieces = list(source.read(np.arange(20), schema=found.schema))
+        assert sum(len(piece.block) for piece in pieces) == 20
+        assert not heads
+
+
+def test_one_large_sample_among_many_small_ones_does_not_stand_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 5000)
+    files: dict[str, Any] = {f"{n:02}.x.npy": np.zeros(9000 if n == 0 else 10, dtype="<f8") for n in range(40)}
+    with opened(tmp_path, files) as source:
+        assert source.probe(np.arange(40)).mean_bytes < 4000  # 72 kB by the first ones alone
