@@ -72,6 +72,7 @@ class _Shapes:
     nbytes: int
     names: tuple[str, ...]
     error: BadObject | NotFound | None
+    fetched: int
 
 
 class ObjectsSource:
@@ -98,6 +99,7 @@ class ObjectsSource:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
         samples: list[_Shapes] = []
         first_error: Exception | None = None
+        fetched = 0
         units = np.asarray(units, dtype=np.int64)
         sizes, wanted = self._listing.unit_bytes(units, unknown=_GUESS), self._to_probe(units)
         for some in (units[wanted], units[~wanted]):
@@ -111,6 +113,9 @@ class ObjectsSource:
                     elif not skip_bad:
                         raise sample.error
                     first_error = first_error or sample.error
+                    fetched += sample.fetched
+                    if fetched > _PROBED_BYTES and len(samples) >= _PROBED_LEAST:
+                        break  # a server without ranges, from which beginnings come with all that follows
         if not samples:
             raise first_error or NotFound(f"no samples under {self.url}")
         pairs = [(sample.key, sample.shapes) for sample in samples]
@@ -176,7 +181,12 @@ class ObjectsSource:
     def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
         return [
             _Shapes(
-                s.key, {name: shape_of(value) for name, value in s.values.items()}, s.nbytes, tuple(s.names), s.error
+                s.key,
+                {name: shape_of(value) for name, value in s.values.items()},
+                s.nbytes,
+                tuple(s.names),
+                s.error,
+                s.fetched,
             )
             for s in [self._sample(int(unit), heads=True) for unit in task[1] if not stop.is_set()]
         ]
