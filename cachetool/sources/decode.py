@@ -20,6 +20,7 @@ import io
 import json
 import math
 import re
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ _INT64 = range(-(2**63), 2**63)
 _INFLATED = 64 * 2**20
 _RATIO = 100
 _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
+_PARSING = threading.Lock()
+"""Python 3.11 counts the depth of what is parsed for all threads together, and now and then raises SystemError."""
 
 
 def decode(
@@ -107,7 +110,8 @@ def npy_layout(head: memoryview, *, text: bool = False) -> tuple[np.dtype[Any], 
 @functools.lru_cache(maxsize=256)
 def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     try:
-        header = ast.literal_eval(raw.decode("latin-1").strip())
+        with _PARSING:
+            header = ast.literal_eval(raw.decode("latin-1").strip())
         descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
         sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if isinstance(descr, list):

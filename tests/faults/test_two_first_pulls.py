@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cachetool import open_cache
-from cachetool.cache import SourceRow
+from cachetool.cache import Claim, SourceRow
 from cachetool.cache.draws import claim, finish, open_job
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CatalogError, UsageError
@@ -34,12 +34,18 @@ def cache(tmp_path: Path) -> CacheDir:
     return cache
 
 
-def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_from(cache: CacheDir) -> None:
+def drawing(cache: CacheDir) -> tuple[str, Claim]:
+    """A pull that is under way, and what its worker draws."""
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         job, _ = open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
         held = claim(connection, job, holder=cache.holder.id, most=5, whole=lambda turn, start, stop: stop)
     assert held is not None
+    return job, held
+
+
+def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_from(cache: CacheDir) -> None:
+    job, held = drawing(cache)
     cache.withdraw("default", "s")
 
     assert cache.source("s") is not None
@@ -48,11 +54,8 @@ def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_f
 
 
 def test_draws_whose_claim_is_gone_are_not_committed(cache: CacheDir) -> None:
+    job, held = drawing(cache)
     with cache.catalog.write() as connection:
-        cache.holder.register(connection)
-        job, _ = open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
-        held = claim(connection, job, holder=cache.holder.id, most=5, whole=lambda turn, start, stop: stop)
-        assert held is not None
         connection.execute("DELETE FROM claims")
     for upto in (held.start + 1, held.stop):
         with pytest.raises(CatalogError, match="run it again"), cache.catalog.write() as connection:
