@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
+from cachetool.cache.catalog import Connection
+from cachetool.cache.history import edged
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
@@ -90,9 +92,12 @@ def _take_in(
     """Open the job, run the workers, close it."""
     room = Room(wait=wait)
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
-    with cache.catalog.write() as connection:
+
+    def begin(connection: Connection) -> str:
         holder.register(connection)
-        job, _ = draws.open_job(connection, id, holder=holder.id, wanted=None, seed=None, room=room)
+        return draws.open_job(connection, id, holder=holder.id, wanted=None, seed=None, room=room)[0]
+
+    job = edged(cache.catalog, cache.layout, begin)
     task = Task(
         "cachetool.intake:write_shards",
         {
@@ -121,8 +126,7 @@ def _take_in(
     except CapBlocked as error:
         raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
     finally:
-        with cache.catalog.write() as connection:
-            draws.close_job(connection, job)
+        edged(cache.catalog, cache.layout, lambda connection: draws.close_job(connection, job))
 
 
 def write_shards(

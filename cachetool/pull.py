@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws
+from cachetool.cache.catalog import Connection
 from cachetool.cache.growth import grow_source
+from cachetool.cache.history import edged
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
@@ -232,11 +234,13 @@ def _draw(
     make a shard."""
     wanted = None if options.samples is None else -(-options.samples // per_unit)
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
-    with cache.catalog.write() as connection:
+
+    def begin(connection: Connection) -> tuple[str, SourceRow]:
         holder.register(connection)
-        job, source = draws.open_job(
-            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room, turn=not options.lost
-        )
+        room, turn = options.room, not options.lost
+        return draws.open_job(connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=room, turn=turn)
+
+    job, source = edged(cache.catalog, cache.layout, begin)
     left = source.units - _drawn(cache, source)
     count = left if wanted is None else min(left, wanted)
     endless = options.follow or not source.whole
@@ -301,8 +305,7 @@ def _draw(
         cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
         raise
     finally:
-        with cache.catalog.write() as connection:
-            ended = draws.close_job(connection, job)
+        ended = edged(cache.catalog, cache.layout, lambda connection: draws.close_job(connection, job))
     source = cache.source(id) or source
     complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):

@@ -256,7 +256,7 @@ def commit_together(
         note_point(connection, layout)
     for staging, _, _ in parts:
         staging._open = False
-    delete_trash(catalog, layout, trash)
+    delete_trash(catalog, layout, trash, edge=True)
     return [staging.id for staging, _, _ in parts]
 
 

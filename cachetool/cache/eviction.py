@@ -93,7 +93,7 @@ def _delete_until(
     began = time.monotonic()
     shards = samples = freed = 0
     while True:
-        done = delete_trash(catalog, layout, trash)
+        done = delete_trash(catalog, layout, trash, edge=True)
         shards, samples, freed = shards + done[0], samples + done[1], freed + done[2]
         with catalog.read() as connection:
             used = measure(connection, layout).total

@@ -6,8 +6,9 @@
     epochs    what one epoch of a training run read, and how often and how long it waited for batches
 
 Nothing is written for these alone: rows go with transactions that commit, delete or count an epoch in any case. Points
-come at most once a second, more seldom the older the cache is; of more than :data:`MOST_POINTS` the one goes that is
-missed least, so that a year is told evenly and the last hour in detail. What has no room is left out.
+come at most once a second, more seldom the older the cache is, and where a pull begins or ends or an eviction ends, so
+that the pause between two pulls is told as one. Of more than :data:`MOST_POINTS` the one goes that is missed least: a
+year is told evenly and the last hour in detail. What has no room is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cachetool.errors import CapacityError
 __all__ = [
     "Delivered",
     "History",
+    "edged",
     "history_of",
     "least_missed",
     "note_epoch",
@@ -87,12 +89,22 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
     }
 
 
-def note_point(connection: Connection, layout: Layout) -> None:
-    """Write down what the cache is like now, if a point is due; inside a transaction that writes something else."""
+def note_point(connection: Connection, layout: Layout, *, edge: bool = False) -> None:
+    """Write down what the cache is like now, if a point is due; inside a transaction that writes something else.
+
+    At an ``edge``, where it begins or ends to change, one is due at any time. Of many that follow close on each other
+    only the newest stays: it takes the place of the last point while the one before that is as new.
+    """
     now = time.time()
-    first, last = connection.execute("SELECT min(at), max(at) FROM history").fetchone()
-    if last is not None and abs(now - last) < max(1.0, (last - first) / _AGE_SHARE):
-        return
+    first = connection.execute("SELECT min(at) FROM history").fetchone()[0]
+    newest = connection.execute("SELECT id, at FROM history ORDER BY at DESC, id DESC LIMIT 2").fetchall()
+    if newest:
+        near = max(1.0, (newest[0]["at"] - first) / _AGE_SHARE)
+        if abs(now - newest[0]["at"]) < near:
+            if not edge:
+                return
+            if len(newest) > 1 and abs(now - newest[1]["at"]) < near:
+                connection.execute("DELETE FROM history WHERE id = ?", (newest[0]["id"],))
     _insert(connection, "history", _flat(present(connection, layout)))
     rows = connection.execute("SELECT id, at FROM history ORDER BY at, id").fetchall()
     if len(rows) > MOST_POINTS:
@@ -133,6 +145,11 @@ def noting(catalog: Catalog, work: Callable[[Connection], T], note: Callable[[Co
         return done
     with catalog.write() as connection:
         return work(connection)
+
+
+def edged(catalog: Catalog, layout: Layout, work: Callable[[Connection], T]) -> T:
+    """One transaction for ``work``, with which the cache begins or ends to change, and for a point of that moment."""
+    return noting(catalog, work, lambda connection, _: note_point(connection, layout, edge=True))
 
 
 def history_of(catalog: Catalog, *, dataset: str | None = None) -> History:

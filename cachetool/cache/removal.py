@@ -131,8 +131,9 @@ def sweep(connection: Connection, holder: Holder) -> list[str]:
     return [row["id"] for row in rows]
 
 
-def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[int, int, int]:
+def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str], *, edge: bool = False) -> tuple[int, int, int]:
     """Unlink the files of trash, ``shard.json`` first, then give the bytes back: shards, samples and bytes removed.
+    ``edge``: for the history, what is deleted may be the last for long.
 
     Killed in the middle, the rows stay ``trash`` and the next recovery goes on.
     """
@@ -157,7 +158,7 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str]) -> tuple[
         return samples, freed
 
     # A full disk can still be emptied: without the point, if there is no room for it.
-    return len(ids), *noting(catalog, forget, lambda connection, _: note_point(connection, layout))
+    return len(ids), *noting(catalog, forget, lambda connection, _: note_point(connection, layout, edge=edge))
 
 
 @dataclass(frozen=True, slots=True)

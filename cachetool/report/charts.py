@@ -1,10 +1,10 @@
-"""Charts as inline SVG: a line under a limit, stacked bars, a share. Colours are CSS classes, so the page decides them.
+"""Charts as inline SVG: steps under a limit, stacked bars, a share. Colours are CSS classes, so the page decides them.
 
 ::
 
       GB                    title of the upright axis, with its unit
       4 |   ____________    limit
-      2 |  /~~~~~~~~~~~~
+      2 |  |~~~~~~~~~~~~    a value holds until the next
       0 +---------------
         12:00     13:00
           local time        title of the other
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from cachetool.report.axes import Axis
 from cachetool.report.markup import Markup, element, joined
 
-__all__ = ["legend", "line", "share", "stacked"]
+__all__ = ["legend", "share", "stacked", "steps"]
 
 WIDTH, HEIGHT = 440, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, WIDTH - 14.0, 26.0, HEIGHT - 44.0
@@ -25,18 +25,26 @@ _CHARACTER = 7.2
 """Width of a character of the small print, in the units of the picture, at most."""
 
 
-def line(x: Axis, y: Axis, points: Sequence[tuple[float, float]], limit: Sequence[tuple[float, float]]) -> Markup:
-    """An area under the line through ``points``, below the dashed line of a ``limit``."""
-    along = [f"{_x(x, at):.1f},{_y(y, value):.1f}" for at, value in points]
+def steps(x: Axis, y: Axis, points: Sequence[tuple[float, float]], limit: Sequence[tuple[float, float]]) -> Markup:
+    """An area under the line of ``points``, each of which holds until the next, and the dashed line of a ``limit``."""
+    along = _stairs(x, y, points)
     ends = [f"{_x(x, points[-1][0]):.1f},{_BOTTOM:.1f}", f"{_x(x, points[0][0]):.1f},{_BOTTOM:.1f}"]
-    over = " ".join(f"{_x(x, at):.1f},{_y(y, value):.1f}" for at, value in limit)
     return _picture(
         x,
         y,
         element("polygon", points=" ".join(along + ends), class_="area"),
         element("polyline", points=" ".join(along), class_="line"),
-        element("polyline", points=over, class_="limit"),
+        element("polyline", points=" ".join(_stairs(x, y, limit)), class_="limit"),
     )
+
+
+def _stairs(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> list[str]:
+    before, made = points[0][1], []
+    for at, value in points:
+        along = f"{_x(x, at):.1f}"
+        made += [f"{along},{_y(y, each):.1f}" for each in dict.fromkeys((before, value))]
+        before = value
+    return made
 
 
 def stacked(

@@ -24,6 +24,9 @@ _BINS_OF_SHARDS = 20
 _BEGIN = 60.0
 """Seconds before the first point in which the cache may have been made, at most, for it to have begun empty."""
 
+_AT_ONCE = ("evict", "corrupt")
+"""Reasons of evictions that go with no pull."""
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -81,12 +84,18 @@ class Figures:
         return np.linspace(points[0]["at"], points[-1]["at"], BINS + 1)
 
     def _grown(self, name: str, edges: Floats, reason: str | None = None) -> Floats:
-        """How much a total that only grows gained in each bin. Where it seems to shrink (a catalog was rebuilt, a clock
-        put back) it gained nothing."""
+        """How much a total that only grows gained in each bin: evenly from point to point, which there are at both ends
+        of a pull; by what is done at once only at the later point. Where a total seems to shrink (a catalog was
+        rebuilt, a clock put back) it gained nothing."""
         points = self.history.points
         totals = [point[name] if reason is None else point[name].get(reason, 0) for point in points]
-        gained = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(np.array(totals, dtype=np.float64))))])
-        found: Floats = np.diff(np.interp(edges, [point["at"] for point in points], gained))
+        gained = np.maximum(0.0, np.diff(np.array(totals, dtype=np.float64)))
+        times = np.array([point["at"] for point in points])
+        ends = times[1:]
+        begins = ends if reason in _AT_ONCE else times[:-1]
+        # Of each gain the share that was there by each edge.
+        shares = np.clip((edges[:, None] - ends) / np.maximum(ends - begins, 1e-9) + 1.0, 0.0, 1.0)
+        found: Floats = np.diff(shares @ gained)
         return found
 
 

@@ -66,7 +66,7 @@ def _fill(figures: Figures) -> Markup:
     x = axes.time_axis(points[0]["at"], points[-1]["at"])
     y = axes.bytes_axis(max(value for _, value in (*used, *caps)))
     now = f"Now {format_size(int(used[-1][1]))} of {format_size(int(caps[-1][1]))}, with all that is reserved."
-    return _section(title, _figure(charts.line(x, y, used, caps), now, {"used": "line", "cap": "dashed"}))
+    return _section(title, _figure(charts.steps(x, y, used, caps), now, {"used": "line", "cap": "dashed"}))
 
 
 def _rates(figures: Figures) -> Markup:

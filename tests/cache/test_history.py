@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cachetool.api import open_cache as open_whole
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered, history_of
 from cachetool.cache.rebuild import rebuild
@@ -159,7 +160,7 @@ def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, mon
     put(50_000)
     with_it = writes()
     monkeypatch.setattr("cachetool.cache.commit.note_point", lambda *_: None)
-    monkeypatch.setattr("cachetool.cache.removal.note_point", lambda *_: None)
+    monkeypatch.setattr("cachetool.cache.removal.note_point", lambda *_, **__: None)
     monkeypatch.setattr("cachetool.cache.snapshots.note_point", lambda *_: None)
     monkeypatch.setattr("cachetool.cache.snapshots.note_epoch", lambda *_, **__: None)
     assert with_it == writes() > 0
@@ -213,3 +214,51 @@ def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path)
 
     found = {row["url"]: (row["served"], row["reuse"]) for row in cache.stats().sources}
     assert found == {"s3://one/": (300_000, 6.0), "s3://two/": (300_000, 1.5)}
+
+
+def test_pauses_between_pulls_are_told_as_pauses(cache: CacheDir, put: Put, clock: Callable[[float], None]) -> None:
+    """Each pull has a point where it begins and one where it ends, with what there was then, however short it was."""
+
+    def pulled(began: float, seconds: float, shards: int) -> tuple[int, int]:
+        clock(began)
+        history.edged(cache.catalog, cache.layout, lambda connection: None)
+        before = cache.usage().total
+        for number in range(shards):
+            clock(began + seconds * number / shards)
+            put(50_000)
+        clock(began + seconds)
+        history.edged(cache.catalog, cache.layout, lambda connection: None)
+        return before, cache.usage().total
+
+    told = {began: pulled(began, seconds, 3) for began, seconds in ((1e9, 0.3), (1e9 + 1000, 30.0), (1e9 + 5000, 0.5))}
+    points = {point["at"]: point["used"] for point in history_of(cache.catalog).points}
+    for (began, (before, after)), seconds in zip(told.items(), (0.3, 30.0, 0.5), strict=True):
+        assert points[began] == before
+        assert points[began + seconds] == after
+
+
+def test_pulls_without_a_pause_between_them_share_points(cache: CacheDir, clock: Callable[[float], None]) -> None:
+    for hundredth in range(1000):
+        clock(1e9 + hundredth / 100)
+        history.edged(cache.catalog, cache.layout, lambda connection: None)
+
+    points = [point["at"] for point in history_of(cache.catalog).points]
+    assert len(points) < 14
+    assert points[-1] == 1e9 + 9.99
+
+
+def test_a_pull_a_convert_and_an_eviction_end_with_a_point_of_what_there_is_then(
+    cache: CacheDir, tmp_path: Path
+) -> None:
+    (tmp_path / "source").mkdir()
+    for number in range(20):
+        (tmp_path / "source" / f"{number:02d}.bin").write_bytes(bytes(1000))
+    with open_whole(cache.root) as whole:
+        whole.pull(str(tmp_path / "source"), samples=20, shard_size="5kB", workers=1, dataset="new")
+        first, *_, pulled = history_of(whole.catalog).points
+        assert (first["samples"], first["fetched"]) == (0, 0)
+        assert (pulled["samples"], pulled["used"]) == (20, whole.usage().total)
+        whole.convert(to="tfrecord")
+        assert history_of(whole.catalog).points[-1]["used"] == whole.usage().total
+        whole.evict(whole.usage().total - 1)
+        assert history_of(whole.catalog).points[-1]["used"] == whole.usage().total

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -265,3 +267,60 @@ def test_a_clock_that_was_put_back_and_a_rebuilt_catalog_draw_no_negative_rates(
 
     assert (found.rates().series["fetched"] >= 0).all()
     parsed(page(found))
+
+
+def paused(opened: CacheDir, clock: Callable[[float], None], pulls: int = 3) -> list[tuple[float, float]]:
+    """Pulls of 200 s with pauses of half an hour between them; when each began and ended."""
+    now = history.time.time()
+    spans = [(now - 2000 * (pulls - number), now - 2000 * (pulls - number) + 200) for number in range(pulls)]
+    for began, ended in spans:
+        for at in (began, *(began + 20 * step for step in range(1, 10)), ended):
+            clock(at)
+            if at not in (began, ended):
+                put_shard(opened, 100_000)
+            history.edged(opened.catalog, opened.layout, partial(_fetch, nbytes=100_000 * (at != began)))
+    clock(now)
+    return spans
+
+
+def _fetch(connection: sqlite3.Connection, *, nbytes: int) -> None:
+    connection.execute("UPDATE sources SET fetched = fetched + ?", (nbytes,))
+
+
+@pytest.fixture
+def bursts(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[tuple[CacheDir, list[tuple[float, float]]]]:
+    with open_cache(tmp_path / "cache", max_size="8MB") as opened:
+        opened.declare("default", SCHEMA)
+        (tmp_path / "listing").mkdir()
+        row = SourceRow("s", "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0)
+        opened.add_source(row, tmp_path / "listing")
+        yield opened, paused(opened, clock)
+
+
+def test_pauses_between_pulls_are_level_lines_without_a_rate(
+    bursts: tuple[CacheDir, list[tuple[float, float]]],
+) -> None:
+    cache, spans = bursts
+    found = figures(cache)
+    rates, edges = found.rates().series["fetched"], found.rates().edges
+
+    assert rates.any()
+    for left, right, rate in zip(edges, edges[1:], rates, strict=False):
+        ran = any(left < ended and right > began for began, ended in spans)
+        assert (rate > 0) == ran, (left, right, rate)
+    (fill,) = [each for each in parsed(page(found)).iter() if tag(each) == "polyline" and each.get("class") == "line"]
+    corners = [tuple(map(float, each.split(","))) for each in fill.get("points", "").split()]
+    for before, after in itertools.pairwise(corners):
+        assert before[0] == after[0] or before[1] == after[1], "steps: level or upright"
+
+
+def test_an_eviction_after_a_pause_is_drawn_where_it_was(
+    bursts: tuple[CacheDir, list[tuple[float, float]]], clock: Callable[[float], None]
+) -> None:
+    cache, spans = bursts
+    clock(spans[-1][1] + 1500)
+    cache.evict(cache.usage().total - 300_000)
+    found = figures(cache).evictions()
+
+    drawn = found.series["evict"].nonzero()[0].tolist()
+    assert drawn == [len(found.edges) - 2]
