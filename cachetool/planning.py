@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow
-from cachetool.cache.admission import refuse_full_disk
+from cachetool.cache.admission import asked, refuse_full_disk
 from cachetool.cache.capping import least_cap
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.records import RANGE_BYTES
+from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CapTooSmall, UsageError
@@ -28,6 +29,7 @@ from cachetool.stores import canonical
 from cachetool.units import parse_rate, parse_size
 
 __all__ = [
+    "cap_for_all",
     "drawn_as",
     "format_of",
     "pace",
@@ -169,6 +171,30 @@ def samples_per_shard(cap: int, options: PullOptions, schema: Schema, kind: Form
     if found["whole"]:
         limits.append(found["units"] * found["per_unit"])
     return max(1, min(limits))
+
+
+def cap_for_all(
+    cache: CacheDir, job: str, options: PullOptions, schema: Schema, kind: Format, *, samples: int
+) -> int | None:
+    """About the cap under which a pull that stopped full would hold all its ``samples``, judged by those it has, or by
+    those of its dataset; None where there are none."""
+    sums = "SELECT sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload"
+    held = f"{sums} FROM shards WHERE state = 'ready'"
+    with cache.catalog.read() as connection:
+        own = connection.execute(f"{held} AND job = ?", (job,)).fetchone()
+        alike = connection.execute(f"{held} AND dataset = ?", (options.dataset,)).fetchone()
+        growth = asked(connection, 0)
+        beside = measure(connection, cache.layout).total - (own["bytes"] or 0)
+    seen = own if own["samples"] else alike
+    if not seen["samples"]:
+        return None
+    cap = least = int(beside + seen["bytes"] * samples // seen["samples"] + growth)
+    for _ in range(8):  # under a larger cap shards are larger, and each worker reserves a whole one
+        nbytes = shard_bytes(cap, options)
+        each = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
+        bound = shard_bound(kind, schema, min(each, samples), nbytes) + RANGE_BYTES
+        cap = least + options.workers * (bound + folder_bound(schema, bound))
+    return cap + cap // 50
 
 
 def refuse_small_cap(

@@ -31,6 +31,7 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.options import PullOptions
 from cachetool.planning import (
+    cap_for_all,
     drawn_as,
     format_of,
     pace,
@@ -45,6 +46,7 @@ from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
+from cachetool.units import size_option
 
 __all__ = ["PullResult", "pull"]
 
@@ -310,7 +312,10 @@ def _draw(
     complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
         asked = source.samples if options.samples is None else options.samples
-        raise CapBlocked(f"stopped at the cap with {tally.samples} of {asked} samples: {full[0]}")
+        cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))
+        larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
+        renewed = "" if options.lost else ", or let --follow renew what this cap holds"
+        raise CapBlocked(f"stopped at the cap with {tally.samples} of {asked} samples: {full[0]};\n{larger}{renewed}")
     return PullResult(
         source=source.url,
         dataset=options.dataset,

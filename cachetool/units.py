@@ -7,7 +7,15 @@ import re
 
 from cachetool.errors import UsageError
 
-__all__ = ["format_duration", "format_size", "parse_duration", "parse_fraction", "parse_rate", "parse_size"]
+__all__ = [
+    "format_duration",
+    "format_size",
+    "parse_duration",
+    "parse_fraction",
+    "parse_rate",
+    "parse_size",
+    "size_option",
+]
 
 _FACTORS: dict[str, int] = {
     "": 1,
@@ -81,6 +89,15 @@ def format_size(nbytes: int) -> str:
             return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} PB"
+
+
+def size_option(nbytes: int) -> str:
+    """At least ``nbytes``, and not a tenth more, as an option takes it: ``512B``, ``1.6GB``."""
+    factors = [(unit, 1000**power) for power, unit in enumerate(("B", "kB", "MB", "GB", "TB", "PB"))]
+    unit, factor = [pair for pair in factors if pair[1] <= max(1, nbytes)][-1]
+    tenths = 10 if factor > 1 and nbytes < 100 * factor else 1
+    value = -(-nbytes * tenths // factor)
+    return f"{value / tenths:.{1 if tenths > 1 else 0}f}{unit}"
 
 
 def format_duration(seconds: float) -> str:

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachetool.errors import UsageError
-from cachetool.units import format_duration, format_size, parse_duration, parse_fraction, parse_rate, parse_size
+from cachetool.units import (
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_fraction,
+    parse_rate,
+    parse_size,
+    size_option,
+)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +123,20 @@ def test_shares_are_percent_or_a_number_up_to_one(text: str | float, expected: f
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(repr(text))):
         parse_fraction(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0B"),
+        (1, "1B"),
+        (999, "999B"),
+        (1000, "1.0kB"),
+        (1001, "1.1kB"),
+        (5_430_000, "5.5MB"),
+        (543_000_001, "544MB"),
+    ],
+)
+def test_a_size_for_an_option_is_never_too_small(value: int, text: str) -> None:
+    assert size_option(value) == text
+    assert value <= parse_size(text) <= 1.1 * value

@@ -133,9 +133,10 @@ def admit(
             continue  # somebody freed some just now
         waited = f" after {format_duration(room.wait)}" if gains else ""
         advice = f";\nraise --max-size{_evict_hint(catalog, layout, usage.total, cap - wanted)}"
+        taken = f"{format_size(usage.total)} of {format_size(cap)} are taken"
         raise CapBlocked(
-            f"cache is full: {usage.total} of {cap} bytes are taken, up to {wanted} more are needed{waited}: {who}"
-            + (advice if room.advise else "")
+            f"cache is full: {taken}, up to {format_size(wanted)} more are needed{waited}: {who}"
+            + (advice if room.advise and not room.keep_own else "")
         )
 
 

@@ -18,7 +18,8 @@ class Room:
     job: str | None = None
     """The pull that writes."""
     keep_own: bool = False
-    """Whether the shards of this very pull must stay."""
+    """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
+    what it has would be for nothing."""
     wait: float = 60.0
     """Seconds to wait for others."""
     advise: bool = True

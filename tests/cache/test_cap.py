@@ -15,6 +15,7 @@ import pytest
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
+from cachetool.units import format_size
 
 from .conftest import SCHEMA, put_shard
 
@@ -71,7 +72,7 @@ def test_without_leave_to_evict_a_full_cache_blocks_at_once(cache: CacheDir, put
     put(cache.max_size - cache.usage().total - 70_000)
     with pytest.raises(
         CapBlocked,
-        match=r"cache is full: \d+ of 4000000 bytes are taken, up to \d+ more are needed: nothing is evicted for this;",
+        match=r"cache is full: [\d.]+ MB of 4.0 MB are taken, up to [\d.]+ kB more are needed: nothing is evicted",
     ):
         put(200_000)
 
@@ -84,14 +85,15 @@ def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: Cache
     with pytest.raises(CapBlocked) as caught:
         put(200_000)
     told = re.fullmatch(
-        r"cache is full: (\d+) of (\d+) bytes are taken, up to (\d+) more are needed: nothing is evicted for this;\n"
+        r"cache is full: (.+) of 4.0 MB are taken, up to (.+) more are needed: nothing is evicted for this;\n"
         r"raise --max-size, or make room with: cachetool evict --max-size (\d+) --cache (\S+)",
         str(caught.value),
     )
     assert told is not None, str(caught.value)
-    taken, cap, needed, target = map(int, told.groups()[:4])
-    assert (taken, cap, target) == (cache.usage().total, 4_000_000, cap - needed)
-    assert told.group(5) == str(cache.root)
+    target = int(told.group(3))
+    assert told.group(1) == format_size(cache.usage().total)
+    assert told.group(2) == format_size(4_000_000 - target)
+    assert told.group(4) == str(cache.root)
 
     cache.evict(target)
     put(200_000)

@@ -18,6 +18,7 @@ import pytest
 import cachetool
 from cachetool.errors import BadObject
 from cachetool.progress import Progress
+from cachetool.units import parse_size
 from tests.cli.folders import labels, tree
 
 if TYPE_CHECKING:
@@ -331,3 +332,29 @@ def test_a_new_cap_takes_effect_with_a_source_that_is_known(run: Run, remote: Pa
 
         assert ran.code == 0, ran.stderr
         assert run("stats", "--json").document["max_size"] == cap
+
+
+@pytest.mark.parametrize("format", ["lmdb", "zarr", "tfrecord"])
+def test_a_pull_stopped_at_the_cap_names_one_that_would_do(here: Run, tmp_path: Path, format: str) -> None:
+    """Not one that makes room by evicting what the pull itself brought, which the next one would evict again."""
+    (tmp_path / "many").mkdir()
+    for number in range(150):
+        (tmp_path / "many" / f"{number:03d}.bin").write_bytes(bytes(10_000 + 100 * number))
+    what = ["pull", "many", "--to", format, "--all"]
+    stopped = here(*what, "--max-size", "2.5MB")
+
+    assert stopped.code == 4
+    told = re.search(
+        r"stopped at the cap with (\d+) of 150 samples: cache is full: .* of 2.5 MB are taken, .* of this very pull;\n"
+        r"raise --max-size to about (\S+) for all of them, or let --follow renew what this cap holds$",
+        stopped.stderr,
+    )
+    assert told is not None, stopped.stderr
+    assert 0 < int(told.group(1)) < 150
+    assert "evict" not in stopped.stderr
+    assert parse_size(told.group(2)) < 3 * 150 * 20_000, "not much more than it takes"
+
+    again = here(*what, "--max-size", told.group(2), "--json")
+    assert again.code == 0, again.stderr
+    assert here("stats", "--json").document["samples"] == 150
+    assert here(*what, "--max-size", told.group(2), "--cache", "fresh", "--json").document["samples"] == 150
