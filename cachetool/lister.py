@@ -10,7 +10,9 @@ These are the targets of tasks (:mod:`cachetool.engines`), as those of :mod:`cac
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,14 @@ import numpy as np
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import UsageError
+from cachetool.errors import BadObject, UsageError
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
 from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.listing import Listing
 from cachetool.sources.registry import TABLE_FILE, refuse_empty
 from cachetool.sources.segments import SegmentedListing, segment_name, write_changes
 
-__all__ = ["PROBED", "list_on", "pace_of", "prepare"]
+__all__ = ["PROBED", "list_on", "naming_skip", "pace_of", "prepare"]
 
 PROBED = 64
 """The schema is fixed from this many first draws."""
@@ -76,7 +78,8 @@ def prepare(
     try:
         probed = _first(source, order, gone)
         channel.send({"probing": len(probed)})
-        probe = source.probe(probed, skip_bad=skip_bad)
+        with naming_skip(skip_bad=skip_bad):
+            probe = source.probe(probed, skip_bad=skip_bad)
         return {
             "url": source.url,
             "identity": source.identity,
@@ -95,6 +98,17 @@ def prepare(
 def pace_of(value: Message | None) -> Pace | None:
     """The limit that a task names, if it names one."""
     return None if value is None else Pace(Path(value["path"]), value["rate"])
+
+
+@contextlib.contextmanager
+def naming_skip(*, skip_bad: bool) -> Iterator[None]:
+    """Around the reading of samples: the error of one that cannot be used says how to go on without it."""
+    try:
+        yield
+    except BadObject as error:
+        if skip_bad or "--on-error" in str(error):
+            raise
+        raise BadObject(f"{error};\nleave such out, up to 1 % of all, with --on-error skip") from error
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:

@@ -3,61 +3,29 @@
 The target of a task (:mod:`cachetool.engines`): plain arguments in, plain messages out. Remote stores are
 used in here and nowhere else, since their client hangs in a process that was forked after it was first used::
 
-    claim positions -> units in drawn order -> fetch, decode -> blocks -> shard, reserved whole -> commit, draws done
-      ^                                                                                                |
-      +----------------------- the rest of the claim, when a shard closed early -----------------------+
+    claim positions -> draw them into shards (cachetool.drawing) -> the next claim, until none is left
+                          all of it asked for? -> take the next claim already, and ask for that behind it
 
-Once all of a claim has been asked for, the next one is taken and asked for behind it: the network is busy while a shard
-is committed. No sample crosses between processes.
+So the network is busy while a shard is committed. No sample crosses between processes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
-from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.losses import regain
-from cachetool.cache.records import RANGE_BYTES, write_source_record
+from cachetool.cache import CacheDir, Room, draws
+from cachetool.drawing import Drawing, Plan
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import BadObject, CapBlocked
+from cachetool.errors import CapBlocked
 from cachetool.formats import get_format
-from cachetool.formats.base import Format
-from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.lister import pace_of
-from cachetool.passes import Cached, order_of_turn, runs
-from cachetool.pulse import Pulse, Waiting
+from cachetool.lister import naming_skip, pace_of
+from cachetool.passes import Cached, order_of_turn
+from cachetool.pulse import Pulse
 from cachetool.schema import Schema
-from cachetool.sources import Skipped, Source, SourceOptions, open_source
+from cachetool.sources import Source, SourceOptions, open_source
 
 __all__ = ["draw"]
-
-TOLERATED = 0.01
-"""Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
-TOLERATED_FEW = 10
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What stays the same for all shards of a worker."""
-
-    job: str
-    source: str
-    dataset: str
-    kind: Format
-    schema: Schema
-    shard_bytes: int
-    room: Room
-    skip_bad: bool
-    per_unit: int
-    """About how many samples one draw brings."""
 
 
 def draw(
@@ -84,7 +52,7 @@ def draw(
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
-    plan = _Plan(
+    plan = Plan(
         job,
         source,
         dataset,
@@ -96,7 +64,7 @@ def draw(
         per_unit,
     )
     parsed = SourceOptions.from_json(options)
-    with CacheDir(Path(root)) as cache:
+    with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:
         samples: Source | None = None
         cached = Cached()
         row = cache.source(source)
@@ -107,7 +75,7 @@ def draw(
             order = order_of_turn(samples, row, turn)
             return cached.reach(order, start, stop, end=row.units) if turn == row.turn else order.whole(start, stop)
 
-        def ahead() -> _Drawing | None:
+        def ahead() -> Drawing | None:
             """The next claim, while this one is at its end; None when there is none, or the source has grown.
 
             Of what was lost there is none either: each claim of that decides what is left of it.
@@ -123,7 +91,7 @@ def draw(
                 row = now
                 cached.look(connection, samples, now)
                 held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
-            return None if held is None else _Drawing(cache, samples, plan, held, channel, cached)
+            return None if held is None else Drawing(cache, samples, plan, held, channel, cached)
 
         pulse, coming = Pulse(channel), None
         try:
@@ -152,7 +120,7 @@ def draw(
                         draws.next_turn(connection, source)
                     left = draws.job_row(connection, job).left
                 if held is not None:
-                    coming = _Drawing(cache, samples, plan, held, channel, cached)
+                    coming = Drawing(cache, samples, plan, held, channel, cached)
                 elif follow or not (row.whole or left == 0 or lost):
                     # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                     time.sleep(2.0 if rest else 0.2)
@@ -169,178 +137,3 @@ def draw(
                 samples.close()
             with cache.catalog.write() as connection:
                 draws.give_back(connection, cache.holder.id, job)
-
-
-class _Drawing:
-    """One claim on its way into one shard, or into several when samples turn out larger than expected."""
-
-    def __init__(
-        self, cache: CacheDir, source: Source, plan: _Plan, held: Claim, channel: Channel, cached: Cached
-    ) -> None:
-        self._cache, self._source, self._plan, self._held = cache, source, plan, held
-        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
-        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
-        self._cached = cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
-        vanished = np.isin(units, source.vanished) & ~self._cached
-        self._barren = vanished.copy()
-        """Positions that give no sample, as far as is known."""
-        self._there = np.nonzero(~vanished & ~self._cached)[0]
-        """Positions in the claim whose units are still in the source, and not in the cache."""
-        self._units, self._vanished = units[self._there], np.cumsum(vanished)
-        self._channel = channel
-        self._from = held.start
-        self._skipped: list[Skipped] = []
-        self._fetched = 0
-        self._staging: Staging | None = None
-        self._files: ShardFiles | None = None
-        self._room = (0, 0)
-        """Samples and bytes of values that the open shard still takes."""
-        self._pieces = source.read(
-            self._units,
-            schema=plan.schema,
-            skip_bad=plan.skip_bad,
-            block_bytes=min(BLOCK_BYTES, plan.shard_bytes),
-        )
-
-    def run(self, ahead: Callable[[], _Drawing | None]) -> _Drawing | None:
-        """Fetch all positions of the claim and commit them. Gives what ``ahead`` did, which is called once all of them
-        have been asked for."""
-        coming, asked = None, False
-        try:
-            for piece in self._pieces:
-                if self._pieces.begun and not asked:
-                    coming, asked = ahead(), True
-                skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
-                self._barren[[skip.draw for skip in skipped]] = True
-                self._skipped += skipped
-                self._fetched += piece.fetched
-                self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
-                block, at = piece.block, self._there[piece.draws]
-                while len(block):
-                    fit = self._fitting(block, at)
-                    if fit == 0:
-                        self._commit(self._held.start + int(at[0]))
-                        self._open(block, int(np.searchsorted(at, at[0], side="right")))
-                        continue
-                    assert self._files is not None
-                    self._files.write(block.slice(0, fit))
-                    self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
-                    block, at = block.slice(fit, len(block)), at[fit:]
-            self._commit(self._held.stop)
-        except BaseException:
-            if coming is not None:
-                coming.close()
-            raise
-        finally:
-            self.close()
-        return coming
-
-    def close(self) -> None:
-        """Cancel what is in flight, and give the open shard up."""
-        self._pieces.close()
-        self._abort()
-
-    def _fitting(self, block: Block, at: npt.NDArray[np.int64]) -> int:
-        """How many samples go into the open shard; those of one unit are in one shard, else it could be half drawn."""
-        samples, nbytes = self._room
-        upto = np.cumsum(block.sample_nbytes[:samples])
-        fit = int(np.searchsorted(upto, nbytes, side="right"))
-        return fit if fit in (0, len(block)) or at[fit] != at[fit - 1] else int(np.searchsorted(at, at[fit]))
-
-    def _open(self, block: Block, least: int) -> None:
-        """Reserve a shard for what is left of the claim, the first ``least`` samples of ``block`` in any case; they may
-        be more than a shard."""
-        plan = self._plan
-        ahead = len(self._there) - int(np.searchsorted(self._there, self._from - self._held.start))
-        samples = max(least, ahead * plan.per_unit)
-        nbytes = max(plan.shard_bytes, int(block.sample_nbytes[:least].sum()))
-        if plan.schema.is_fixed:
-            samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
-            nbytes = samples * plan.schema.fixed_nbytes
-        self._staging = self._cache.stage(
-            dataset=plan.dataset,
-            schema=plan.schema,
-            format=plan.kind.name,
-            bound=shard_bound(plan.kind, plan.schema, samples, nbytes) + RANGE_BYTES * self._most_ranges(),
-            job=plan.job,
-            room=plan.room,
-            waiting=Waiting(self._channel).tell,
-        )
-        self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
-        self._room = (samples, nbytes)
-
-    def _commit(self, upto: int) -> None:
-        """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
-        plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
-        files, staging, start = self._files, self._staging, self._from
-        left_out = len(skipped), self._gone(upto) - self._gone(start)
-        drawn = self._ranges(upto)
-        fresh = sum(b - a for a, b in drawn)
-        done = fresh if self._held.lost else fresh - sum(left_out)
-        counts = {"skipped": left_out[0], "vanished": left_out[1], "fetched": self._fetched}
-        if files is None or staging is None:
-            if upto == start:
-                return
-            with self._cache.catalog.write() as connection:
-                self._regain(connection, upto, 0)
-                draws.finish(connection, plan.job, self._held, upto, samples=0, **counts)
-                if fresh < upto - start:  # done with no shard to tell of it
-                    bump(connection)
-                    write_source_record(connection, self._cache.layout, plan.source)
-        else:
-            facts = files.facts()
-            self._files = None
-
-            def close(connection: Connection) -> None:
-                self._regain(connection, upto, facts.samples)
-                draws.finish(connection, plan.job, self._held, upto, samples=done, **counts)
-
-            staging.commit(
-                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-                origin=Origin(plan.source, self._source.url, self._held.turn, drawn),
-                close=close,
-            )
-            self._staging = None
-            self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
-        self._from, self._room, self._fetched = upto, (0, 0), 0
-        self._skipped = [s for s in self._skipped if s not in skipped]
-        if skipped:
-            self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
-            self._refuse_too_many(skipped[-1])
-
-    def _regain(self, connection: Connection, upto: int, samples: int) -> None:
-        """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
-        part = slice(self._from - self._held.start, upto - self._held.start)
-        samples += int(np.count_nonzero(self._cached[part]))
-        barren = runs(self._from, self._barren[part])
-        regain(connection, self._plan.job, self._held, upto, samples=samples, barren=barren)
-
-    def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
-        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
-        draws, those that gave none are still open."""
-        part = slice(self._from - self._held.start, upto - self._held.start)
-        return runs(self._from, ~(self._cached | (self._barren & self._held.lost))[part])
-
-    def _most_ranges(self) -> int:
-        """How many :meth:`_ranges` there will be, whatever turns out to be barren."""
-        count = len(self._ranges(self._held.stop))
-        return count + (self._held.stop - self._from) // 2 if self._held.lost and self._plan.skip_bad else count
-
-    def _gone(self, upto: int) -> int:
-        """How many of the claim's positions below ``upto`` have vanished."""
-        return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
-
-    def _refuse_too_many(self, last: Skipped) -> None:
-        with self._cache.catalog.read() as connection:
-            job = draws.job_row(connection, self._plan.job)
-        if job.skipped > max(TOLERATED_FEW, TOLERATED * (job.skipped + job.committed)):
-            raise BadObject(
-                f"{job.skipped} of {job.skipped + job.committed} draws could not be used, more than 1 %;"
-                f" the last was {last.key}: {last.reason}"
-            )
-
-    def _abort(self) -> None:
-        if self._files is not None:
-            self._files.abort()
-        if self._staging is not None:
-            self._staging.abort()

@@ -167,7 +167,7 @@ def open_job(
     room = room or Room()
     row = source_row(connection, source)
     if row is None:
-        raise UsageError(f"source {source} is not in the catalog")
+        raise UsageError("another pull of this source failed and took it back at this moment; run this again")
     if seed is not None and seed != row.seed:
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"

@@ -108,9 +108,8 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
             mark(layout, **asked)  # before the old catalog goes, which may be the last that knows
         for name in (*found.unfinished, *superseded):
             remove_tree(layout.shards / name, first=SHARD_FILE)
-        # From here until the rename there is no catalog: killed there, the next repair begins again.
-        for path in (layout.catalog.with_name(layout.catalog.name + "-journal"), layout.catalog):
-            path.unlink(missing_ok=True)
+        # First, and the new one stays below the cap beside the old. Nothing is in it while the catalog is locked.
+        layout.catalog.with_name(layout.catalog.name + "-journal").unlink(missing_ok=True)
         _write(layout, found, kept, salvaged, settings)
     old.close()
     return Rebuilt(
@@ -135,7 +134,7 @@ def _locked(old: Catalog) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(CacheToolError):  # nothing was written, and by now the file is deleted
+        with contextlib.suppress(CacheToolError):  # nothing was written, and by now another file is in its place
             transaction.__exit__(None, None, None)
 
 
@@ -281,6 +280,7 @@ def _write(
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
     journal.unlink(missing_ok=True)
+    # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
 

@@ -64,14 +64,14 @@ class CacheDir:
         min_free: int | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        self.root = root
-        self.layout = Layout(root)
+        self.root = root.absolute()  # a program may go to another folder while it is open
+        self.layout = Layout(self.root)
         self._wanted = {"max_size": max_size, "min_free": min_free}
         self._exists = exists
         self._notify = notify
         self._catalog = Catalog(self.layout.catalog)
         self.closed = False
-        key = (os.getpid(), root.resolve())
+        key = (os.getpid(), self.root.resolve())
         _users[key] = _users.get(key, 0) + 1
         if not _open:
             atexit.register(_close_all)

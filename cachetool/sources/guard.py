@@ -193,8 +193,10 @@ class _Child:
         fd = self._process.stdout.fileno()
         out = np.empty(count, dtype=np.uint8)
         view, done = out.data, 0
+        ready = select.poll()  # whatever its number: select ends at 1,024
+        ready.register(fd, select.POLLIN)
         while done < count:
-            if not select.select([fd], [], [], SILENCE)[0]:
+            if not ready.poll(1000 * SILENCE):
                 raise BadObject(f"{self._at}: no answer from the process that reads it in {SILENCE:.0f} s")
             got = os.readv(fd, [view[done:]])
             if not got:

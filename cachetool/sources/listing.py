@@ -36,6 +36,7 @@ import numpy.typing as npt
 from cachetool.errors import BadObject, CorruptError
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
+from cachetool.stores.base import check_listed
 
 __all__ = ["Listing", "Record", "opened", "write_listing", "write_sorted"]
 
@@ -76,6 +77,7 @@ def write_listing(
                 if isinstance(part, str):
                     passed_over[part] += 1
                 else:
+                    check_listed(item, url)
                     records.append((_encode(part.sample), _encode(item.key), item.size, _encode(item.etag or "")))
             seen += len(page)
             if progress is not None:
@@ -167,6 +169,10 @@ class _Writer:
                 file.flush()
                 _sync(file.fileno())
         known = np.frombuffer(sizes, dtype=np.int64)
+        if known.sum(dtype=np.float64) >= 2.0**62:
+            raise BadObject(
+                f"{self._url}: {len(known)} objects are said to have {known.sum(dtype=np.float64):.1e} bytes"
+            )
         starts = np.frombuffer(units, dtype=np.int64)[:-1]
         per_unit = np.add.reduceat(np.maximum(known, 0), starts) if len(known) else np.zeros(1, dtype=np.int64)
         return {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from cachetool.errors import BadObject, UsageError
+from cachetool.stores.redact import printable
 
 __all__ = [
     "ZARR_METADATA",
@@ -22,6 +23,7 @@ __all__ = [
     "Streaming",
     "check_identity",
     "check_length",
+    "check_listed",
 ]
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
@@ -67,6 +69,11 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise UsageError(f"limit {name} must be above 0, got {getattr(self, name)}")
 
+
+KEY_BYTES = 4096
+"""A key, or an ETag, is at most so long: what a path may have; the clouds end at 1,024."""
+LARGEST = 2**48
+"""Bytes of an object are less; the largest that a cloud takes has 190 TiB."""
 
 Pages = Iterator[list[Object]]
 """A listing as it arrives."""
@@ -152,3 +159,16 @@ def check_length(item: Object, *, got: int, want: int) -> None:
     """Refuse a body of ``got`` bytes where ``want`` were promised. Raises :class:`BadObject` naming the key."""
     if got != want:
         raise BadObject(f"{item.key!r}: {got} bytes came instead of {want}")
+
+
+def check_listed(item: Object, url: str) -> None:
+    """Raise :class:`BadObject` for what no store can mean: the listing of ``url`` may say anything."""
+    begins = f"{url}: the listed key {printable(item.key[:80])!r}"
+    try:
+        longest = max(len(text.encode("utf-8", "surrogateescape")) for text in (item.key, item.etag or ""))
+    except UnicodeEncodeError:
+        raise BadObject(f"{begins}, or its ETag, is no text: it has half of a surrogate pair") from None
+    if longest > KEY_BYTES:
+        raise BadObject(f"{begins}, or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken")
+    if not -1 <= item.size < LARGEST:
+        raise BadObject(f"{begins} is said to have {item.size} bytes")

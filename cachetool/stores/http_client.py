@@ -29,7 +29,7 @@ from urllib.parse import urljoin, urlsplit
 from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
-from cachetool.stores.redact import redact
+from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
 __all__ = ["HttpClient", "Response", "Sink", "retry_after"]
@@ -134,6 +134,8 @@ class HttpClient:
             failure: Exception | None = None
             try:
                 response = self._attempt(url, dict(headers or {}), partial, size, most, bodiless=bodiless)
+            except (http.client.InvalidURL, UnicodeEncodeError) as error:
+                raise BadObject(f"{redact(url)[:200]!r} is no URL") from error
             except (_Broken, OSError, http.client.HTTPException) as error:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     raise Unreachable(
@@ -269,7 +271,12 @@ def _drain(answer: http.client.HTTPResponse) -> None:
 
 
 def _next_hop(url: str, target: str) -> str:
-    parts = urlsplit(urljoin(url, target))
+    try:
+        parts = urlsplit(urljoin(url, target))
+    except ValueError:
+        raise SourceError(
+            f"{redact(url)}: redirected to {redact(printable(target[:200]))!r}, which is no URL"
+        ) from None
     if parts.scheme not in ("http", "https"):
         raise SourceError(f"{redact(url)}: redirected to {parts.scheme}://, which is not followed")
     if urlsplit(url).scheme == "https" and parts.scheme == "http":

@@ -30,6 +30,7 @@ __all__ = ["MODIFIED", "SHA256", "Entry", "is_absolute", "read_index", "read_man
 MODIFIED = "modified:"
 SHA256 = "sha256:"
 _BATCH = 1000
+_WRITTEN = re.compile("[!-~]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,14 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
                 -1 if folder else int(entry.get("size", -1)),
                 f"{MODIFIED}{modified}" if modified and not folder else None,
             )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise SourceError(
             f"{redact(page)}: the JSON is not an nginx autoindex; expected a list of name, type, size"
         ) from error
 
 
 # nginx: date, time, and the size in bytes or "-"; other servers round their sizes, which tells nothing exact.
-_NGINX_SIZE = re.compile(r"\s+\d{2}-[A-Z][a-z]{2}-\d{4} \d{2}:\d{2}\s+(\d+)\s*$", re.MULTILINE)
+_NGINX_SIZE = re.compile(r"\s+\d{2}-[A-Z][a-z]{2}-\d{4} \d{2}:\d{2}\s+(\d{1,18})\s*$", re.MULTILINE)
 
 
 class _Links(HTMLParser):
@@ -163,12 +164,22 @@ def _line_object(line: bytes, where: str) -> Object:
     else:
         name = line.decode("utf-8", "surrogateescape")
     if is_absolute(name):
-        parts = urlsplit(name)
+        try:
+            parts = urlsplit(name)
+            usable = parts.port != 0 and _WRITTEN.fullmatch(name)
+        except ValueError:
+            usable = None
+        if not usable:
+            raise BadObject(
+                f"{where}: {redact(printable(name[:200]))!r} is no URL; blanks and the like are written as %20"
+            )
         if parts.query or parts.fragment or "@" in parts.netloc or not parts.hostname:
-            raise BadObject(f"{where}: URLs with a query, a fragment or user info are not taken: {redact(name)!r}")
+            got = redact(printable(name[:200]))
+            raise BadObject(f"{where}: URLs with a query, a fragment or user info are not taken: {got!r}")
         return Object(name, size, etag)
     if "://" in name:
-        raise BadObject(f"{where}: only http:// and https:// URLs and relative keys are taken, got {redact(name)!r}")
+        got = redact(printable(name[:200]))
+        raise BadObject(f"{where}: only http:// and https:// URLs and relative keys are taken, got {got!r}")
     key = name.removeprefix("./")
     if any(part in ("", ".", "..") for part in key.split("/")):
         raise BadObject(f"{where}: {key[:200]!r} is not a key below the manifest's folder")

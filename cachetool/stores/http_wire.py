@@ -165,7 +165,11 @@ class Connection(http.client.HTTPConnection):
     @property
     def stale(self) -> bool:
         """Whether the peer closed the connection or sent something nobody asked for while it was idle."""
-        return self.sock is not None and bool(select.select([self.sock.raw], [], [], 0)[0])
+        if self.sock is None:
+            return False
+        ready = select.poll()  # whatever its number: select ends at 1,024
+        ready.register(self.sock.raw, select.POLLIN)
+        return bool(ready.poll(0))
 
 
 def _public(address: str) -> bool:

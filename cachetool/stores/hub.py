@@ -86,7 +86,7 @@ class HubStore:
                     for entry in json.loads(bytes(answer.body))
                     if entry["type"] == "file" and str(entry["path"])[: max(0, start - 1)] == self._path
                 ]
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
                 raise SourceError(f"{self.url}: the hub's answer is no list of files") from error
             more = _NEXT.search(answer.headers.get("Link", ""))
             url = more.group(1) if more else ""

@@ -160,6 +160,8 @@ class LocalStore:
                 parts.append(part)
                 start += len(part)
                 left -= len(part)
+            found = os.fstat(fd)  # again: it may have been written to meanwhile
+            check_identity(item, size=found.st_size, etag=_etag(found))
         except OSError as error:
             raise SourceError(f"{self.url!r}: {item.key!r} cannot be read: {error.strerror}") from error
         finally:

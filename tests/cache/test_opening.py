@@ -84,6 +84,31 @@ def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: 
         open_cache(root).datasets()
 
 
+def test_a_cache_of_a_relative_name_stays_where_it_is_when_the_program_goes_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with open_cache("here", max_size="4MB") as cache:
+        cache.declare("default", SCHEMA)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        put_shard(cache)
+        assert cache.root == tmp_path / "here"
+    assert len(open_cache(tmp_path / "here").shards()) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_new_cache_of_a_relative_name_is_made_where_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with open_cache("here", max_size="4MB") as cache:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        cache.declare("default", SCHEMA)
+    assert (tmp_path / "here" / "catalog.sqlite3").is_file()
+
+
 def test_the_environment_names_the_default_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHETOOL_CACHE", str(root))
 

@@ -116,11 +116,32 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     ran = run("pull", folder, "--all", "--max-size", "8MB")
     assert ran.code == 3
     assert "07.npy" in ran.error
+    assert "--on-error skip" in ran.error
 
     ran = run("pull", folder, "--all", "--max-size", "8MB", "--on-error", "skip")
     assert ran.code == 0, ran.stderr
     assert "pulled 29 samples" in ran.stdout
     assert "07.npy" in ran.stdout
+
+
+def test_a_sample_larger_than_the_cap_is_named_and_can_be_left_out(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for number in range(200):
+        (folder / f"{number:03d}.bin").write_bytes(bytes(4000))
+    (folder / "123.bin").write_bytes(bytes(9_000_000))
+    line = ("pull", folder, "--all", "--max-size", "4MB", "--shard-size", "100kB", "--seed", "3", "--workers", "1")
+
+    ran = run(*line)
+    assert ran.code == 4
+    assert "'123' has 9.0 MB" in ran.stderr
+    assert "--on-error skip" in ran.stderr
+
+    ran = run(*line, "--on-error", "skip", "--json")
+    assert ran.code == 0, ran.stderr
+    assert (ran.document["skipped"], ran.document["pass_complete"]) == (1, True)
+    assert ran.document["skipped_examples"][0]["key"] == "123"
+    assert run("stats", "--json").document["samples"] == 199
 
 
 @pytest.mark.parametrize(

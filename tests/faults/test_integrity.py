@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import sqlite3
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.layout import Layout
+from cachetool.cache.rebuild import rebuild
 from cachetool.verify import verify
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children
@@ -323,6 +327,25 @@ def test_the_shards_alone_are_enough_for_a_rebuild(root: Path, ledger: Path, chi
     assert {**after, "listings": 0} == {**before, "listings": 0}
     fill(children, root, ledger, shards=2)
     oracle.check()
+
+
+def test_the_old_catalog_stays_until_the_new_one_is_whole(
+    root: Path, ledger: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(children, root, ledger, shards=3)
+    before = answers(root)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no room"):
+            rebuild(Layout(root))
+    assert answers(root) == before
+    rebuild(Layout(root))
+    assert answers(root) == before
+    assert verify(root).sound
 
 
 def test_an_old_copy_of_the_catalog_is_noticed_and_replaced(root: Path, ledger: Path, children: Children) -> None:

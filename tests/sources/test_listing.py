@@ -131,6 +131,29 @@ def test_a_key_listed_twice_is_named(tmp_path: Path, run: int, monkeypatch: pyte
     assert not (tmp_path / "l" / "listing.json").exists()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Object("a/2.npy", 2**70),
+        Object("a/2.npy", 2**48),
+        Object("a/2.npy", -2),
+        Object("a/2\ud800.npy", 1),
+        Object("a/2.npy", 1, "\ud800"),
+        Object("a/" + 70_000 * "2" + ".npy", 1),
+        Object("a/2.npy", 1, 70_000 * "e"),
+    ],
+)
+def test_what_no_store_can_mean_is_refused_by_its_key_in_a_short_line(tmp_path: Path, wrong: Object) -> None:
+    with pytest.raises(BadObject, match="the listed key 'a/2") as raised:
+        written(tmp_path / "l", [*OBJECTS, wrong])
+    assert len(str(raised.value)) < 300
+
+
+def test_sizes_that_no_sum_can_hold_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadObject, match=r"4\.6e\+18 bytes"):
+        written(tmp_path / "l", [Object(f"{n}.npy", 2**48 - 1) for n in range(2**14 + 1)], page=2**15)
+
+
 def test_what_is_no_sample_is_left_out_and_counted(tmp_path: Path) -> None:
     found = written(
         tmp_path / "l", [Object(key, 1) for key in ("a.npy", ".hidden.npy", "README", "x/.git/y.npy", "LICENSE")]

@@ -508,6 +508,20 @@ def test_redirects_lead_only_to_http(target: str) -> None:
         get(lambda handler: handler.answer(302, Location=target))
 
 
+@pytest.mark.parametrize("target", ["http://[::1/x", "http://host/a b", "http://host/\xe9"])
+def test_a_redirect_to_what_is_no_url_is_an_error_at_once(target: str) -> None:
+    asked = 0
+
+    def script(handler: Scripted) -> None:
+        nonlocal asked
+        asked += 1
+        handler.answer(302, Location=target)
+
+    with pytest.raises(SourceError, match="is no URL"):
+        get(script)
+    assert asked == 1
+
+
 def test_https_is_never_left_for_http() -> None:
     """Row 51."""
     with pytest.raises(SourceError, match="from https to http"):
@@ -642,7 +656,17 @@ def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["{}", "[1]", "nope", '[{"name": "a"}]', '[{"name":"a","type":"file","size":"x"}]', "[" * 99999]
+    "body",
+    [
+        "{}",
+        "[1]",
+        "nope",
+        '[{"name": "a"}]',
+        '[{"name":"a","type":"file","size":"x"}]',
+        "[" * 99999,
+        '[{"name":"a","type":"file","size":Infinity}]',
+        '[{"name":"a","type":"file","size":' + "9" * 5000 + "}]",
+    ],
 )
 def test_json_that_is_no_index_is_an_error(body: str) -> None:
     with pytest.raises(SourceError, match="autoindex"):
@@ -745,6 +769,12 @@ def test_a_manifest_of_json_lines() -> None:
         '{"key": "a", "etag": 5}',
         "{" * 50_000,
         "{broken",
+        '{"key": "a", "size": Infinity}',
+        "https://[::1/x.npy",
+        "https://host:99999/x.npy",
+        "https://host/a b.npy",
+        "https://host/é.npy",
+        "https:///x.npy",
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_by_its_number(line: str) -> None:

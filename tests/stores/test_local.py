@@ -84,6 +84,23 @@ def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_pa
             store.get(Object(key, 1))
 
 
+def test_a_file_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"1" * 8)
+    store = open_local_store(tmp_path)
+    (item,) = next(iter(store.list()))
+    pread = os.pread
+
+    def slow(fd: int, count: int, start: int) -> bytes:
+        found = pread(fd, min(count, 4), start)
+        path.write_bytes(b"2" * 8)
+        return found
+
+    monkeypatch.setattr(os, "pread", slow)
+    with pytest.raises(BadObject, match="changed"):
+        store.get(item)
+
+
 def test_a_file_below_what_is_now_a_file_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
 
