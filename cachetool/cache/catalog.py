@@ -273,6 +273,8 @@ class Catalog:
 
     def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
         name = getattr(error, "sqlite_errorname", "")
+        if self.path.is_dir():
+            return CatalogError(f"catalog {self.path} is a folder; remove it, then {self._mend()}")
         if name == "SQLITE_FULL":
             return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
         if name.startswith("SQLITE_READONLY"):

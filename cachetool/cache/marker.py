@@ -71,6 +71,9 @@ def _wrong(layout: Layout) -> str | None:
     try:
         found = json.loads(layout.marker.read_bytes())["layout"]
         newer = bool(found > LAYOUT_VERSION)
+    except IsADirectoryError:
+        remedy = f"cachetool verify --repair{cache_option(layout.root)}"
+        raise CatalogError(f"{layout.marker} is a folder; remove it, then run: {remedy}") from None
     except OSError as error:
         raise CatalogError(f"{layout.marker} cannot be read: {error.strerror}; is the disk failing?") from error
     except (ValueError, KeyError, TypeError):

@@ -72,10 +72,12 @@ def run(args: Sequence[str]) -> int:
         try:
             code = app(args=list(args), prog_name="cachetool", standalone_mode=False)
         except CacheToolError as error:
+            _trace()
             return fail_with(disk_error(error) or error, as_json=as_json)
         except typer.TyperException as error:
             return _usage(error, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
+            _trace()
             known = known_error(error)
             return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
@@ -100,9 +102,15 @@ def _usage(error: typer.TyperException, *, as_json: bool) -> int:
     return fail("UsageError", f"{what}\ntry '{where} --help'", error.exit_code, as_json=as_json)
 
 
-def _bug(error: Exception, *, as_json: bool) -> int:
+def _trace() -> None:
+    """Where the error happened that is being handled, for whoever asks for it."""
     if os.environ.get("CACHETOOL_DEBUG"):
-        raise error
+        import traceback
+
+        traceback.print_exc()
+
+
+def _bug(error: Exception, *, as_json: bool) -> int:
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return fail(
         "Bug", f"{what}\nthis is a bug in cachetool; CACHETOOL_DEBUG=1 shows where it happened", 1, as_json=as_json

@@ -230,7 +230,8 @@ def opened(
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
         yield facts, {name: array.view(np.ndarray) for name, array in arrays.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{what} {str(folder)!r} cannot be read ({error}); remove it to list again") from error
+        why = error if isinstance(error, OSError) else "it is damaged"  # NumPy would advise to allow pickles
+        raise CorruptError(f"{what} {str(folder)!r} cannot be read ({why}); remove it to list again") from error
 
 
 def _decode(raw: bytes) -> str:

@@ -12,6 +12,7 @@ import cachetool
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CatalogError, UsageError
+from cachetool.verify import verify
 
 from .conftest import SCHEMA, put_shard
 
@@ -82,6 +83,24 @@ def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: 
     (root / "catalog.sqlite3").unlink()
     with pytest.raises(CatalogError, match="is missing; run: cachetool verify --repair"):
         open_cache(root).datasets()
+
+
+@pytest.mark.parametrize("name", ["catalog.sqlite3", "cachetool.json"])
+def test_a_folder_in_the_place_of_a_file_is_named_and_gives_way_to_a_repair(
+    cache: CacheDir, root: Path, name: str
+) -> None:
+    put_shard(cache)
+    before = cache.max_size
+    cache.close()
+    (root / name).unlink()
+    (root / name).mkdir()
+    for repair in (False, True):
+        with pytest.raises(CatalogError, match=rf"{name} is a folder; remove it, then run: cachetool verify --repair"):
+            verify(root, repair=repair)
+    (root / name).rmdir()
+    verify(root, repair=True)
+    with open_cache(root, create=False) as again:
+        assert again.max_size == before
 
 
 def test_a_cache_of_a_relative_name_stays_where_it_is_when_the_program_goes_elsewhere(

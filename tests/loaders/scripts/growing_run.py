@@ -1,9 +1,9 @@
 """A training of ten epochs beside a background pull into a cache of a fifth of the data.
 
 ``growing_run.py torch|tensorflow|loader SOURCE CACHE CAP RENEW SHARE EPOCHS``. The samples are ``x``, an array whose
-first number names it. Each epoch lasts until the puller has brought SHARE samples or can do nothing before the next
-snapshot, as a long one would; during one the puller is frozen, which the epoch must not notice. Prints one line of
-JSON.
+first number names it. Each epoch lasts until SHARE samples wait that no snapshot had, or the puller can do nothing
+before the next snapshot, as a long one would; during one the puller is frozen, which the epoch must not notice. Prints
+one line of JSON.
 """
 
 import contextlib
@@ -112,6 +112,14 @@ def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | No
     out["steps"].append(statistics.median(steps[1:] or steps))
 
 
+def fresh(cache: Any) -> int:
+    """Samples that no snapshot had."""
+    query = (
+        "SELECT sum(samples) FROM shards WHERE state = 'ready' AND since > (SELECT value FROM meta WHERE key = 'seen')"
+    )
+    return int(cache.catalog.rows(query)[0][0] or 0)
+
+
 def stuck(cache: Any) -> bool:
     """Whether the puller finds no room before the next snapshot: what is free is too little for the shard that waits,
     nothing leaves or is being written, and all that is there is being read, or was not read yet."""
@@ -143,12 +151,12 @@ def main() -> None:
                 out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE hungry > 0")))
                 train(batches, out, frozen=processes(before.pid) if epoch == FROZEN else None)
                 deadline = time.monotonic() + 200
-                while (state := background.progress()).samples - before.samples < int(share) and not stuck(cache):
+                while fresh(cache) < int(share) and not stuck(cache):
                     out["disk"].append(tree_bytes(root))
                     background.check()
-                    assert time.monotonic() < deadline, state
+                    assert time.monotonic() < deadline, background.progress()
                     time.sleep(0.05)
-                out["used"].append(state.used)
+                out["used"].append(background.progress().used)
             out["state"] = background.progress().as_dict()
         out["alone"] = {"epochs": [], "steps": [], "waits": []}
         train(batches, out["alone"])
