@@ -8,13 +8,14 @@ import subprocess
 import sys
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
 from cachetool.stores import Limits, Object, open_store
-from tests.servers import Moto, free_port, scripted_server
+from tests.servers import Moto, free_port, rclone_s3, scripted_server
 
 QUICK = Limits(retry=0.8)
 SILENT = Limits(retry=0.8, silence=0.5, listing=0.5)
@@ -249,6 +250,23 @@ def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(made_up: pyte
         made_up.setenv("AWS_ENDPOINT_URL", server.url)
         found = [item.key for page in open_store("s3://bucket").list() for item in page]
     assert sorted(found) == ["a.x", "b.x", "c.x"]
+
+
+def test_of_a_server_without_ranges_only_the_beginning_is_read_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = os.urandom(2**24)
+    (tmp_path / "bucket").mkdir()
+    for name in ("a.npy", "b.npy"):
+        (tmp_path / "bucket" / name).write_bytes(body)
+    with rclone_s3(tmp_path) as env:
+        use(monkeypatch, env)
+        store = open_store("s3://bucket")
+        for item in (item for page in store.list() for item in page):
+            assert bytes(store.get_range(item, 0, 5000)) == body[:5000]
+            assert bytes(store.get_range(item, 0, len(body))) == body
+            with pytest.raises(SourceError, match="ignores the Range header"):
+                store.get_range(item, 5, 10)
 
 
 def test_a_forked_child_gets_an_error_and_not_a_hang(moto: Moto) -> None:
