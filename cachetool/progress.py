@@ -33,6 +33,8 @@ class Progress:
     """0 where no cache is filled."""
     evicted: int = 0
     """Shards that went to make room for this work."""
+    shards: int = 0
+    """Committed by this work."""
 
 
 Report = Callable[[Progress], None]

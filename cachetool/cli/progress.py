@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cachetool.cli.output import plain
 from cachetool.progress import Progress, Report
+from cachetool.text import count, plain
 from cachetool.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ __all__ = ["Bars", "Lines"]
 
 LINE_SECONDS = 3.0
 """At least this long between two lines of one phase."""
+_BAR = 12
+"""Columns of a bar; a spinner and spaces stand beside it."""
 
 _WORDS = {
     "list": "listing",
@@ -28,32 +30,42 @@ _WORDS = {
     "convert": "converting",
     "verify": "verifying",
 }
+_LEAST_FIRST = ("flying", "shards", "bytes", "evicted", "retries", "cache", "left", "rate")
+"""Parts of a line, in the order in which they are left out for want of room."""
 
 
-def describe(step: Progress, seconds: float) -> str:
+def describe(step: Progress, seconds: float, width: int | None = None) -> str:
     """One line, ``seconds`` after the phase began: ``pulling: 120 of 500 samples, 7.9 MB, 2.1 MB/s, 12 s left, 32 in
-    flight, 1 retry, cache 45 %, 2 evicted``."""
+    flight, 1 retry, cache 45 %, 2 shards evicted, 3 shards``. What matters least is left out of a line that would be
+    longer than ``width``."""
     unit = {"list": " objects", "fetch": ""}.get(step.phase, " samples")
     show = format_size if step.phase == "fetch" else str
-    count = f"{show(step.done)} of {show(step.total)}{unit}" if step.total is not None else f"{show(step.done)}{unit}"
-    parts = [count]
+    of = "" if step.total is None else f" of {show(step.total)}"
+    parts = {"done": f"{show(step.done)}{of}{unit}"}
     if step.bytes:
-        parts.append(format_size(step.bytes))
+        parts["bytes"] = format_size(step.bytes)
         if seconds >= 1:
-            parts.append(f"{format_size(int(step.bytes / seconds))}/s")
+            parts["rate"] = f"{format_size(int(step.bytes / seconds))}/s"
     if step.done and step.total and seconds >= 1 and step.done < step.total:
-        parts.append(f"{format_duration(seconds * (step.total - step.done) / step.done)} left")
+        parts["left"] = f"{format_duration(seconds * (step.total - step.done) / step.done)} left"
     if step.flying:
-        parts.append(f"{step.flying} in flight")
+        parts["flying"] = f"{step.flying} in flight"
     if step.retries:
-        parts.append("1 retry" if step.retries == 1 else f"{step.retries} retries")
+        parts["retries"] = "1 retry" if step.retries == 1 else f"{step.retries} retries"
     if step.cap:
-        parts.append(f"cache {100 * step.used / step.cap:.0f} %")
+        parts["cache"] = f"cache {100 * step.used / step.cap:.0f} %"
     if step.evicted:
-        parts.append(f"{step.evicted} evicted")
+        parts["evicted"] = f"{count(step.evicted, 'shard')} evicted"
+    if step.shards:
+        parts["shards"] = count(step.shards, "shard")
     if step.note:
-        parts.append(step.note)
-    return f"{_WORDS.get(step.phase, step.phase)}: {', '.join(parts)}"
+        parts["note"] = step.note
+    for name in ("", *_LEAST_FIRST):
+        parts.pop(name, None)
+        line = f"{_WORDS.get(step.phase, step.phase)}: {', '.join(parts.values())}"
+        if width is None or len(plain(line)) <= width:
+            break
+    return line
 
 
 class _Phases:
@@ -110,7 +122,7 @@ class Bars(_Phases):
 
         self._bar = progress.Progress(
             progress.SpinnerColumn(),
-            progress.BarColumn(bar_width=24),
+            progress.BarColumn(bar_width=_BAR),
             progress.TextColumn("{task.description}", markup=False),
             console=Console(file=sys.stderr, highlight=False),
             transient=True,
@@ -130,7 +142,7 @@ class Bars(_Phases):
         if self.enter(step) and self._task is not None:
             self._bar.remove_task(self._task)
             self._task = None
-        text = plain(describe(step, self.seconds))
+        text = plain(describe(step, self.seconds, self._bar.console.width - _BAR - 4))
         if self._task is None:
             self._task = self._bar.add_task(text, total=step.total)
         self._bar.update(self._task, completed=step.done, total=step.total, description=text)

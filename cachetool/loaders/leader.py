@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -20,14 +19,13 @@ from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
 from cachetool.loaders.turns import NotYet, Resume, Turns
 from cachetool.loaders.view import View
+from cachetool.loaders.waiting import Talk
 
 __all__ = ["Leader"]
 
 _POLL = 0.2
 _SOON = 0.05
 """Seconds after the end of an epoch in which the next one is probably begun, which then has not to wait."""
-_TALK = 10.0
-"""Seconds between two lines that say what is waited for."""
 _GRACE = 0.5
 """Seconds that the clean-up may take once the training process is gone."""
 
@@ -44,7 +42,7 @@ class Leader:
         self._woken, self._wake = os.pipe()
         self._made = 0
         self._told: View | None = None
-        self._pending: tuple[dict[str, Any], float, float] | None = None
+        self._pending: tuple[dict[str, Any], float, Talk] | None = None
 
     def exhausted(self, generation: int) -> None:
         """Called by the main thread."""
@@ -104,15 +102,13 @@ class Leader:
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
         now = time.monotonic()
-        _, until, talked = self._pending or (asked, now + self._settings.wait, 0.0)
+        _, until, talk = self._pending or (asked, now + self._settings.wait, Talk(self._settings.root))
         if now >= until:
             self._pending = None
             write_line(self._answers, {"id": asked["id"], "error": described(self._turns.given_up(short))})
             return
-        if now - talked >= _TALK:
-            print(f"cachetool: waiting for samples: {short}", file=sys.stderr, flush=True)  # noqa: T201 - talk
-            talked = now
-        self._pending = asked, until, talked
+        talk.tell(short)
+        self._pending = asked, until, talk
 
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
         match asked["do"]:

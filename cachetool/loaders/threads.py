@@ -32,6 +32,7 @@ from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
 from cachetool.loaders.turns import NotYet, Resume, Turns
 from cachetool.loaders.view import Part
+from cachetool.loaders.waiting import Talk
 from cachetool.schema import Field, Schema
 
 __all__ = ["Thread"]
@@ -70,7 +71,7 @@ class Thread:
         return self._waited(lambda: self._turns.prepare(epoch))
 
     def _waited(self, attempt: Any) -> Begun:
-        until = time.monotonic() + self._settings.wait
+        until, talk = time.monotonic() + self._settings.wait, Talk(self._settings.root)
         while True:
             try:
                 with self._lock:
@@ -80,6 +81,7 @@ class Thread:
             except NotYet as short:
                 if time.monotonic() >= until:
                     raise self._turns.given_up(short) from None
+                talk.tell(short)
             time.sleep(_POLL)
 
     def take(self, generation: int, step: int) -> Batch:

@@ -172,7 +172,8 @@ class Turns:
             for event in cache.stats().errors[:1]:
                 return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
         command = f"cachetool pull SOURCE{cache_option(Path(self._settings.root))}"
-        return UsageError(f"{text}; fill it with: {command}, or set min_samples= and wait=")
+        less = "batch_size=" if self._settings.drop_last else "min_samples= and wait="
+        return UsageError(f"{text}; fill it with: {command}, or set {less}")
 
     def tick(self) -> float | None:
         """Give the provisional snapshot up when its time is over; gives how many seconds are left, None: no matter."""
@@ -265,11 +266,16 @@ class Turns:
         need = self._settings.world_size
         if view.dataset:  # plain files never become more
             need = max(need, self._settings.min_samples)
-        if self._settings.drop_last:
-            need = max(need, self._settings.world_size * self._settings.batch_size)
+        whole = self._settings.world_size * self._settings.batch_size if self._settings.drop_last else 0
+        need = max(need, whole)
         if samples < need:
             side = f" for {self._settings.split}" if self._settings.split else ""
-            short = NotYet(f"{samples} of {need} samples{side} in {self._settings.root}")
+            text = f"{samples} of {need} samples{side} in {self._settings.root}"
+            if need == whole:
+                text += f", where drop_last=True takes whole batches of {self._settings.batch_size} only"
+            if not view.dataset:
+                raise UsageError(f"{text}; more never come to plain files")
+            short = NotYet(text)
             self._short = view, short
             raise short
 

@@ -1,19 +1,55 @@
-"""Waiting for the first samples of a dataset that a background pull is filling."""
+"""Waiting for the first samples of a dataset that a background pull is filling, and saying so."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from cachetool.cache import CacheDir
+from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.layout import cache_option
 from cachetool.cache.pullers import PullState, pull_states
-from cachetool.errors import SourceError
+from cachetool.errors import CacheToolError, SourceError
 
-__all__ = ["WAIT", "failed_pull", "wait_for_samples"]
+__all__ = ["WAIT", "Talk", "failed_pull", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
 _POLL = 0.1
+_FIRST, _AGAIN = 3.0, 60.0
+"""Seconds of waiting until the first line that says so, and between two lines."""
+
+
+class Talk:
+    """Says on stderr what a loader waits for and who brings it, when that takes longer than a moment."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+        self._next = time.monotonic() + _FIRST
+
+    def tell(self, short: object) -> None:
+        """``short`` says what there is too little of; called again and again."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _AGAIN
+        print(f"cachetool: waiting for samples: {short}; {_who_pulls(self._root)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _who_pulls(root: Path) -> str:
+    """The pulls that draw into a cache now, those in the foreground too, or how to begin one."""
+    with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:  # recovers: who is in it lives
+        with cache.catalog.read() as connection:
+            states = [state for state in pull_states(connection, cache.layout) if state.alive]
+            drawing = connection.execute(
+                "SELECT url, dataset FROM jobs j JOIN sources s ON s.id = j.source JOIN holders h ON h.id = j.holder"
+            ).fetchall()
+        if states:
+            return _described(states[0])
+        if drawing:
+            return f"the pull of {drawing[0]['url']} draws into dataset {drawing[0]['dataset']!r}"
+    return f"no pull is drawing into this cache; start one with: cachetool pull SOURCE{cache_option(root)}"
 
 
 def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wait: float = WAIT) -> None:
@@ -22,7 +58,7 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
     Raises :class:`SourceError` with the pull's own error when that failed and there are too few samples, and after
     ``wait`` seconds.
     """
-    deadline = time.monotonic() + wait
+    deadline, talk = time.monotonic() + wait, Talk(cache.root)
     while True:
         with cache.catalog.read() as connection:
             states = pull_states(connection, cache.layout, dataset=dataset)
@@ -39,6 +75,7 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
             return
         if time.monotonic() > deadline:
             raise SourceError(f"no samples to train on after {wait:.0f} s; {_described(working[0])}")
+        talk.tell(f"{have} of {least} in {cache.root}")
         time.sleep(_POLL)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,9 +93,9 @@ def test_quiet_keeps_results_and_drops_notes(capsys: pytest.CaptureFixture[str])
         (Progress("pull", 120, 500, 7_900_000), 0.1, "pulling: 120 of 500 samples, 7.9 MB"),
         (Progress("pull", 100, 500, 8_000_000), 4.0, "pulling: 100 of 500 samples, 8.0 MB, 2.0 MB/s, 16 s left"),
         (
-            Progress("pull", 9, None, 800, "3 shards", flying=32, retries=1, used=450, cap=1000, evicted=2),
+            Progress("pull", 9, None, 800, "note", flying=32, retries=1, used=450, cap=1000, evicted=2, shards=3),
             0.1,
-            "pulling: 9 samples, 800 B, 32 in flight, 1 retry, cache 45 %, 2 evicted, 3 shards",
+            "pulling: 9 samples, 800 B, 32 in flight, 1 retry, cache 45 %, 2 shards evicted, 3 shards, note",
         ),
         (
             Progress("pull", 9, None, 800, retries=2, used=1000, cap=1000),
@@ -101,6 +107,48 @@ def test_quiet_keeps_results_and_drops_notes(capsys: pytest.CaptureFixture[str])
 )
 def test_progress_is_one_line_of_counts_rate_and_time_left(step: Progress, seconds: float, expected: str) -> None:
     assert describe(step, seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (200, "100 of 500 samples, 8.0 MB, 2.0 MB/s, 16 s left, 32 in flight, cache 45 %, 1 shard evicted, 3 shards"),
+        (90, "100 of 500 samples, 8.0 MB, 2.0 MB/s, 16 s left, cache 45 %, 1 shard evicted"),
+        (64, "100 of 500 samples, 2.0 MB/s, 16 s left, cache 45 %"),
+        (50, "100 of 500 samples, 2.0 MB/s, 16 s left"),
+        (10, "100 of 500 samples"),
+    ],
+)
+def test_what_matters_least_gives_way_first(width: int, expected: str) -> None:
+    step = Progress("pull", 100, 500, 8_000_000, flying=32, used=450, cap=1000, evicted=1, shards=3)
+
+    assert describe(step, 4.0, width) == f"pulling: {expected}"
+
+
+def test_a_bar_on_a_terminal_of_80_columns_is_one_whole_line() -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    code = (
+        "from cachetool.cli.progress import Bars\n"
+        "from cachetool.progress import Progress\n"
+        "with Bars() as report:\n"
+        "    for done in range(1, 40):\n"
+        "        report(Progress('pull', 10000 * done, 400000, 10**9 * done, flying=32, used=done, cap=40, shards=9))\n"
+        "    report(Progress('pull', 400000, 400000, 10**12, flying=32, used=40, cap=40, evicted=11, shards=999))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    seen = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(leader, 65536):
+            seen += chunk
+    os.close(leader)
+    assert process.wait(60) == 0
+
+    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", seen.decode())]
+    lines = [line for line in lines if "pulling" in line]
+    assert any("400000 of 400000 samples" in line and "cache 100 %" in line for line in lines), lines
+    assert all(len(line) <= 80 and "…" not in line for line in lines), lines
 
 
 def test_off_a_terminal_progress_lines_come_no_more_often_than_they_should() -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from cachetool import convert
 from cachetool import open_cache as open_pulled
-from cachetool.cache import CacheDir, open_cache
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache
 from cachetool.errors import CacheToolError, CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
+from cachetool.loaders import waiting
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
@@ -392,6 +393,40 @@ def test_waiting_ends_with_an_error_that_says_what_there_was(workers: int, cache
         pytest.raises(UsageError, match=r"waited 0.3 s for samples: 60 of 64 samples in"),
     ):
         iter(loader)
+
+
+@pytest.mark.parametrize("more", [{"dataset": "nowhere"}, {"batch_size": 64, "drop_last": True}])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_says_for_what_and_that_nobody_pulls(
+    workers: int, more: Any, cache: CacheDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, on stderr; a name that does not exist and a batch that is too large are seen from it."""
+    if workers == 0:
+        monkeypatch.setattr(waiting, "_FIRST", 0.1)
+    given = {"batch_size": 8, "wait": 3.5 if workers else 0.7, **more}
+    with Loader(cache, workers=workers, **given) as loader, pytest.raises(UsageError) as raised:
+        iter(loader)
+    says = rf"no samples of dataset 'nowhere' in {cache.root} (there is default)"
+    if "drop_last" in more:
+        says = f"60 of 64 samples in {cache.root}, where drop_last=True takes whole batches of 64 only"
+        assert str(raised.value).endswith("or set batch_size=")
+    who = f"no pull is drawing into this cache; start one with: cachetool pull SOURCE --cache {cache.root}"
+    assert capfd.readouterr().err == f"cachetool: waiting for samples: {says}; {who}\n"
+
+
+def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "listing").mkdir()
+    cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    talk = waiting.Talk(cache.root)
+    talk._next = 0.0
+    with cache.catalog.write() as connection:
+        cache.holder.register(connection)
+        draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+    talk.tell("1 of 2 samples")
+    talk.tell("1 of 2 samples")
+
+    told = "cachetool: waiting for samples: 1 of 2 samples; the pull of s3://bucket/ draws into dataset 'default'\n"
+    assert capfd.readouterr().err == told
 
 
 def test_ranks_take_the_same_number_of_steps_and_share_no_sample(cache: CacheDir) -> None:

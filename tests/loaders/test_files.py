@@ -129,3 +129,10 @@ def test_a_damaged_description_is_named(cache: CacheDir, tmp_path: Path) -> None
     (shard / "shard.json").write_text((shard / "shard.json").read_text().replace('"samples": 20', '"samples": 21'))
     with pytest.raises(CorruptError, match=r"shard\.json is not what cachetool writes"):
         Loader(shard, batch_size=4)
+
+
+def test_batches_larger_than_all_there_will_ever_be_are_refused_at_once(folders: dict[Any, Path]) -> None:
+    says = r"40 of 64 samples in .* drop_last=True .*; more never come to plain files"
+    loader = Loader(folders["lmdb", None], batch_size=64, drop_last=True, workers=0)
+    with loader, pytest.raises(UsageError, match=says):
+        iter(loader)
