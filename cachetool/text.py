@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["count", "counted", "plain"]
+import sys
+
+__all__ = ["count", "counted", "plain", "program"]
 
 
 def plain(text: object) -> str:
@@ -21,3 +23,15 @@ def count(number: int, noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 shard``, ``20,000 shards``: for reading, where :func:`count` is for copying too."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def program() -> str:
+    """What this process runs, for others to recognise: ``train.py``, ``cachetool pull``, ``python -c``. Processes that
+    cachetool starts have the arguments of their starter."""
+    first, *rest = getattr(sys, "argv", [])[:2] or [""]
+    folder, _, name = first.rpartition("/")
+    if name == "__main__.py":  # python -m
+        name = folder.rpartition("/")[2]
+    elif name in ("", "-", "-c", "-m"):
+        name = f"python {name}".strip()
+    return " ".join([name, *(each.rpartition("/")[2] for each in rest)])[:80]

@@ -23,6 +23,7 @@ from pathlib import Path
 from cachetool.cache.catalog import Connection
 from cachetool.disk import disk_error
 from cachetool.errors import CacheToolError, CapacityError, CatalogError
+from cachetool.text import program
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
 
@@ -51,10 +52,9 @@ class Holder:
         if not self.path.exists() and (fd := _make_locked(self.path)) is not None:
             self._fd, gone = fd, self._fd
             os.close(gone)
-        what = " ".join(os.path.basename(part) for part in sys.argv[:2])[:80] or "python"
         connection.execute(
             "INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?, ?)",
-            (self.id, self.pid, socket.gethostname(), what, time.time()),
+            (self.id, self.pid, socket.gethostname(), program(), time.time()),
         )
 
     def retire(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -208,3 +209,11 @@ def _source(connection: Connection, source: SourceRow, fetched: int, served: int
         "pass": source.turn + 1,
         "seed": source.seed,
     }
+
+
+def newest_pass(row: Mapping[str, Any]) -> tuple[int, float, int]:
+    """Of a source of :attr:`Stats.sources` what to show people: units drawn, coverage, and of which pass; as long as a
+    pass has drawn nothing, of the one before, which is whole."""
+    if row["pass"] > 1 and not row["drawn"]:
+        return row["units"], 1.0, row["pass"] - 1
+    return row["drawn"], row["coverage"], row["pass"]

@@ -63,9 +63,10 @@ class Output:
         console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 4096, highlight=False)
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for name in columns:
-            table.add_column(
-                Text(name.removeprefix(">")), justify="right" if name[0] == ">" else "left", overflow="fold"
-            )
+            # On a narrow terminal words are broken, numbers never.
+            number = name[0] == ">"
+            head = Text(name.removeprefix(">"))
+            table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=number)
         for row in rows:
             table.add_row(*(Text(plain(cell)) for cell in row))
         with console.capture() as drawn:

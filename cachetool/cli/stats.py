@@ -94,15 +94,13 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
 def _print(out: Output, found: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
     from cachetool.cache.layout import cache_option
+    from cachetool.cache.stats import newest_pass
 
     share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
     out.line(f"cache {os.path.abspath(found['root'])}")
-    out.line(
-        f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)},"
-        f" {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}{_retiring(found)},"
-        f" {found['evicted']} evicted so far,"
-        f" {format_size(found['free_disk'])} of disk free"
-    )
+    out.line(f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)}")
+    out.line(f"{count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}{_retiring(found)}")
+    out.line(f"{count(found['evicted'], 'shard')} evicted so far, {format_size(found['free_disk'])} of disk free")
     out.table(
         ["dataset", "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
         [
@@ -123,19 +121,20 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     )
     if found["sources"]:
         out.table(
-            ["source", "dataset", ">drawn", ">of", ">coverage", ">skipped", ">pass", ">seed"],
+            ["source", "dataset", ">drawn", ">of units", ">coverage", ">skipped", ">pass", ">seed"],
             [
                 (
                     row["url"],
                     row["dataset"],
-                    row["drawn"],
+                    drawn,
                     row["units"],
-                    f"{100 * row['coverage']:.1f} %",
+                    f"{100 * coverage:.1f} %",
                     row["skipped"],
-                    row["pass"],
+                    turn,
                     row["seed"],
                 )
                 for row in found["sources"]
+                for drawn, coverage, turn in (newest_pass(row),)
             ],
         )
     if found["pulls"]:

@@ -47,14 +47,14 @@ class Rates:
 
     def add(self, found: Look, now: float) -> None:
         """Take a look in."""
-        drawn = sum(row["drawn"] + row["units"] * (row["pass"] - 1) for row in found["sources"])
-        self._seen.append((now, found["fetched"], drawn))
+        came = found["samples"] + sum(row["samples"] for row in found["evictions"])
+        self._seen.append((now, found["fetched"], came))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
             self._seen.popleft()
-        began, fetched, units = self._seen[0]
+        began, fetched, samples = self._seen[0]
         passed = now - began
         self.fetched = max(0.0, (found["fetched"] - fetched) / passed) if passed else 0.0
-        self.samples = max(0.0, (drawn - units) / passed) if passed else 0.0
+        self.samples = max(0.0, (came - samples) / passed) if passed else 0.0
         self.history.append(self.fetched)
 
 
@@ -98,7 +98,7 @@ def told(found: Look, rates: Rates) -> str:
         f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({_percent(found):.0f} %)",
         f"{count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}",
         f"pulling {format_size(int(rates.fetched))}/s",
-        f"{found['evicted']} evicted",
+        f"{count(found['evicted'], 'shard')} evicted",
         count(len(found["leases"]), "reader"),
     ]
     if found["epochs"]:
@@ -111,20 +111,22 @@ def drawn(found: Look, rates: Rates, width: int) -> Group:
     from rich.console import Group
     from rich.text import Text
 
+    from cachetool.cache.stats import newest_pass
+
     def row(text: str, style: str = "") -> Text:
         return Text(plain(text), style=style, overflow="ellipsis", no_wrap=True)
 
     size = f"{format_size(found['used'])} of {format_size(found['max_size'])} ({_percent(found):.0f} %)"
     bar = max(10, width - len(size) - 12)
     filled = round(bar * min(100.0, _percent(found)) / 100)
-    rate = f"{format_size(int(rates.fetched))}/s, {rates.samples:.1f} units/s"
+    rate = f"{format_size(int(rates.fetched))}/s, {rates.samples:.1f} samples/s"
     cells: list[Any] = [
         row(f"{time.strftime('%H:%M:%S')}  cache {os.path.abspath(found['root'])}, until Ctrl-C", "bold"),
         row(f"{'fill':9} {'█' * filled}{'░' * (bar - filled)}  {size}"),
         row(f"{'pull':9} {_spark(list(rates.history), max(10, width - len(rate) - 12))}  {rate}"),
         row(
             f"{'held':9} {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')},"
-            f" {found['retiring']} retiring, {found['evicted']} evicted so far"
+            f" {found['retiring']} retiring, {count(found['evicted'], 'shard')} evicted so far"
         ),
         row(
             f"{'room':9} {format_size(found['reserved'])} reserved for shards being written,"
@@ -148,12 +150,13 @@ def drawn(found: Look, rates: Rates, width: int) -> Group:
             [
                 (
                     each["url"],
-                    f"{100 * each['coverage']:.1f} %",
-                    each["pass"],
+                    f"{100 * coverage:.1f} %",
+                    turn,
                     format_size(each["fetched"]),
                     "" if each["reuse"] is None else f"{each['reuse']:.1f} x",
                 )
                 for each in found["sources"]
+                for _, coverage, turn in (newest_pass(each),)
             ],
         ),
         _table(

@@ -100,7 +100,8 @@ class Child:
 
     def __init__(self, task: Task | None = None, *, imports: str = "") -> None:
         call = f"main({os.getpid()}, {imports!r})"
-        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; {call}"
+        paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
+        boot = f"{paths}; from cachetool.engines.child import main; {call}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", boot],
             stdin=subprocess.PIPE,

@@ -106,7 +106,8 @@ class Processes:
         ring = Ring()
         self._rings.append(ring)
         self._readers.append(SlotReader(ring))
-        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.loaders.feeder import main; main()"
+        paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
+        boot = f"{paths}; from cachetool.loaders.feeder import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", boot],
             stdin=subprocess.PIPE,

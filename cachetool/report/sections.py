@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cachetool.cache.history import MOST_EPOCHS
+from cachetool.cache.stats import newest_pass
 from cachetool.report import axes, charts
 from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Bins, Figures
@@ -212,7 +213,8 @@ def _sources(figures: Figures) -> Markup:
     blocks = []
     for row in sources[:_MOST]:
         skipped = f", {row['skipped']:,} skipped" if row["skipped"] else ""
-        drawn = f"{row['drawn']:,} of {counted(row['units'], 'unit')} drawn ({100 * row['coverage']:.1f} %)"
+        units, coverage, turn = newest_pass(row)
+        drawn = f"{units:,} of {counted(row['units'], 'unit')} drawn ({100 * coverage:.1f} %)"
         if row["reuse"] is None:
             used = "Nothing came over the wire."
         else:
@@ -222,8 +224,8 @@ def _sources(figures: Figures) -> Markup:
             element(
                 "div",
                 element("p", element("code", row["url"]), f" into {row['dataset']}"),
-                element("p", f"Coverage: {drawn} in pass {row['pass']}{skipped}", class_="quiet"),
-                charts.share(row["coverage"], "blue"),
+                element("p", f"Coverage: {drawn} in pass {turn}{skipped}", class_="quiet"),
+                charts.share(coverage, "blue"),
                 element("p", f"Reuse: {used}", class_="quiet"),
                 charts.share((row["reuse"] or 0.0) / most, "green") if len(sources) > 1 else None,
                 class_="source",

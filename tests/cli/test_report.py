@@ -19,6 +19,7 @@ from rich.console import Console
 
 from cachetool.api import open_cache
 from cachetool.cache.history import Delivered
+from cachetool.cache.stats import newest_pass
 from cachetool.cli.watch import Rates, drawn, look, told
 
 if TYPE_CHECKING:
@@ -102,6 +103,49 @@ def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) 
         assert figure in text, text
     assert f"pid {os.getpid()}" in text
     assert "\n".join(lines).count("…") >= 2, "only what is too long gives way"
+
+
+def test_stats_fit_a_terminal_of_80_columns(trained: Path) -> None:
+    """Long names are broken, numbers are whole."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "cachetool", "stats", "--cache", str(trained)]
+    process = subprocess.Popen(command, stdin=follower, stdout=follower)
+    os.close(follower)
+    seen = b""
+    while chunk := _read(leader):
+        seen += chunk
+    os.close(leader)
+    assert process.wait(60) == 0
+
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).splitlines()
+    lines = [line for line in lines if not line.startswith(("cache ", "last error"))]  # what may be copied is one line
+    assert max(map(len, lines)) <= 80, lines
+    assert "20 samples in 2 shards" in lines
+    assert any(line.startswith("1 shard evicted so far, ") for line in lines)
+    assert any(re.search(r" 30 +60 +50\.0 % +0 +1 +0$", line) for line in lines), lines
+
+
+def test_a_pass_that_has_drawn_nothing_shows_the_one_before(trained: Path) -> None:
+    with open_cache(trained) as cache:
+        found = look(cache, None)
+    (source,) = found["sources"]
+    assert newest_pass(source) == (30, 0.5, 1)
+    assert newest_pass({**source, "drawn": 0, "coverage": 0.0}) == (0, 0.0, 1)
+    assert newest_pass({**source, "drawn": 0, "coverage": 0.0, "pass": 3}) == (60, 1.0, 2)
+    assert newest_pass({**source, "drawn": 6, "coverage": 0.1, "pass": 3}) == (6, 0.1, 3)
+
+
+def test_rates_are_of_samples_as_all_else_is(trained: Path) -> None:
+    """Also while as many are evicted as come."""
+    with open_cache(trained) as cache:
+        found = look(cache, None)
+    rates = Rates()
+    rates.add(found, 0.0)
+    (gone,) = found["evictions"]
+    rates.add({**found, "evictions": [{**gone, "samples": gone["samples"] + 50}]}, 10.0)
+
+    assert rates.samples == 5.0
 
 
 def test_rates_are_taken_over_half_a_minute(trained: Path) -> None:

@@ -23,6 +23,7 @@ from cachetool.formats.reading import load_extents
 from cachetool.loaders import waiting
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
+from cachetool.text import program
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
 from tests.loaders.processes import alive, children, until
 
@@ -412,6 +413,16 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
         assert str(raised.value).endswith("or set batch_size=")
     who = f"no pull is drawing into this cache; start one with: cachetool pull SOURCE --cache {cache.root}"
     assert capfd.readouterr().err == f"cachetool: waiting for samples: {says}; {who}\n"
+
+
+def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) -> None:
+    """Not the feeder that holds the lease for it."""
+    with Loader(cache, batch_size=8, workers=1) as loader:
+        iter(loader)
+        (lease,) = cache.stats().leases
+
+    assert lease["what"] == program()
+    assert lease["pid"] != os.getpid()
 
 
 def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

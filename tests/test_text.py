@@ -1,0 +1,27 @@
+"""Words for people."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cachetool.text import program
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["/home/me/train.py", "--epochs=3", "x"], "train.py --epochs=3"),
+        (["/usr/bin/cachetool", "pull", "s3://bucket/"], "cachetool pull"),
+        (["/lib/python3/site-packages/cachetool/__main__.py", "stats"], "cachetool stats"),
+        (["-c"], "python -c"),
+        (["-"], "python -"),
+        ([""], "python"),
+        ([], "python"),
+    ],
+)
+def test_a_program_is_named_as_its_user_knows_it(argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+
+    assert program() == name
