@@ -155,7 +155,7 @@ def _rebuild(
     if repair:
         if cap is not None and cap < (there := tree_bytes(layout.root)):
             raise CapTooSmall(
-                f"--max-size is {cap} bytes, and what lies in {layout.root} takes {there}; name a larger one"
+                f"--max-size is {format_size(cap)}, what lies in {layout.root} takes {there} bytes; name a larger one"
             )
         made = rebuild(layout, max_size=cap)
         action = f"rebuilt from {made.shards} shards with {made.samples} samples"

@@ -25,11 +25,13 @@ from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 from cachetool.sources.early import SEGMENT
-from cachetool.stores import canonical
-from cachetool.units import parse_rate, parse_size
+from cachetool.stores import canonical, redact
+from cachetool.stores.registry import SCHEMES
+from cachetool.units import format_size, parse_rate, parse_size
 
 __all__ = [
     "cap_for_all",
+    "check_place",
     "drawn_as",
     "format_of",
     "pace",
@@ -51,6 +53,16 @@ def source_id(url: str, options: PullOptions) -> str:
     """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
     text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_place(url: str) -> None:
+    """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
+    if not url.strip():
+        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme in SCHEMES and not rest.startswith("//") and not Path(url).exists():
+        meant = redact(f"{scheme}://{rest.lstrip('/')}")
+        raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
 
 
 def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
@@ -233,6 +245,7 @@ def refuse_cap(
         return need
     shard = bound + folder_bound(schema, bound)
     raise CapTooSmall(
-        f"a cap of {cap} bytes cannot hold one {kind.name} shard of {nbytes} bytes of values;\nthe minimum is {least}"
-        f" bytes, up to {shard} for such a shard and {least - shard} beside it: raise --max-size or lower --shard-size"
+        f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)} of values;\n"
+        f"the minimum is {least} bytes, up to {format_size(shard)} for such a shard and {format_size(least - shard)}"
+        " beside it: raise --max-size or lower --shard-size"
     )

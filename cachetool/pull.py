@@ -26,12 +26,13 @@ from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, CapBlocked, Interrupted, UsageError
+from cachetool.errors import CacheToolError, CapBlocked, Interrupted
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.options import PullOptions
 from cachetool.planning import (
     cap_for_all,
+    check_place,
     drawn_as,
     format_of,
     pace,
@@ -156,8 +157,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
     shard, :class:`CapBlocked` when fewer samples than asked for fit.
     """
     began = time.monotonic()
-    if not url.strip():
-        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
+    check_place(url)
     id = source_id(url, options)
     with ExitStack() as stack:
         stack.enter_context(leaving_nothing(cache))

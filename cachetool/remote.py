@@ -33,6 +33,7 @@ from cachetool.engines.task import Channel, Message
 from cachetool.errors import BadObject, CacheToolError, CapacityError, NotFound, UsageError, from_json, to_json
 from cachetool.inputs import describe
 from cachetool.parts import DATASET_FILE
+from cachetool.planning import check_place
 from cachetool.progress import Progress, Report
 from cachetool.sources import list_source, open_source
 from cachetool.sources.fetch import Fetcher
@@ -61,6 +62,8 @@ def described(source: str | Path, options: FileOptions, *, beside: Path | None, 
     ``beside`` is the output, whose disk takes what must be fetched; None for where temporary files go. Raises
     :class:`NotFound` when nothing is at a URL, :class:`CapacityError` when the disk has no room for it.
     """
+    if isinstance(source, str) and source:
+        check_place(source)
     if isinstance(source, Path) or split_url(source)[0] in ("", "file"):
         yield describe(source if isinstance(source, Path) else local_path(source), options)
         return

@@ -79,7 +79,8 @@ def admit(
             least = minimum(connection, layout, need)
             if least > cap:
                 raise CapTooSmall(
-                    f"a cap of {cap} bytes cannot hold what is to be written, up to {need} bytes beside {least - need}"
+                    f"a cap of {format_size(cap)} cannot hold what is to be written, up to {format_size(need)} beside"
+                    f" {format_size(least - need)}"
                     + (f";\nthe minimum is {least} bytes: {_RAISE}" if room.advise else "")
                 )
             usage = measure(connection, layout)

@@ -15,6 +15,7 @@ from cachetool.cache.records import record_bound
 from cachetool.cache.usage import measure
 from cachetool.errors import CapTooSmall, UsageError
 from cachetool.schema import Schema
+from cachetool.units import format_size
 
 __all__ = ["change", "least_cap", "refuse"]
 
@@ -41,13 +42,14 @@ def refuse(connection: Connection, layout: Layout, size: int) -> None:
     for row in connection.execute("SELECT id, pid, what FROM holders").fetchall():
         if row["id"] not in dead and (own is None or row["id"] != own.id):
             raise UsageError(
-                f"the cap of {layout.root} is {present} bytes and cannot become {size} while"
+                f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
                 f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"
             )
     used = measure(connection, layout).total
     if used > size:
         raise CapTooSmall(
-            f"the cap of {layout.root} cannot become {size} bytes, {used} are used; make room first with:"
+            f"the cap of {layout.root} cannot become {format_size(size)}, {format_size(used)} are used; make room first"
+            f" with:"
             f" cachetool evict --max-size {size}{cache_option(layout.root)}"
         )
 

@@ -76,8 +76,8 @@ def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, *
     least = usage.overhead + usage.listings
     if least > target:
         raise CapTooSmall(
-            f"cannot shrink the cache to {target} bytes: without any shard it takes {least} bytes;"
-            f" ask for {least} or more"
+            f"cannot shrink the cache to {format_size(target)}: without any shard it takes {format_size(least)};"
+            f" the least is --max-size {least}"
         )
     leaving = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
@@ -121,7 +121,7 @@ def _not_reached(
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
     if bad:
         why.append(f"{shards_of(bad)} in quarantine")
-    text = f"cannot shrink the cache to {target} bytes, {used} stay"
+    text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
     if held.sizes or writing:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")
     return CapTooSmall(f"{text}: nothing more may be evicted;\n{'; '.join(why)}")

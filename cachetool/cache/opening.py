@@ -14,12 +14,15 @@ from cachetool.cache.layout import Layout, cache_option, root_of
 from cachetool.cache.marker import check, settings
 from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.root import CacheDir
+from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
-from cachetool.units import parse_size
+from cachetool.units import format_size, parse_size
 
 __all__ = ["open_cache", "open_root"]
 
 C = TypeVar("C", bound=CacheDir)
+
+_FULL_FIRST = "it will be full before the cap is reached"
 
 
 def open_cache(
@@ -66,16 +69,20 @@ def open_root(
             raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")
         layout.refuse_place()
         size = _left(layout) if size is None else size
+    free = layout.free_disk()
+    if size is not None and not exists and size > free:
+        notify = _explained(notify, f"more than the {format_size(free)} that the disk has free: {_FULL_FIRST}")
     if size is None and not exists:
-        size, what = layout.free_disk() // 2, f"half of the free disk of {path}"
-        notify = _explained(notify)
+        size, what = free // 2, f"half of the free disk of {path}"
+        notify = _explained(notify, "half of the free disk; --max-size sets another")
     else:
         what = "--max-size"
     if size is not None:
         least = layout.fixed_bytes() + allowance(FIRST_PAGES)
         if size < least:
             raise CapTooSmall(
-                f"{what} is {size} bytes: the cache's own files need {least} before any shard, and it must hold one"
+                f"{what} is {format_size(size)}: the cache's own files need {least} bytes before any shard, and it must"
+                " hold one"
             )
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     try:
@@ -86,6 +93,10 @@ def open_root(
             if size is not None and size != cache.catalog.meta("max_size"):
                 with cache.catalog.write() as connection:
                     refuse(connection, layout, size)
+                    left = size - measure(connection, layout).total
+                if notify is not None and left > free:
+                    more = f"{format_size(left)} more than it takes now, the disk has {format_size(free)} free"
+                    notify(f"the cap of {path} becomes {format_size(size)}, {more}: {_FULL_FIRST}")
     except BaseException:
         cache.close()
         raise
@@ -101,11 +112,11 @@ def _left(layout: Layout) -> int | None:
     return None
 
 
-def _explained(notify: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """``notify`` with the reason of a cap that nobody named; it is called once the cache is really made."""
+def _explained(notify: Callable[[str], None] | None, words: str) -> Callable[[str], None] | None:
+    """``notify`` with a few words about the cap; it is called once the cache is really made."""
     if notify is None:
         return None
-    return lambda line: notify(f"{line}: half of the free disk; --max-size sets another")
+    return lambda line: notify(f"{line}: {words}")
 
 
 def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:

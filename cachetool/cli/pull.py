@@ -30,6 +30,7 @@ from cachetool.units import format_duration, format_size
 __all__ = ["pull"]
 
 _SHOWN_SKIPS = 5
+_AT_ITS_END = "source at its end"
 
 
 def pull(
@@ -191,5 +192,7 @@ def pull(
         out.line(f"skipped {result.skipped}:")
         for skip in result.skipped_examples[:_SHOWN_SKIPS]:
             out.line(f"  {skip['key']}: {skip['reason']}")
-    if result.reason != "done":
+    if result.reason == _AT_ITS_END and not result.samples:
+        out.line(f"stopped: {result.reason}, all was drawn; --refresh looks for what is new, --follow draws it again")
+    elif result.reason != "done":
         out.line(f"stopped: {result.reason}")

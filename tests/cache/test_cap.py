@@ -272,7 +272,7 @@ def test_a_cap_below_what_is_used_is_refused_with_the_command_that_makes_room(ro
         put_shard(cache, 3_000_000)
         used = cache.usage().total
     with pytest.raises(
-        CapTooSmall, match=rf"{used} are used; make room first with: cachetool evict --max-size 5000000"
+        CapTooSmall, match=rf"{format_size(used)} are used; make room first with: cachetool evict --max-size 5000000"
     ):
         open_cache(root, max_size=5_000_000)
     with open_cache(root) as cache:

@@ -261,17 +261,16 @@ def test_samples_of_a_byte_or_none_go_into_a_small_cache(here: Run, tmp_path: Pa
     assert here("stats", "--json").document["samples"] >= 150
 
 
-def test_the_numbers_of_a_cap_that_is_too_small_are_one_sum(here: Run, remote: Path, tmp_path: Path) -> None:
-    """Also in a cache that is there, where the cap that is named works at once."""
+def test_the_cap_that_a_message_names_works_at_once(here: Run, remote: Path, tmp_path: Path) -> None:
+    """To the byte, also in a cache that is there; other sizes are for reading."""
     line = ["pull", remote, "--samples", "5", "--max-size", "1200kB"]
     told = re.search(
-        r"^a cap of 1200000 bytes cannot hold one lmdb shard of \d+ bytes of values;\nthe minimum is (\d+) bytes, up to"
-        r" (\d+) for such a shard and (\d+) beside it: raise --max-size or lower --shard-size$",
+        r"^a cap of 1.2 MB cannot hold one lmdb shard of [\d.]+ kB of values;\nthe minimum is (\d+) bytes, up to"
+        r" [\d.]+ kB for such a shard and [\d.]+ MB beside it: raise --max-size or lower --shard-size$",
         here(*line).error,
     )
     assert told is not None
-    least, shard, beside = map(int, told.groups())
-    assert least == shard + beside
+    least = int(told.group(1))
     assert here(*line[:-1], str(least), "--json").document["samples"] == 5
 
     larger = ["pull", remote, "--shard-size", "400kB", "--samples", "20"]
@@ -379,3 +378,38 @@ def test_a_pull_stopped_at_the_cap_names_one_that_would_do(here: Run, tmp_path: 
     assert again.code == 0, again.stderr
     assert here("stats", "--json").document["samples"] == 150
     assert here(*what, "--max-size", told.group(2), "--cache", "fresh", "--json").document["samples"] == 150
+
+
+def test_a_source_that_is_drawn_to_its_end_says_what_to_do_next(run: Run, remote: Path) -> None:
+    assert run("pull", remote, "--all", "--max-size", "8MB").stdout.endswith("stopped: source at its end\n")
+    again = run("pull", remote, "--all").stdout.splitlines()[-1]
+
+    assert again == (
+        "stopped: source at its end, all was drawn; --refresh looks for what is new, --follow draws it again"
+    )
+
+
+def test_a_cap_larger_than_the_free_disk_is_told(run: Run, remote: Path) -> None:
+    """When the cache is made, and when its cap is raised."""
+    made = run("pull", remote, "--samples", "2", "--max-size", "900TB")
+    assert re.search(
+        r"^new cache .*, cap 900\.0 TB: more than the .* that the disk has free: it will be full before the cap is",
+        made.stderr,
+    )
+    assert "free" not in run("pull", remote, "--samples", "2", "--max-size", "900TB").stderr
+    assert "free" not in run("pull", remote, "--samples", "2", "--max-size", "8MB").stderr
+    raised = run("pull", remote, "--samples", "2", "--max-size", "800TB")
+    assert re.search(
+        r"^the cap of .* becomes 800\.0 TB, .* more than it takes now, the disk has .* free: ", raised.stderr
+    )
+
+
+@pytest.mark.parametrize("typed", ["s3:/bucket/x", "https:/host/x", "s3:bucket"])
+def test_a_url_with_a_slash_too_few_is_seen(here: Run, tmp_path: Path, typed: str) -> None:
+    for command in (["pull", typed, "--samples", "1"], ["convert", typed, "--to", "lmdb"]):
+        ran = here(*command)
+        scheme, _, rest = typed.partition(":")
+
+        assert ran.code == 2, ran.stderr
+        assert f"{scheme}://{rest.lstrip('/')}" in ran.error
+    assert not (tmp_path / "cache").exists()
