@@ -33,6 +33,11 @@ _CLOUDS = (
 )
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Two processes a core for ``-n auto``: half of the time a test waits for another process, a server or a disk."""
+    return 2 * len(os.sched_getaffinity(0))
+
+
 @pytest.fixture(autouse=True)
 def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Take away whatever the machine has of clouds, proxies and caches; loopback is never reached by a proxy."""
