@@ -166,14 +166,15 @@ class Drawing:
             raise error
         key = f"draw {self._held.start + at}"
         if isinstance(keys, Ragged):
-            key = keys[0].tobytes().decode("utf-8", "surrogateescape")
+            key = keys[int(np.argmax(block.sample_nbytes))].tobytes().decode("utf-8", "surrogateescape")
+        size = format_size(nbytes)
+        if len(block) > 1:
+            size += f" together with {len(block) - 1} others of its archive"
         if not self._plan.skip_bad:
             advice = str(error).replace("lower --shard-size", "leave it out with --on-error skip")
-            raise CapTooSmall(f"sample {printable(key[:200])!r} has {format_size(nbytes)}: {advice}") from None
+            raise CapTooSmall(f"sample {printable(key[:200])!r} has {size}: {advice}") from None
         self._barren[at] = True
-        self._skipped.append(
-            Skipped(at, key, f"it has {format_size(nbytes)}, more than a shard under this cap can hold")
-        )
+        self._skipped.append(Skipped(at, key, f"it has {size}, more than a shard under this cap can hold"))
 
     def _commit(self, upto: int) -> None:
         """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
@@ -239,9 +240,11 @@ class Drawing:
     def _refuse_too_many(self, last: Skipped) -> None:
         with self._cache.catalog.read() as connection:
             job = draws.job_row(connection, self._plan.job)
-        if job.skipped > max(TOLERATED_FEW, TOLERATED * (job.skipped + job.committed)):
+            row = draws.source_row(connection, self._plan.source)
+            drawn = job.skipped if row is None else max(job.skipped, draws.drawn(connection, row))
+        if job.skipped > max(TOLERATED_FEW, TOLERATED * drawn):
             raise BadObject(
-                f"{job.skipped} of {job.skipped + job.committed} draws could not be used, more than 1 %;"
+                f"{job.skipped} of {drawn} draws could not be used, more than 1 %;"
                 f" the last was {last.key}: {last.reason}"
             )
 

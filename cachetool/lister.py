@@ -21,7 +21,7 @@ import numpy as np
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import BadObject, UsageError
+from cachetool.errors import BadObject, NotFound, UsageError
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
 from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.listing import Listing
@@ -105,10 +105,11 @@ def naming_skip(*, skip_bad: bool) -> Iterator[None]:
     """Around the reading of samples: the error of one that cannot be used says how to go on without it."""
     try:
         yield
-    except BadObject as error:
-        if skip_bad or "--on-error" in str(error):
+    except (BadObject, NotFound) as error:
+        if skip_bad or "--" in str(error):  # it says what to do
             raise
-        raise BadObject(f"{error};\nleave such out, up to 1 % of all, with --on-error skip") from error
+        again = "list again with --refresh, or " if isinstance(error, NotFound) else ""
+        raise type(error)(f"{error};\n{again}leave such out, up to 1 % of all, with --on-error skip") from error
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:

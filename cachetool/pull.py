@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
-from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, CapBlocked, Interrupted
@@ -47,14 +46,13 @@ from cachetool.progress import Progress, Report, silent
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
+from cachetool.tally import Fill, Tally
 from cachetool.units import size_option
 
 __all__ = ["PullResult", "pull"]
 
 _FEW = 64
 """Samples that are seldom more than one shard, so that one process is started for them."""
-_LOOK = 2.0
-"""Seconds between two looks at how full the cache is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,59 +92,6 @@ class PullResult:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What the workers have reported."""
-
-    samples: int = 0
-    payload: int = 0
-    arrived: int = 0
-    fetched: int = 0
-    shards: int = 0
-    skipped: int = 0
-    examples: list[dict[str, str]] = field(default_factory=list)
-    busy: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Of each worker: requests in flight, and retries."""
-    waiting: dict[int, str] = field(default_factory=dict)
-    """For whom a worker waits that waits for room."""
-
-    def add(self, worker: int, message: Message) -> None:
-        if "flying" in message:
-            self.busy[worker] = message["flying"], message["retries"]
-            return
-        self.waiting.pop(worker, None)
-        if "waiting" in message:
-            self.waiting[worker] = message["waiting"]
-        self.samples += message.get("committed", 0)
-        self.payload += message.get("payload", 0)
-        self.arrived += message.get("samples", 0)
-        self.fetched += message.get("fetched", 0)
-        self.shards += "shard" in message
-        for each in message.get("skipped", ()):
-            self.skipped += 1
-            if len(self.examples) < 20:
-                self.examples.append(each)
-
-
-class _Fill:
-    """How full the cache is and what was evicted for a pull, looked at now and then: counting takes its time."""
-
-    def __init__(self, cache: CacheDir, job: str) -> None:
-        self._cache, self._job, self._next = cache, job, 0.0
-        self.used = self.evicted = 0
-        self.cap = cache.max_size
-
-    def look(self) -> None:
-        """Every other second, and for at most a hundredth of the time."""
-        if (began := time.monotonic()) < self._next:
-            return
-        with self._cache.catalog.read() as connection:
-            self.used = measure(connection, self._cache.layout).total
-            self.evicted = draws.job_row(connection, self._job).evicted
-        now = time.monotonic()
-        self._next = now + max(_LOOK, 100 * (now - began))
 
 
 def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent) -> PullResult:
@@ -271,10 +216,10 @@ def _draw(
     tasks = [task] * workers if count or endless else []
     if not source.whole:
         tasks.append(_listing(cache, url, options, id))
-    tally = _Tally()
+    tally = Tally()
     target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
 
-    fill = _Fill(cache, job)
+    fill = Fill(cache, job)
 
     def on_message(worker: int, message: Message) -> None:
         if "listed" in message:
@@ -300,8 +245,14 @@ def _draw(
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
-        outcomes = engine.run(tasks, on_message, last=True)
-        full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
+        while True:
+            before = tally.samples
+            outcomes = engine.run(tasks, on_message, last=True)
+            full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
+            if full or tally.samples == before or tally.samples >= (options.samples or 0):
+                break
+            if not _ask_for_more(cache, job, tally.samples, options.samples):
+                break
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -335,12 +286,24 @@ def _draw(
     )
 
 
+def _ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
+    """Raise the draws of a job whose archives had fewer samples than was thought, by as many as what came of them so
+    far says: the same ones, however many workers there are. False when it has draws left: there is nothing to draw."""
+    with cache.catalog.write() as connection:
+        now = draws.job_row(connection, job)
+        if wanted is None or now.left != 0:
+            return False
+        more = max(1, (wanted - samples) * now.committed // samples)
+        connection.execute("UPDATE jobs SET wanted = wanted + ? WHERE id = ?", (more, job))
+    return True
+
+
 def _drawn(cache: CacheDir, source: SourceRow) -> int:
     with cache.catalog.read() as connection:
         return draws.drawn(connection, source)
 
 
-def _reason(tally: _Tally, wanted: int | None, *, complete: bool, full: bool) -> str:
+def _reason(tally: Tally, wanted: int | None, *, complete: bool, full: bool) -> str:
     if wanted is not None and tally.samples >= wanted:
         return "done"
     if complete:

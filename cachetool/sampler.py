@@ -115,7 +115,8 @@ def draw(
                     held = draws.claim(
                         connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole, lost=lost
                     )
-                    rest = held is None and follow and cached.all_there(connection, samples, row)
+                    rest = held is None and follow
+                    rest = rest and (cached.all_there(connection, samples, row) or draws.idle(connection, source))
                     if held is None and follow and not rest:
                         draws.next_turn(connection, source)
                     left = draws.job_row(connection, job).left

@@ -252,3 +252,33 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again(
         module.follow(Channel(), root=str(cache.root), url=str(digits), options=PullOptions(follow=True).to_json())
         assert told == ["list", "pull", "pulling", "pulling", "pulling"]  # the trainer hears no more once it has begun
         assert cache.stats().pulls == []
+
+
+def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path: Path) -> None:
+    """Ten bad objects, in claims of their own, are no more than are tolerated, however many passes there are."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(97):
+        np.save(source / f"{number:03d}.npy", np.full(250, number, dtype=np.float64))
+    for number in range(97, 107):
+        (source / f"{number:03d}.npy").write_bytes(b"junk")
+    with (
+        cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache,
+        cachetool.BackgroundPull(
+            cache, str(source), workers=1, shard_size="8kB", order="sequential", on_error="skip"
+        ) as pull,
+    ):
+
+        def done(turn: int) -> bool:
+            pull.check()
+            (row,) = cache.catalog.rows("SELECT * FROM sources")
+            pending = cache.catalog.rows("SELECT 1 FROM claims")
+            return bool(row["turn"] == turn and row["frontier"] == row["units"] and not pending)
+
+        until(lambda: done(1))
+        for _ in range(20):
+            assert done(1), "another pass began, which can bring nothing"
+            time.sleep(0.05)
+        cache.evict(cache.usage().total - 1)
+        until(lambda: done(2) or done(3))
+        assert cache.stats().samples == 97

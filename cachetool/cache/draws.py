@@ -34,11 +34,11 @@ __all__ = [
     "drawn",
     "finish",
     "give_back",
+    "idle",
     "job_row",
     "next_turn",
     "open_job",
     "source_row",
-    "withdraw",
 ]
 
 
@@ -89,6 +89,7 @@ class Job:
     """Samples to commit; None for the rest of the turn."""
     committed: int
     skipped: int
+    """Draws that could not be used, since the present pass began."""
     evicted: int
     """Shards that went to make room for it."""
 
@@ -318,8 +319,23 @@ def next_turn(connection: Connection, source: str) -> bool:
         "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]', past = ? WHERE id = ?",
         (json.dumps(past), source),
     )
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"turned:{source}", _moves(connection)))
+    connection.execute("UPDATE jobs SET skipped = 0 WHERE source = ?", (source,))
     event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins", dataset=row.dataset)
     return True
+
+
+def idle(connection: Connection, source: str) -> bool:
+    """Whether nothing came into the cache or went since the present pass began: when it is at its end, the next would
+    bring nothing either. What is left out by ``--on-error skip`` is in no shard, and would be fetched for ever."""
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (f"turned:{source}",)).fetchone()
+    return row is not None and int(row[0]) == _moves(connection)
+
+
+def _moves(connection: Connection) -> int:
+    """A number that every commit and every eviction raises."""
+    query = "SELECT (SELECT value FROM meta WHERE key = 'seq') + (SELECT coalesce(sum(shards), 0) FROM evictions)"
+    return int(connection.execute(query).fetchone()[0])
 
 
 def close_job(connection: Connection, job: str) -> Job:
@@ -327,23 +343,3 @@ def close_job(connection: Connection, job: str) -> Job:
     state = job_row(connection, job)
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
     return state
-
-
-def withdraw(connection: Connection, dataset: str, source: str) -> bool:
-    """Delete a source that nothing was drawn of and nobody draws from, and its dataset when that is empty then; whether
-    the source went."""
-    row = source_row(connection, source)
-    busy = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
-    used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
-    gone = (
-        row is not None and not used and not busy and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
-    )
-    if gone:
-        connection.execute("DELETE FROM claims WHERE source = ?", (source,))
-        connection.execute("DELETE FROM sources WHERE id = ?", (source,))
-    connection.execute(
-        "DELETE FROM datasets WHERE name = ? AND NOT EXISTS (SELECT 1 FROM shards WHERE dataset = datasets.name)"
-        " AND NOT EXISTS (SELECT 1 FROM sources WHERE dataset = datasets.name)",
-        (dataset,),
-    )
-    return gone

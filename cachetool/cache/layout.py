@@ -78,6 +78,7 @@ class Layout:
         self.marker = root / "cachetool.json"
         self.marker_aside = root / "cachetool.json.new"
         self.catalog = root / "catalog.sqlite3"
+        self.catalog_asides = (root / "catalog.sqlite3.new", root / "catalog.sqlite3.new-journal")
         self.holders = root / "holders"
         self.shards = root / "shards"
         self.listings = root / "listings"

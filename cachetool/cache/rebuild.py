@@ -245,9 +245,8 @@ def _salvage(old: Catalog) -> dict[str, Any]:
 def _write(
     layout: Layout, found: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
 ) -> None:
-    aside = layout.catalog.with_name(layout.catalog.name + ".new")
-    journal = aside.with_name(aside.name + "-journal")
-    for path in (aside, journal):
+    aside, journal = layout.catalog_asides
+    for path in layout.catalog_asides:
         path.unlink(missing_ok=True)
     pages = FIRST_PAGES
     while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(found.bad)):

@@ -233,6 +233,9 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         remove_stale_locks(connection, layout.holders)
         if layout.marker_aside.exists():  # on a read-only disk even a needless unlink is an error
             layout.marker_aside.unlink(missing_ok=True)
+        for aside in layout.catalog_asides:  # of a rebuild that was cut off: one that goes on has this lock
+            if aside.exists():
+                aside.unlink(missing_ok=True)
         if (
             not dead
             and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} OR {_ORPHANED} LIMIT 1").fetchone()

@@ -37,8 +37,6 @@ __all__ = [
 ]
 
 _SHARD = re.compile(r"[0-9a-f]{16}")
-_ASIDE = ("cachetool.json.new", "catalog.sqlite3.new", "catalog.sqlite3.new-journal")
-"""Files that are about to be renamed; left when their process was killed."""
 _OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "turn")
 _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
@@ -70,7 +68,7 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
     names.add(f"{layout.catalog.name}-journal")
     for path in layout.root.iterdir():
         if path.name not in names:
-            found.append((path, path.name in _ASIDE))
+            found.append((path, path in (layout.marker_aside, *layout.catalog_asides)))
     found += [(path, False) for path in _entries(layout.holders) if path.suffix != ".lock"]
     # Deleted meanwhile: it was on its way out when we looked.
     there = [Stray(path, ours, _bytes(path)) for path, ours in found if os.path.lexists(path)]

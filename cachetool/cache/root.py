@@ -18,10 +18,10 @@ from cachetool.cache.admission import admit
 from cachetool.cache.capping import change
 from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.commit import Staging, stage_together
-from cachetool.cache.draws import SourceRow, add_source, source_row, withdraw
+from cachetool.cache.draws import SourceRow, add_source, source_row
 from cachetool.cache.eviction import evict_to
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, cache_option, remove_tree
+from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.marker import mark
 from cachetool.cache.records import record_bound, write_source_record
@@ -289,13 +289,6 @@ class CacheDir:
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
             if known:  # what its shards say of it may no longer be so
                 write_source_record(connection, self.layout, row.id)
-
-    def withdraw(self, dataset: str, source: str) -> None:
-        """Forget a source that nothing was drawn of, and its dataset when that is empty; harmless otherwise."""
-        with self.catalog.write() as connection:
-            gone = withdraw(connection, dataset, source)
-        if gone:
-            remove_tree(self.listing(source))
 
     def evict(
         self,

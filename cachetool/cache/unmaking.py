@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cachetool.cache import holders
+from cachetool.cache.catalog import Connection
+from cachetool.cache.draws import drawn, source_row
 from cachetool.cache.layout import remove_tree
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
@@ -39,7 +41,31 @@ def leaving_nothing(cache: CacheDir) -> Iterator[None]:
 def withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
     """Take back what a verb declared when it came to nothing: else an empty dataset would bind the next one."""
     with contextlib.suppress(CacheToolError):
-        cache.withdraw(dataset, source)
+        with cache.catalog.write() as connection:
+            gone = _withdraw(connection, dataset, source)
+        if gone:
+            remove_tree(cache.listing(source))
+
+
+def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
+    """Delete a source that nothing was drawn of and nobody draws from, and its dataset when that is empty then; whether
+    the source went."""
+    row = source_row(connection, source)
+    busy = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
+    used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
+    gone = (
+        row is not None and not used and not busy and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
+    )
+    if gone:
+        connection.execute("DELETE FROM claims WHERE source = ?", (source,))
+        connection.execute("DELETE FROM sources WHERE id = ?", (source,))
+        connection.execute("DELETE FROM meta WHERE key = ?", (f"turned:{source}",))
+    connection.execute(
+        "DELETE FROM datasets WHERE name = ? AND NOT EXISTS (SELECT 1 FROM shards WHERE dataset = datasets.name)"
+        " AND NOT EXISTS (SELECT 1 FROM sources WHERE dataset = datasets.name)",
+        (dataset,),
+    )
+    return gone
 
 
 def _unmake(cache: CacheDir, made: list[Path]) -> None:

@@ -14,6 +14,7 @@ from cachetool.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
 
 __all__ = [
+    "CHANGED",
     "ZARR_METADATA",
     "Limits",
     "Object",
@@ -74,6 +75,9 @@ KEY_BYTES = 4096
 """A key, or an ETag, is at most so long: what a path may have; the clouds end at 1,024."""
 LARGEST = 2**48
 """Bytes of an object are less; the largest that a cloud takes has 190 TiB."""
+
+CHANGED = "\nlist again with --refresh, or leave it out with --on-error skip"
+"""What to do about an object that is not the listed one."""
 
 Pages = Iterator[list[Object]]
 """A listing as it arrives."""
@@ -147,12 +151,9 @@ def check_identity(item: Object, *, size: int | None, etag: str | None) -> None:
     Raises :class:`BadObject` naming the key.
     """
     if size is not None and item.size >= 0 and size != item.size:
-        raise BadObject(
-            f"{item.key!r} changed since it was listed ({size} bytes instead of {item.size});"
-            " leave it out with --on-error skip"
-        )
+        raise BadObject(f"{item.key!r} changed since it was listed ({size} bytes instead of {item.size});{CHANGED}")
     if item.etag is not None and etag is not None and etag != item.etag:
-        raise BadObject(f"{item.key!r} changed since it was listed (another ETag); leave it out with --on-error skip")
+        raise BadObject(f"{item.key!r} changed since it was listed (another ETag);{CHANGED}")
 
 
 def check_length(item: Object, *, got: int, want: int) -> None:

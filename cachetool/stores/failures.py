@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
+from cachetool.stores.base import CHANGED
 from cachetool.stores.redact import printable, scrub
 
 __all__ = ["as_our_error"]
@@ -61,7 +62,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
             f"{what}: access denied{f' ({said})' if said else ''}; check the credentials in the environment"
         )
     if name == "PreconditionError" or status == 412:
-        return BadObject(f"{what} changed since it was listed; leave it out with --on-error skip")
+        return BadObject(f"{what} changed since it was listed;{CHANGED}")
     if "redirect without LOCATION" in text or status in (301, 307):
         return SourceError(f"{what}: the bucket is in another region; set AWS_REGION")
     if status == 416:

@@ -12,6 +12,7 @@ Without an ETag, an index's time of modification (``modified:``) or a manifest's
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -135,11 +136,11 @@ def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
     """
     batch: list[Object] = []
     for number, raw in enumerate(io.BytesIO(body), start=1):
-        line = raw.strip()
+        line = (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
         if not line or line.startswith(b"#"):
             continue
         where = f"{place}, line {number}"
-        batch.append(_line_object(line, where))
+        batch.append(_line_object(line, where, as_json=place.endswith(".jsonl") or line.startswith(b"{")))
         if len(batch) == _BATCH:
             yield batch
             batch = []
@@ -147,9 +148,9 @@ def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
         yield batch
 
 
-def _line_object(line: bytes, where: str) -> Object:
+def _line_object(line: bytes, where: str, *, as_json: bool) -> Object:
     size, etag = -1, None
-    if line.startswith(b"{"):
+    if as_json:
         try:
             entry = json.loads(line)
             name = entry.get("key") or entry.get("url") or entry.get("path")

@@ -140,7 +140,7 @@ def test_a_new_cache_says_its_cap_and_a_second_run_that_all_is_there(here: Run, 
     first = here("convert", foreign, "--to", "hdf5", "--cache", "new")
     again = here("convert", foreign, "--to", "hdf5", "--cache", "new")
 
-    assert "new cache new, cap " in first.stderr
+    assert f"new cache {foreign.parent / 'new'}, cap " in first.stderr
     assert "half of the free disk" in first.stderr
     assert again.stdout == f"all 20 samples of {foreign} are in the cache already\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,6 +124,48 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     assert ran.code == 0, ran.stderr
     assert "pulled 29 samples" in ran.stdout
     assert "07.npy" in ran.stdout
+
+
+def tar(path: Path, sizes: dict[str, int]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, size in sizes.items():
+            about = tarfile.TarInfo(name)
+            about.size = size
+            archive.addfile(about, io.BytesIO(bytes(size)))
+
+
+def test_archives_bring_as_many_samples_as_were_asked_for_whatever_they_hold(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for number in range(100):
+        count = 40 if number % 10 == 0 else 1
+        tar(folder / f"{number:03d}.tar", {f"{number:03d}-{each:02d}.bin": 100 for each in range(count)})
+    drawn = []
+    for workers in (1, 2):
+        root = tmp_path / f"cache{workers}"
+        line = ("pull", folder, "--read-as", "files", "--samples", "60", "--seed", "5", "--cache", root)
+        ran = run(*line, "--max-size", "8MB", "--workers", str(workers), "--json")
+        assert ran.code == 0, ran.stderr
+        assert ran.document["samples"] >= 60
+        with cachetool.open_cache(root) as cache:
+            (row,) = cache.catalog.rows("SELECT frontier FROM sources")
+            drawn.append((row["frontier"], ran.document["samples"]))
+    assert drawn[0] == drawn[1]
+
+
+def test_of_an_archive_larger_than_the_cap_the_largest_sample_is_named(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for number in range(30):
+        large = {f"{number:03d}-5.bin": 9_000_000} if number == 17 else {}
+        tar(folder / f"{number:03d}.tar", {**{f"{number:03d}-{each}.bin": 100 for each in range(4)}, **large})
+    line = ("pull", folder, "--read-as", "files", "--all", "--max-size", "4MB", "--shard-size", "100kB")
+    ran = run(*line, "--on-error", "skip", "--json")
+    assert ran.code == 0, ran.stderr
+    (skipped,) = ran.document["skipped_examples"]
+    assert skipped["key"].endswith("017-5")
+    assert skipped["reason"].startswith("it has 9.0 MB together with 4 others of its archive")
+    assert ran.document["samples"] == 29 * 4
 
 
 def test_a_sample_larger_than_the_cap_is_named_and_can_be_left_out(run: Run, tmp_path: Path) -> None:

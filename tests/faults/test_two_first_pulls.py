@@ -13,6 +13,7 @@ from cachetool import open_cache
 from cachetool.cache import Claim, SourceRow
 from cachetool.cache.draws import claim, finish, open_job
 from cachetool.cache.root import CacheDir
+from cachetool.cache.unmaking import withdraw_unused
 from cachetool.errors import CatalogError, UsageError
 from cachetool.schema import Field, Schema
 
@@ -46,7 +47,7 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
 
 def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_from(cache: CacheDir) -> None:
     job, held = drawing(cache)
-    cache.withdraw("default", "s")
+    withdraw_unused(cache, "default", "s")
 
     assert cache.source("s") is not None
     with cache.catalog.write() as connection:

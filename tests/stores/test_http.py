@@ -785,6 +785,16 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(line: str) -> None:
     assert "CANARY" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line", ["[1]", '"c.bin"', "null", "5", "a.npy"])
+def test_a_line_of_a_jsonl_manifest_that_is_no_object_is_refused(line: str) -> None:
+    with pytest.raises(BadObject, match="line 2: not like"):
+        manifest(f'{{"key": "fine.npy"}}\n{line}\n', "list.jsonl")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
+    assert manifest("\ufeffa.npy\nb.npy\n") == [Object("a.npy", -1), Object("b.npy", -1)]
+
+
 def test_a_real_folder_is_read_through_both_kinds_of_index(tmp_path: Path) -> None:
     files = {"a b/c#d.npy": b"1", "a b/e/f.json": b"22", "g.txt": b"333"}
     for name, body in files.items():
