@@ -245,14 +245,11 @@ def _draw(
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
-        while True:
-            before = tally.samples
+        more = True
+        while more:
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
-            if full or tally.samples == before or tally.samples >= (options.samples or 0):
-                break
-            if not _ask_for_more(cache, job, tally.samples, options.samples):
-                break
+            more = not full and _ask_for_more(cache, job, tally.samples, options.samples)
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -288,12 +285,15 @@ def _draw(
 
 def _ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
     """Raise the draws of a job whose archives had fewer samples than was thought, by as many as what came of them so
-    far says: the same ones, however many workers there are. False when it has draws left: there is nothing to draw."""
+    far says: the same ones, however many workers there are. False when it needs none, or has some left: the source
+    ended."""
+    if wanted is None or samples >= wanted:
+        return False
     with cache.catalog.write() as connection:
         now = draws.job_row(connection, job)
-        if wanted is None or now.left != 0:
+        if now.left != 0:
             return False
-        more = max(1, (wanted - samples) * now.committed // samples)
+        more = max(1, (wanted - samples) * now.committed // max(1, samples))
         connection.execute("UPDATE jobs SET wanted = wanted + ? WHERE id = ?", (more, job))
     return True
 
