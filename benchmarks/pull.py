@@ -149,8 +149,12 @@ def measure(folder: Path, name: str, case: Case, options: argparse.Namespace) ->
                     failed[tool] = str(error)
                     del todo[tool]
                     continue
-                times.setdefault(tool, []).append((seconds, own, server_cpu() - cpu))
-                print(f"{name} round {number + 1}: {tool} {seconds:.2f} s", file=sys.stderr, flush=True)
+                served = server_cpu() - cpu
+                times.setdefault(tool, []).append((seconds, own, served))
+                line = (
+                    f"{name} round {number + 1}: {tool} {seconds:.2f} s, CPU {own:.2f} s, of the server {served:.2f} s"
+                )
+                print(line, file=sys.stderr, flush=True)
     shutil.rmtree(folder / "target", ignore_errors=True)
     medians = {
         tool: [statistics.median(column) for column in zip(*rows, strict=True)]

@@ -24,6 +24,13 @@ from cachetool.errors import CacheToolError, from_json
 
 __all__ = ["Child", "LocalEngine", "stop"]
 
+_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # NumPy's threads would wait for work by spinning
+    # Bodies of many MiB come and go: glibc is to keep memory for the next, instead of having each page cleared anew.
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20),
+}
 GRACE = 5.0
 """Seconds that a stopped child has to give back what it holds."""
 
@@ -107,7 +114,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
-            env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # NumPy's threads would wait for work by spinning
+            env={**_ENVIRONMENT, **os.environ},
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

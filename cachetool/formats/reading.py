@@ -154,6 +154,8 @@ class ExtentsReader:
             rows = np.lib.stride_tricks.as_strided(begin, (len(at), extents.nbytes), (extents.stride, 1))
             if extents.stride == extents.nbytes:
                 return rows.reshape(-1).view(field.numpy).reshape(len(at), *field.sizes)
+        elif contiguous and len(at) == 1:
+            rows = buffer[None, int(offsets[0]) : int(offsets[0]) + extents.nbytes]
         else:
             rows = np.empty((len(at), extents.nbytes), dtype=np.uint8)
             copy_rows(rows.reshape(-1), None, buffer, offsets, extents.nbytes)
