@@ -216,12 +216,11 @@ def test_what_nothing_accounts_for_is_deleted_and_what_is_foreign_is_left(root: 
     assert {problem.action for problem in found.problems} == {None}
     found = verify(root, repair=True)
     assert sorted(found.foreign) == ["holders/x", "notes.txt", "shards/mine"]
-    # The marker that was about to be renamed goes with the recovery of every open.
+    # The marker and the catalog that were about to be renamed go with the recovery of every open.
     assert {problem.file for problem in found.problems} == {
         "shards/0123456789abcdef",
         "shards/00000000000000ff",
         "listings/0123456789abcdef.fedcba9876543210",
-        "catalog.sqlite3.new",
     }
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in foreign)

@@ -50,8 +50,9 @@ def cache(tmp_path: Path) -> Iterator[CacheDir]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Any:
-    """Runs a program in a process of its own."""
+def script(tmp_path: Path) -> Iterator[Any]:
+    """Runs a program in a process of its own, which does not outlive the test."""
+    begun: list[subprocess.Popen[str]] = []
 
     def run(text: str, *arguments: object, how: str = "script") -> subprocess.Popen[str]:
         stdin = how == "stdin"
@@ -75,6 +76,10 @@ def script(tmp_path: Path) -> Any:
             process.stdin.write(code)
             process.stdin.close()
             process.stdin = None
+        begun.append(process)
         return process
 
-    return run
+    yield run
+    for process in begun:
+        process.kill()
+        process.wait()
