@@ -12,7 +12,7 @@ from cachetool.text import program
 @pytest.mark.parametrize(
     ("argv", "name"),
     [
-        (["/home/me/train.py", "--epochs=3", "x"], "train.py --epochs=3"),
+        (["/home/me/train.py", "--token=CANARY", "x"], "train.py"),
         (["/usr/bin/cachetool", "pull", "s3://bucket/"], "cachetool pull"),
         (["/lib/python3/site-packages/cachetool/__main__.py", "stats"], "cachetool stats"),
         (["-c"], "python -c"),
