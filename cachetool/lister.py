@@ -106,7 +106,7 @@ def naming_skip(*, skip_bad: bool) -> Iterator[None]:
     try:
         yield
     except (BadObject, NotFound) as error:
-        if skip_bad or "--" in str(error):  # it says what to do
+        if skip_bad or " --" in str(error):  # it says what to do; the name of an object may have such dashes, too
             raise
         again = "list again with --refresh, or " if isinstance(error, NotFound) else ""
         raise type(error)(f"{error};\n{again}leave such out, up to 1 % of all, with --on-error skip") from error

@@ -113,17 +113,18 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     folder.mkdir()
     for number in range(30):
         np.save(folder / f"{number:02d}.npy", np.full(4, number))
-    (folder / "07.npy").write_bytes(b"junk" * 30)
+    (folder / "07.npy").unlink()
+    (folder / "07--a.npy").write_bytes(b"junk" * 30)
 
     ran = run("pull", folder, "--all", "--max-size", "8MB")
     assert ran.code == 3
-    assert "07.npy" in ran.error
+    assert "07--a.npy" in ran.error
     assert "--on-error skip" in ran.error
 
     ran = run("pull", folder, "--all", "--max-size", "8MB", "--on-error", "skip")
     assert ran.code == 0, ran.stderr
     assert "pulled 29 samples" in ran.stdout
-    assert "07.npy" in ran.stdout
+    assert "07--a.npy" in ran.stdout
 
 
 def tar(path: Path, sizes: dict[str, int]) -> None:
