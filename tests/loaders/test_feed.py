@@ -242,6 +242,23 @@ def test_a_function_is_applied_to_each_sample_in_the_feeders(cache: CacheDir) ->
         assert np.array_equal(a["noise"], b["noise"])
 
 
+def test_feeders_write_past_the_caches_unless_the_user_has_glibc_do_otherwise(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tunables(_: dict[str, Any]) -> dict[str, Any]:
+        return {"tunables": os.environ["GLIBC_TUNABLES"]}
+
+    name = "glibc.cpu.x86_non_temporal_threshold"
+    found = []
+    for mine in (None, f"{name}=0x100000"):
+        if mine is not None:
+            monkeypatch.setenv("GLIBC_TUNABLES", mine)
+        with Loader(cache, batch_size=16, workers=2, transform=tunables) as loader:
+            found.append({text for batch in loader for text in batch["tunables"]})
+
+    assert found == [{f"{name}=0x80000"}, {f"{name}=0x80000:{name}=0x100000"}]
+
+
 def test_a_function_over_whole_batches_decides_what_a_batch_is(cache: CacheDir) -> None:
     def stack(batch: dict[str, Any]) -> dict[str, Any]:
         return {"mean": batch["x"].mean(axis=(1, 2)), "words": [word.upper() for word in batch["words"]]}
