@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 __all__ = ["main"]
@@ -10,13 +12,25 @@ __all__ = ["main"]
 
 def main() -> NoReturn:
     """Run the command line of this process and exit; Ctrl-C while the program still loads ends it as any other."""
+    arguments = sys.argv[1:]
     try:
-        from cachetool.cli.app import run
+        with _first_worker(arguments):
+            from cachetool.cli.app import run
 
-        code = run(sys.argv[1:])
+            code = run(arguments)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _first_worker(arguments: Sequence[str]) -> AbstractContextManager[None]:
+    """The process that lists the source of a pull, loading what it needs while Typer is loaded here: a quarter of a
+    second."""
+    if arguments[:1] != ["pull"] or {"-h", "--help"} & {*arguments} or sys.platform == "win32":
+        return nullcontext()
+    from cachetool.engines.local import begun_early
+
+    return begun_early("cachetool.sampler")
 
 
 if __name__ == "__main__":

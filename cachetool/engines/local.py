@@ -16,13 +16,13 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
 
-__all__ = ["Child", "LocalEngine", "stop"]
+__all__ = ["Child", "LocalEngine", "begun_early", "stop"]
 
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # NumPy's threads would wait for work by spinning
@@ -56,7 +56,7 @@ class LocalEngine:
     def expect(self, tasks: int, imports: str) -> None:
         """Start processes for so many tasks that will come, which load the module ``imports`` meanwhile."""
         while len(self._idle) < tasks:
-            self._idle.append(Child(imports=imports))
+            self._idle.append(_early.pop() if _early else Child(imports=imports))
 
     def dismiss(self) -> None:
         """End the processes that wait for a task."""
@@ -100,6 +100,21 @@ class LocalEngine:
             return results
         finally:
             stop(children)
+
+
+_early: list[Child] = []
+
+
+@contextlib.contextmanager
+def begun_early(imports: str) -> Iterator[None]:
+    """Start a process that loads the module ``imports`` while this program itself still loads what knows the task; the
+    first :meth:`LocalEngine.expect` takes it, and it ends if none does."""
+    _early.append(Child(imports=imports))
+    try:
+        yield
+    finally:
+        stop(_early)
+        _early.clear()
 
 
 class Child:

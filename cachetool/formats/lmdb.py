@@ -29,7 +29,7 @@ from cachetool.formats.lmdb_file import KEY, LEN_KEY, SCHEMA_KEY, file_bound, ke
 from cachetool.formats.lmdb_tree import TreeWriter
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.reading import check_indices, check_range, field_extents
-from cachetool.formats.runs import Bytes, Int64s, ends
+from cachetool.formats.runs import Bytes, Int64s, Placed, ends
 from cachetool.formats.writing import ShardWriter
 from cachetool.schema import Schema
 
@@ -81,8 +81,8 @@ class LMDBWriter(ShardWriter):
                 f"{self.path.name}: a sample of {int(totals.max())} bytes; lmdb holds at most {_MAX_VALUE}"
             )
 
-        def place(out: Bytes, starts: Int64s, part: slice) -> None:
-            self._layout.place(block.slice(part.start, part.stop), out, starts)
+        def place(out: Bytes, starts: Int64s, part: slice) -> Placed:
+            return self._layout.place(block.slice(part.start, part.stop), out, starts)
 
         self._tree.append(keys_of(self.samples, block.samples), totals, place)
         if self._layout.variable:
@@ -100,8 +100,9 @@ class LMDBWriter(ShardWriter):
         return (self.path.name,), self._locate(starts)
 
     def _append_text(self, key: bytes, value: Bytes) -> None:
-        def place(out: Bytes, starts: Int64s, _part: slice) -> None:
+        def place(out: Bytes, starts: Int64s, _part: slice) -> Placed:
             out[starts[0] : starts[0] + len(value)] = value
+            return []
 
         self._tree.append(np.frombuffer(key, dtype=np.uint8)[None], np.array([len(value)]), place)
 

@@ -6,7 +6,8 @@
     written last     a large value on pages of its own; the leaf of some values behind the last of them
 
 py-lmdb is called once for each value and writes through a map, one page fault for each page: 0.35 of a raw write for
-samples of 3 KiB. Here a block of values is laid out with NumPy, copied to where it belongs, and written in one piece.
+samples of 3 KiB. Here a block of values is laid out with NumPy, copied to where it belongs, and written in one piece;
+what is large is written from where it is.
 Which pages there are depends on the values alone, not on the cut into blocks. No environment, no lock, no map that a
 full disk would turn into a signal. The library still has the last word: the writer opens the finished file with it.
 """
@@ -14,7 +15,7 @@ full disk would turn into a signal. The library still has the last word: the wri
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from cachetool.formats.lmdb_pages import (
     PAGE_HEADER,
     VERSION,
 )
-from cachetool.formats.runs import Bytes, Int64s, as_bytes, ends, put_rows
+from cachetool.formats.runs import Bytes, Int64s, Placed, as_bytes, ends, put_rows
 
 __all__ = ["TreeWriter"]
 
@@ -70,11 +71,11 @@ class TreeWriter:
         self._at: list[Int64s] = []  # and where it begins in that leaf, or in the file
         file.size = self._next * PAGE
 
-    def append(self, keys: Bytes, sizes: Int64s, place: Callable[[Bytes, Int64s, slice], None]) -> None:
+    def append(self, keys: Bytes, sizes: Int64s, place: Callable[[Bytes, Int64s, slice], Placed]) -> None:
         """Add entries with ``keys``, (entries, bytes), and values of ``sizes`` bytes.
 
         ``place(buffer, starts, part)`` is called for consecutive parts of them and copies the values of ``part`` to
-        ``starts`` in ``buffer``, every byte of them.
+        ``starts`` in ``buffer``, every byte of them but for those that it gives back with their places.
         """
         total = ends(sizes)
         first = 0
@@ -84,7 +85,7 @@ class TreeWriter:
             self._append(keys[part], sizes[part], lambda buffer, at, part=part: place(buffer, at, part))  # type: ignore[misc]
             first = stop
 
-    def _append(self, keys: Bytes, sizes: Int64s, place: Callable[[Bytes, Int64s], None]) -> None:
+    def _append(self, keys: Bytes, sizes: Int64s, place: Callable[[Bytes, Int64s], Placed]) -> None:
         count, width = keys.shape
         head = NODE_HEADER + width
         big = head + sizes > LARGEST_NODE
@@ -128,7 +129,7 @@ class TreeWriter:
         _page_heads(buffer, leaf_page, self._next, LEAF)
         short[leaf_page * (PAGE // 2) + 6] = PAGE_HEADER + _POINTER * counts
         short[leaf_page * (PAGE // 2) + 7] = PAGE - used
-        place(buffer, starts)
+        large = place(buffer, starts)
 
         self._where.append(np.where(big, -1, len(self._leaves) + leaf))
         self._at.append(np.where(big, self._next * PAGE + starts, starts - leaf_page[leaf] * PAGE))
@@ -140,7 +141,7 @@ class TreeWriter:
         self._entries += count
         self._pages[LEAF] += len(leaf_page) - 1
         self._pages[OVERFLOW] += int(before[-1])
-        self._write(buffer[:-PAGE])
+        self._write(buffer[:-PAGE], large)
 
     def _into_leaves(self, nodes: Int64s) -> tuple[Int64s, Int64s]:
         """Which leaf each node goes to, 0: the one that is not full yet; and the first node of each."""
@@ -158,8 +159,12 @@ class TreeWriter:
             self._buffer = np.empty(nbytes, dtype=np.uint8)  # for one large value
         return self._buffer[:nbytes]
 
-    def _write(self, pages: Bytes) -> None:
-        self._file.append(pages)
+    def _write(self, pages: Bytes, large: Sequence[tuple[int, Bytes]] = ()) -> None:
+        pieces, at = [], 0
+        for start, run in sorted(large, key=lambda placed: placed[0]):
+            pieces += [pages[at:start], run]
+            at = start + len(run)
+        self._file.append(*pieces, pages[at:])
         self._next += len(pages) // PAGE
 
     def finish(self) -> Int64s:

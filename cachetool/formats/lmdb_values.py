@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cachetool.block import Block, Column, Ragged
 from cachetool.errors import CorruptError
-from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, put_rows, windows
+from cachetool.formats.runs import Bytes, Int64s, Placed, as_bytes, copy_runs, ends, place_runs, put_rows, windows
 from cachetool.schema import Field, Schema
 
 __all__ = ["ValueLayout"]
@@ -95,9 +95,11 @@ class ValueLayout:
         """Bytes of the value of each sample, (samples,)."""
         return self.positions(self.variable_sizes(block))[1]
 
-    def place(self, block: Block, out: Bytes, starts: Int64s) -> None:
-        """Pack the samples of a canonical block into ``out``, each from ``starts[i]``, padding included."""
+    def place(self, block: Block, out: Bytes, starts: Int64s) -> Placed:
+        """Pack the samples of a canonical block into ``out``, each from ``starts[i]``, padding included; but for the
+        bytes of large fields: these are given back with their places in ``out``."""
         count = block.samples
+        large: Placed = []
         sizes = self.variable_sizes(block)
         within, _totals = self.positions(sizes)
         for at, nbytes in self._gaps:
@@ -109,14 +111,16 @@ class ValueLayout:
             column, nbytes = block.columns[name], self.schema[name].nbytes
             if isinstance(column, np.ndarray) and nbytes:
                 row = np.arange(count, dtype=np.int64) * nbytes
-                copy_runs(out, starts + offset, as_bytes(column), row, np.full(count, nbytes))
+                large += place_runs(out, starts + offset, as_bytes(column), row, np.full(count, nbytes))
         if not self.variable:
-            return
+            return large
         put_rows(out, starts + self.table, as_bytes(self._tables(block)).reshape(count, self.head - self.table))
         for column_index, field in enumerate(self.variable):
             ragged = _ragged(block.columns[field.name])
             source = ragged.offsets[:-1] * ragged.values.itemsize
-            copy_runs(out, starts + within[:, column_index], as_bytes(ragged.values), source, sizes[:, column_index])
+            to, values = starts + within[:, column_index], as_bytes(ragged.values)
+            large += place_runs(out, to, values, source, sizes[:, column_index])
+        return large
 
     def _tables(self, block: Block) -> npt.NDArray[np.int64]:
         parts = []

@@ -13,13 +13,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Int64s", "as_bytes", "copy_rows", "copy_runs", "ends", "inside", "put_rows", "windows"]
+__all__ = [
+    "Bytes",
+    "Int64s",
+    "Placed",
+    "as_bytes",
+    "copy_rows",
+    "copy_runs",
+    "ends",
+    "inside",
+    "place_runs",
+    "put_rows",
+    "windows",
+]
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
+Placed = list[tuple[int, Bytes]]
+"""Where runs of bytes belong in a buffer, and what they are: for whoever writes that buffer out."""
 
 _SLICED = 192  # mean bytes of a run from which slice by slice is faster than an index vector
 _LARGE = 16384  # bytes of runs of one size from which slice by slice is faster than a vectorised copy
+_UNCOPIED = 2**18  # bytes of a run from which a copy costs more than a piece of its own in a write
 _PIECE = 2**17  # bytes copied at once: NumPy copies twice, through an array of its own, which stays in the L2 cache
 
 
@@ -122,3 +137,16 @@ def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, siz
     else:
         within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(ends(sizes)[:-1], sizes)
         out[np.repeat(out_starts, sizes) + within] = source[np.repeat(starts, sizes) + within]
+
+
+def place_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, sizes: Int64s) -> Placed:
+    """:func:`copy_runs`, but large runs stay where they are, and are given back with their places in ``out``."""
+    large = sizes >= _UNCOPIED
+    if not large.any():
+        copy_runs(out, out_starts, source, starts, sizes)
+        return []
+    if not (inside(out_starts, sizes, len(out)) and inside(starts, sizes, len(source))):
+        raise IndexError("a run of bytes reaches outside its buffer")
+    copy_runs(out, out_starts[~large], source, starts[~large], sizes[~large])
+    found = zip(out_starts[large].tolist(), starts[large].tolist(), sizes[large].tolist(), strict=True)
+    return [(to, source[at : at + size]) for to, at, size in found]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cachetool.block import Block, Ragged
 from cachetool.errors import CacheToolError, CorruptError, UsageError
-from cachetool.formats import get_format
+from cachetool.formats import get_format, runs
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb import LMDB, open_environment
@@ -48,6 +48,42 @@ def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
     content = block(EVERY_KIND, 40)
     write(KIND, tmp_path / "a", content)
     write(KIND, tmp_path / "b", content, cuts=(3, 4, 30))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 2, 5)])
+def test_large_values_written_from_where_they_are_make_the_file_that_copies_make(
+    cuts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies around them in a value: fixed fields, odd sizes with padding behind them, small values between."""
+    schema = Schema(
+        (
+            Field("fixed", "<f4", (70_001,)),
+            Field("image", "|u1", (None, None)),
+            Field("note", "str"),
+            Field("raw", "bytes"),
+            Field("n", "<i2"),
+        )
+    )
+    rng = np.random.default_rng(0)
+    samples = [
+        {
+            "fixed": rng.random(70_001, dtype="<f4"),
+            "image": rng.integers(0, 255, (size, 101), dtype=np.uint8),
+            "note": "x" * (size % 7),
+            "raw": rng.bytes(raw),
+            "n": np.int16(size),
+        }
+        for size, raw in [(4000, 3), (3, 300_001), (1, 0), (2595, 2**18), (2596, 2**18 - 1), (9000, 1_000_003)]
+    ]
+    content = Block.from_samples(schema, samples)
+    write(KIND, tmp_path / "a", content, cuts=cuts)
+    with KIND.open(tmp_path / "a") as reader:
+        for number, wanted in enumerate(samples):
+            found = reader.read(number, number + 1).sample(0)
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    monkeypatch.setattr(runs, "_UNCOPIED", 2**62)
+    write(KIND, tmp_path / "b", content, cuts=cuts)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 

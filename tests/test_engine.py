@@ -1,0 +1,43 @@
+"""The local engine: processes that are begun before their task is known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cachetool.engines import LocalEngine
+from cachetool.engines.local import begun_early
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_begun_early_is_the_first_of_an_engine_and_ends_if_none_takes_it() -> None:
+    before = children()
+    with begun_early("cachetool.sampler"):
+        early = children() - before
+        assert len(early) == 1
+        with LocalEngine() as engine:
+            engine.expect(2, "cachetool.sampler")
+            assert early < children() - before
+            assert len(children() - before) == 2
+        assert children() == before
+    with begun_early("cachetool.sampler"):
+        assert len(children() - before) == 1
+    assert children() == before
+
+
+def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
+    """Its output ends with it: whoever reads it to the end does not wait for a process that was begun early."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "cachetool", "pull", "--no-such-option"], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 2
+    assert "no-such-option" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 2
