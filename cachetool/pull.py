@@ -231,7 +231,7 @@ def _draw(
                 "pull",
                 tally.arrived,
                 target,
-                tally.fetched,
+                tally.moved,
                 note=next(iter(tally.waiting.values()), ""),
                 shards=tally.shards,
                 flying=sum(flying for flying, _ in tally.busy.values()),

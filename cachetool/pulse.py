@@ -7,7 +7,7 @@ import threading
 import time
 
 from cachetool.engines.task import Channel
-from cachetool.stores.traffic import in_flight, retries
+from cachetool.stores.traffic import arrivals, in_flight, retries
 
 __all__ = ["Pulse", "Waiting"]
 
@@ -22,13 +22,13 @@ class Pulse:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        said = (0, 0)
+        before, said = arrivals(), (0, 0, 0)  # what it looked at is not part of what it draws
         while not self._stopped.wait(_PULSE):
-            now = in_flight(), retries()
+            now = in_flight(), retries(), arrivals() - before
             if now != said:
                 said = now
                 with contextlib.suppress(OSError):  # the starter is gone, which the main thread finds out as well
-                    self._channel.send({"flying": now[0], "retries": now[1]})
+                    self._channel.send({"flying": now[0], "retries": now[1], "arrived": now[2]})
 
     def stop(self) -> None:
         """Say no more."""

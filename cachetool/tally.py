@@ -28,6 +28,8 @@ class Tally:
     examples: list[dict[str, str]] = field(default_factory=list)
     busy: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each worker: requests in flight, and retries."""
+    came: dict[int, int] = field(default_factory=dict)
+    """Of each worker: bytes that came, those included of which no samples were made yet."""
     waiting: dict[int, str] = field(default_factory=dict)
     """For whom a worker waits that waits for room."""
 
@@ -35,6 +37,7 @@ class Tally:
         """Take in what worker number ``worker`` said."""
         if "flying" in message:
             self.busy[worker] = message["flying"], message["retries"]
+            self.came[worker] = message["arrived"]
             return
         self.waiting.pop(worker, None)
         if "waiting" in message:
@@ -48,6 +51,11 @@ class Tally:
             self.skipped += 1
             if len(self.examples) < 20:
                 self.examples.append(each)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that came so far, for whoever watches."""
+        return max(self.fetched, sum(self.came.values()))
 
 
 class Fill:

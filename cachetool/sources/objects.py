@@ -33,6 +33,7 @@ from cachetool.sources.order import Order
 from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
+from cachetool.stores.traffic import arrived
 from cachetool.units import format_size
 
 __all__ = ["ObjectsSource"]
@@ -210,6 +211,7 @@ class ObjectsSource:
                 if fields is None:
                     data = self._store.get(item)
                     sample.fetched += len(data)
+                    arrived(len(data))
                     fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
                 self._assembler.add(sample, item.key, fields)
             self._assembler.finish(sample, str)

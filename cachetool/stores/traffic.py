@@ -1,4 +1,5 @@
-"""How busy this process is with stores, for whoever shows progress: requests in flight, and those sent again.
+"""How busy this process is with stores, for whoever shows progress: requests in flight, bytes that came, and requests
+that were sent again.
 
 Counted where a request is made, at the cost of two operations on a set. obstore sends requests again by itself and
 tells nobody: of object stores there are no retries here.
@@ -10,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["flying", "in_flight", "retried", "retries"]
+__all__ = ["arrived", "arrivals", "flying", "in_flight", "retried", "retries"]
 
 _threads: set[int] = set()
 """Those that are at a request now; adding and discarding are atomic."""
 _retries = 0
+_arrived = 0
 _lock = threading.Lock()
 
 
@@ -32,6 +34,18 @@ def flying() -> Iterator[None]:
 def in_flight() -> int:
     """How many threads are at a request."""
     return len(_threads)
+
+
+def arrived(nbytes: int) -> None:
+    """A request was answered, with about so many bytes."""
+    global _arrived
+    with _lock:
+        _arrived += nbytes
+
+
+def arrivals() -> int:
+    """About how many bytes came since this process began."""
+    return _arrived
 
 
 def retried() -> None:

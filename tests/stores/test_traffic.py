@@ -10,6 +10,7 @@ import pytest
 from cachetool import pulse as pulses
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
+from cachetool.tally import Tally
 from tests.servers import Scripted, scripted_server
 
 
@@ -68,3 +69,30 @@ def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any
     pulse.stop()
 
     assert [message["flying"] for message in told] == [1, 0]
+
+
+def test_bytes_that_came_are_told_before_samples_are_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow line a block takes a minute: what came of it is shown meanwhile, without what was looked at before."""
+    told: list[dict[str, Any]] = []
+    all_there = threading.Event()
+
+    class Channel:
+        def send(self, message: dict[str, Any]) -> None:
+            told.append(message)
+            if message["arrived"] == 700:
+                all_there.set()
+
+    monkeypatch.setattr(pulses, "_PULSE", 0.001)
+    traffic.arrived(1_000_000)
+    pulse, tally = pulses.Pulse(Channel()), Tally()
+    traffic.arrived(500)
+    traffic.arrived(200)
+    assert all_there.wait(60)
+    pulse.stop()
+
+    for message in told:
+        tally.add(0, message)
+    tally.add(1, {"flying": 1, "retries": 0, "arrived": 300})
+    assert (tally.moved, tally.fetched, tally.came) == (1000, 0, {0: 700, 1: 300})
+    tally.add(1, {"fetched": 5000, "samples": 1})
+    assert tally.moved == 5000

@@ -36,6 +36,7 @@ from cachetool.sources.remote.reading import Reader, Want, reader_of
 from cachetool.sources.remote.table import Run, Table
 from cachetool.sources.rows import joined
 from cachetool.stores import Store
+from cachetool.stores.traffic import arrived
 
 __all__ = ["open_files_source"]
 
@@ -187,9 +188,11 @@ class FilesSource:
         if get.stop <= get.start or stop.is_set():
             return memoryview(b"")
         try:
-            return self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
+            body = self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
         except (BadObject, NotFound) as error:
             return error
+        arrived(len(body))
+        return body
 
     def _blocks(self, batch: Batch) -> list[Block]:
         """The samples of each run, an empty block where it failed."""
