@@ -12,8 +12,7 @@ together, with their beginnings, after one epoch that does not count: what was m
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
-*by touching alone* is the same with batches that were there before, so the rest of it is the loader's; *letting go* is
-with a consumer that touches the pages as a training step does, whose libraries let go of the GIL meanwhile.
+*by touching alone* is the same with batches that were there before, so the rest of it is the loader's.
 
 With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
 FOLDER must have about 1.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
@@ -35,7 +34,7 @@ import numpy as np
 from peers.starting import LOADERS
 from tables import finish
 
-from cachetool.bench.consumer import PACE, Spinner, keeping, letting_go, rate, touched
+from cachetool.bench.consumer import PACE, Spinner, rate, touched
 from cachetool.bench.samples import fill
 from cachetool.block import Block
 from cachetool.cache import open_cache
@@ -111,11 +110,11 @@ def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[st
     takes, idle, _ = pairs(busy=False)
     _, busy, blocked = pairs(busy=True)
     held = [{name: np.array(column) for name, column in batch.items()} for batch in loader]
-    paced, own, freely = [], [], []
+    paced, own = [], []
     for _ in range(rounds):
-        for batches, touch, into in ((loader, keeping, paced), (held, keeping, own), (loader, letting_go, freely)):
+        for batches, into in ((loader, paced), (held, own)):
             with Spinner() as spinner:
-                touched(batches, PACE, touch=touch)
+                touched(batches, PACE)
             into.append(spinner.blocked)
     return {
         "np.take MB/s": round(statistics.median(takes)),
@@ -126,7 +125,6 @@ def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[st
         "blocked": round(statistics.median(blocked), 3),
         "blocked, paced": round(statistics.median(paced), 3),
         "by touching alone": round(statistics.median(own), 3),
-        "paced, letting go": round(statistics.median(freely), 3),
     }
 
 

@@ -8,32 +8,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PACE", "Spinner", "epoch", "keeping", "letting_go", "rate", "touched"]
+__all__ = ["PACE", "Spinner", "epoch", "rate", "touched"]
 
 PACE = 600e6
 """Bytes a second that a paced consumer takes."""
 
 
-def keeping(view: memoryview) -> None:
-    """Touch every page without letting go of the GIL."""
-    bytes(view[::4096])
-
-
-def letting_go(view: memoryview) -> None:
-    """Touch every page as a training step does, whose libraries let go of the GIL at work (NumPy from 500 values)."""
-    import numpy as np
-
-    np.bitwise_or.reduce(np.frombuffer(view, dtype=np.uint8)[::4096])
-
-
-def touched(
-    batches: Iterable[dict[str, Any]],
-    pace: float | None = None,
-    seconds: float | None = None,
-    *,
-    touch: Callable[[memoryview], object] = keeping,
-) -> int:
-    """Touch every page of every batch; gives the bytes of all.
+def touched(batches: Iterable[dict[str, Any]], pace: float | None = None, seconds: float | None = None) -> int:
+    """Touch every page of every batch, without letting go of the GIL; gives the bytes of all.
 
     ``pace``: bytes a second at most. ``seconds``: stop after so many, in the middle of an epoch.
     """
@@ -42,7 +24,7 @@ def touched(
         for column in batch.values():
             column = getattr(column, "column", column)  # texts, and then values of many sizes
             view = memoryview(getattr(column, "values", column)).cast("B")
-            touch(view)
+            bytes(view[::4096])
             total += len(view)
         passed = time.perf_counter() - begin
         if seconds is not None and passed > seconds:
