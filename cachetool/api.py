@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cachetool.cache import CacheDir, Shard
@@ -14,17 +15,22 @@ from cachetool.conversion import convert as convert_into
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import check_content, open_shard
+from cachetool.nodes import PLACE
 from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
 from cachetool.sources.files import FileOptions
 
-__all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample"]
+__all__ = ["Cache", "convert", "elsewhere", "find_shard", "open_cache", "read_sample"]
 
 
 class Cache(CacheDir):
-    """A cache folder with its verbs. Made by :func:`open_cache`."""
+    """A cache folder with its verbs. Made by :func:`open_cache`. A name with ``{node}`` in it stands for one folder on
+    each node of a cluster."""
+
+    asked: Mapping[str, Any] = MappingProxyType({"max_size": None, "min_free": None, "notify": None})
+    """What it was opened with."""
 
     def pull(
         self,
@@ -56,13 +62,17 @@ class Cache(CacheDir):
         read_as: str | None = None,
         key: bool = True,
         concurrency: int | None = None,
+        on: str = "local",
+        address: str | None = None,
+        placement: str | None = None,
         progress: Report = silent,
     ) -> PullResult:
         """Draw samples of ``source`` (a folder, or an s3, gs, az or http URL) into this cache.
 
         Without ``samples``, ``everything`` or ``follow`` until the cache is full or the source at its end. The draw is
         random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those
-        of :func:`cachetool.pull.pull`.
+        of :func:`cachetool.pull.pull`. ``on="ray"`` draws into the caches of all nodes of the Ray cluster at
+        ``address``: :func:`cachetool.cluster.pull_over`.
         """
         options = PullOptions.of(
             to=to,
@@ -92,6 +102,15 @@ class Cache(CacheDir):
             key=key,
             concurrency=concurrency,
         )
+        if elsewhere(on, self.root, address=address, placement=placement):
+            from cachetool.cluster import pull_over
+
+            notify = self.asked["notify"] or (lambda line: None)
+            size = {name: self.asked[name] for name in ("max_size", "min_free")}
+            return pull_over(
+                self.root, source, options, address=address, placement=placement or "split", **size,
+                report=progress, notify=notify,
+            )  # fmt: skip
         return pull_source(self, source, options, report=progress)
 
     def convert(
@@ -135,7 +154,24 @@ def open_cache(
     notify: Callable[[str], None] | None = None,
 ) -> Cache:
     """Open a cache folder, or prepare a new one; see :func:`cachetool.cache.open_cache` for arguments and errors."""
-    return open_root(Cache, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
+    cache = open_root(Cache, root, max_size=max_size, min_free=min_free, create=create, notify=notify)
+    cache.asked = {"max_size": max_size, "min_free": min_free, "notify": notify}
+    return cache
+
+
+def elsewhere(on: str, cache: str | Path | None, **only: object) -> bool:
+    """Whether a verb is to run on the nodes of a cluster; ``only`` are options that have a sense there alone. Raises
+    :class:`UsageError` for what goes with neither."""
+    if on not in ("local", "ray"):
+        raise UsageError(f"--on is local or ray, got {on!r}")
+    if on == "ray":
+        return True
+    for name, value in only.items():
+        if value is not None:
+            raise UsageError(f"--{name} goes with --on ray; add that, or leave it out")
+    if PLACE in str(cache):
+        raise UsageError(f"cache {cache} is one folder for each node; add --on ray, or name one folder")
+    return False
 
 
 def convert(

@@ -18,18 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Ragged
-from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging, draws
+from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
 from cachetool.cache.catalog import Connection, bump
 from cachetool.cache.losses import regain
 from cachetool.cache.records import RANGE_BYTES, write_source_record
+from cachetool.claims import Claims, Done
 from cachetool.engines.task import Channel
 from cachetool.errors import BadObject, CapTooSmall
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.passes import Cached, order_of_turn, runs
+from cachetool.passes import order_of_turn, runs
 from cachetool.pulse import Waiting
 from cachetool.schema import KEY, Schema
-from cachetool.sources import Skipped, Source
+from cachetool.sources import Skipped
 from cachetool.stores.redact import printable
 from cachetool.units import format_size
 
@@ -59,13 +60,12 @@ class Plan:
 class Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
-    def __init__(
-        self, cache: CacheDir, source: Source, plan: Plan, held: Claim, channel: Channel, cached: Cached
-    ) -> None:
-        self._cache, self._source, self._plan, self._held = cache, source, plan, held
+    def __init__(self, cache: CacheDir, claims: Claims, plan: Plan, held: Claim, channel: Channel) -> None:
+        source = claims.samples
+        assert source is not None
+        self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
         units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
-        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
-        self._cached = cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
+        self._cached = claims.there(held, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._barren = vanished.copy()
         """Positions that give no sample, as far as is known."""
@@ -183,24 +183,25 @@ class Drawing:
         left_out = len(skipped), self._gone(upto) - self._gone(start)
         drawn = self._ranges(upto)
         fresh = sum(b - a for a, b in drawn)
-        done = fresh if self._held.lost else fresh - sum(left_out)
-        counts = {"skipped": left_out[0], "vanished": left_out[1], "fetched": self._fetched}
+        brought = fresh if self._held.lost else fresh - sum(left_out)
+        done = Done(start, upto, drawn, brought, *left_out, self._fetched)
         if files is None or staging is None:
             if upto == start:
                 return
             with self._cache.catalog.write() as connection:
                 self._regain(connection, upto, 0)
-                draws.finish(connection, plan.job, self._held, upto, samples=0, **counts)
+                self._claims.finish(connection, self._held, done)
                 if fresh < upto - start:  # done with no shard to tell of it
                     bump(connection)
                     write_source_record(connection, self._cache.layout, plan.source)
+            self._claims.tell(self._held, done, None, 0)
         else:
             facts = files.facts()
             self._files = None
 
             def close(connection: Connection) -> None:
                 self._regain(connection, upto, facts.samples)
-                draws.finish(connection, plan.job, self._held, upto, samples=done, **counts)
+                self._claims.finish(connection, self._held, done)
 
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
@@ -208,6 +209,7 @@ class Drawing:
                 close=close,
             )
             self._staging = None
+            self._claims.tell(self._held, done, staging.id, facts.samples)
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
         self._from, self._room, self._fetched = upto, (0, 0), 0
         self._skipped = [s for s in self._skipped if s not in skipped]
@@ -217,6 +219,8 @@ class Drawing:
 
     def _regain(self, connection: Connection, upto: int, samples: int) -> None:
         """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
+        if not self._held.lost:
+            return
         part = slice(self._from - self._held.start, upto - self._held.start)
         samples += int(np.count_nonzero(self._cached[part]))
         barren = runs(self._from, self._barren[part])
@@ -238,14 +242,10 @@ class Drawing:
         return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
-        with self._cache.catalog.read() as connection:
-            job = draws.job_row(connection, self._plan.job)
-            row = draws.source_row(connection, self._plan.source)
-            drawn = job.skipped if row is None else max(job.skipped, draws.drawn(connection, row))
-        if job.skipped > max(TOLERATED_FEW, TOLERATED * drawn):
+        unused, drawn = self._claims.unused()
+        if unused > max(TOLERATED_FEW, TOLERATED * drawn):
             raise BadObject(
-                f"{job.skipped} of {drawn} draws could not be used, more than 1 %;"
-                f" the last was {last.key}: {last.reason}"
+                f"{unused} of {drawn} draws could not be used, more than 1 %; the last was {last.key}: {last.reason}"
             )
 
     def _abort(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
 from cachetool.cache.catalog import Connection
 from cachetool.cache.history import edged
+from cachetool.cache.jobs import close_job
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
@@ -126,7 +127,7 @@ def _take_in(
     except CapBlocked as error:
         raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
     finally:
-        edged(cache.catalog, cache.layout, lambda connection: draws.close_job(connection, job))
+        edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
 
 
 def write_shards(

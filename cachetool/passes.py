@@ -22,7 +22,7 @@ from cachetool.cache.copies import copies, promised
 from cachetool.sources import Source
 from cachetool.sources.order import Order
 
-__all__ = ["Cached", "order_of_turn", "runs"]
+__all__ = ["Cached", "order_of_turn", "positions", "runs"]
 
 MOST_RUNS = 512
 """Ranges of positions that one claim is cut into, at most: they are kept with its shard, 10 KB of the catalog."""
@@ -55,7 +55,7 @@ class Cached:
         self._by_shard = {
             copy.shard: self._by_shard[copy.shard]
             if copy.shard in self._by_shard
-            else order_of_turn(source, row, copy.turn)[_positions(copy.ranges)]
+            else order_of_turn(source, row, copy.turn)[positions(copy.ranges)]
             for copy in found
         }
         self._draws = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._by_shard.values()]))
@@ -90,12 +90,13 @@ class Cached:
         if self._whole[0] != version:
             found = copies(connection, row.id)
             lots = sum(b - a for copy in found for a, b in copy.ranges) + len(source.vanished) >= row.units
-            held = [order_of_turn(source, row, copy.turn)[_positions(copy.ranges)] for copy in found if lots]
+            held = [order_of_turn(source, row, copy.turn)[positions(copy.ranges)] for copy in found if lots]
             self._whole = version, lots and len(np.unique(np.concatenate([source.vanished, *held]))) >= row.units
         return self._whole[1]
 
 
-def _positions(ranges: tuple[tuple[int, int], ...]) -> _Numbers:
+def positions(ranges: tuple[tuple[int, int], ...]) -> _Numbers:
+    """All numbers in these ranges."""
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(a, b) for a, b in ranges)])
 
 

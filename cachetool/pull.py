@@ -14,20 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.catalog import Connection
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
+from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, CapBlocked, Interrupted
 from cachetool.formats import get_format
-from cachetool.formats.base import Format
 from cachetool.options import PullOptions
 from cachetool.planning import (
     cap_for_all,
@@ -43,59 +42,22 @@ from cachetool.planning import (
     source_row,
 )
 from cachetool.progress import Progress, Report, silent
-from cachetool.schema import Schema
+from cachetool.settled import Elsewhere, PullResult, Settled, why_ended
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
 from cachetool.tally import Fill, Tally
 from cachetool.units import size_option
 
-__all__ = ["PullResult", "pull"]
+__all__ = ["PullResult", "ask_for_more", "pull"]
 
 _FEW = 64
 """Samples that are seldom more than one shard, so that one process is started for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """What a pull came to."""
-
-    source: str
-    """URL without user info and query."""
-    dataset: str
-    format: str
-    seed: int
-    samples: int
-    """Committed by this pull."""
-    skipped: int
-    """Draws that could not be used."""
-    skipped_examples: tuple[dict[str, str], ...]
-    """The first 20: key and reason."""
-    bytes: int
-    """Of values committed."""
-    fetched: int
-    """Over the wire."""
-    shards: int
-    evicted_shards: int
-    """Shards that went to make room for this pull, not for others beside it."""
-    seconds: float
-    pass_complete: bool
-    """Whether every sample of the source was drawn in this pass."""
-    reason: str
-    """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
-    added: int = 0
-    """Units that a refresh found beside those known."""
-    vanished: int = 0
-    """Units that a refresh did not find any more, or with another content."""
-    vanished_examples: tuple[str, ...] = ()
-    """Keys of the first 20 samples that vanished."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-
-def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent) -> PullResult:
-    """Draw samples of ``url`` into ``cache``.
+def pull(
+    cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent, elsewhere: Elsewhere | None = None
+) -> PullResult:
+    """Draw samples of ``url`` into ``cache``, or into caches ``elsewhere`` that it has the catalog of.
 
     ``report`` receives :class:`Progress` values. Raises :class:`UsageError` for options that do not fit the cache,
     :class:`SourceError` for the remote side, :class:`CapTooSmall` before the first byte when the cap cannot hold one
@@ -109,7 +71,7 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         # One process lists the source and then draws, as the others do, which load what they need meanwhile.
         engine = stack.enter_context(LocalEngine())
         few = options.samples is not None and options.samples <= _FEW
-        engine.expect(1 if few else options.workers, "cachetool.sampler")
+        engine.expect(1 if few or elsewhere is not None else options.workers, "cachetool.sampler")
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
@@ -124,12 +86,17 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         if known is not None and new is None and not known.whole and not options.start_early:
             engine.run([_listing(cache, url, options, id)], _reported(report))
             known = cache.source(id)
-        order, limit = drawn_as(known, options), pace(options, scratch)
+        limit = pace(options, scratch)
+        order = drawn_as(known if known is not None or elsewhere is None else elsewhere.known(), options)
         schema, found = prepare(engine, cache, url, options, listing, order, known, scratch, report)
-        kind = get_format(options.to or format_of(cache, options.dataset) or "lmdb")
-        nbytes = shard_bytes(cache.max_size, options)
-        per_shard = samples_per_shard(cache.max_size, options, schema, kind, found)
-        refuse_small_cap(cache, options, schema, kind, found, listing=new)
+        cap, newest = cache.max_size, format_of(cache, options.dataset)
+        if elsewhere is not None:
+            cap, newest = elsewhere.cap, elsewhere.format
+        kind = get_format(options.to or newest or "lmdb")
+        nbytes = shard_bytes(cap, options)
+        per_shard = samples_per_shard(cap, options, schema, kind, found)
+        if elsewhere is None:
+            refuse_small_cap(cache, options, schema, kind, found, listing=new)
         if known is None:
             stack.callback(withdraw_unused, cache, options.dataset, id)
         cache.declare(options.dataset, schema)
@@ -139,10 +106,14 @@ def pull(cache: CacheDir, url: str, options: PullOptions, *, report: Report = si
         elif change is not None and (change["added"] or change["vanished"]):
             segment = {name: change[name] for name in ("name", "units", "identity")}
             grow_source(cache, row, scratch / "segment", whole=True, **segment)
-        per_shard = max(1, per_shard // found["per_unit"])
-        made = _draw(
-            engine, cache, url, options, id, schema, kind, nbytes, per_shard, found["per_unit"], began, report, limit
-        )
+        per_unit = found["per_unit"]
+        per_shard = max(1, per_shard // per_unit)
+        settled = Settled(url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began)
+        if elsewhere is None:
+            made = _draw(engine, cache, settled, report)
+        else:
+            engine.dismiss()
+            made = elsewhere.draw(cache, settled, report)
         if change is None:
             return made
         return replace(
@@ -162,24 +133,10 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
     return lambda _, message: report(Progress("list", message["listed"]))
 
 
-def _draw(
-    engine: LocalEngine,
-    cache: CacheDir,
-    url: str,
-    options: PullOptions,
-    id: str,
-    schema: Schema,
-    kind: Format,
-    nbytes: int,
-    per_shard: int,
-    per_unit: int,
-    began: float,
-    report: Report,
-    limit: Message | None,
-) -> PullResult:
-    """Open the job, run the workers, close it. ``per_unit``: samples that one draw brings, ``per_shard``: draws that
-    make a shard."""
-    wanted = None if options.samples is None else -(-options.samples // per_unit)
+def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+    """Open the job, run the workers, close it."""
+    url, options, id, kind, wanted = settled.url, settled.options, settled.id, settled.kind, settled.wanted
+    per_shard, per_unit, schema = settled.per_shard, settled.per_unit, settled.schema
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
 
     def begin(connection: Connection) -> tuple[str, SourceRow]:
@@ -192,27 +149,7 @@ def _draw(
     count = left if wanted is None else min(left, wanted)
     endless = options.follow or not source.whole
     workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
-    task = Task(
-        "cachetool.sampler:draw",
-        {
-            "root": str(cache.root.resolve()),
-            "url": url,
-            "options": options.source.to_json(),
-            "job": job,
-            "source": id,
-            "dataset": options.dataset,
-            "format": kind.name,
-            "schema": schema.to_json(),
-            "shard_bytes": nbytes,
-            "units_per_shard": per_shard,
-            "per_unit": per_unit,
-            "room": asdict(replace(options.room, job=job)),
-            "follow": options.follow,
-            "lost": options.lost,
-            "pace": limit,
-            "skip_bad": options.on_error == "skip",
-        },
-    )
+    task = settled.task(str(cache.root.resolve()), job)
     tasks = [task] * workers if count or endless else []
     if not source.whole:
         tasks.append(_listing(cache, url, options, id))
@@ -249,14 +186,14 @@ def _draw(
         while more:
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
-            more = not full and _ask_for_more(cache, job, tally.samples, options.samples)
+            more = not full and ask_for_more(cache, job, tally.samples, options.samples)
     except Interrupted:
         raise
     except CacheToolError as error:
         cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
         raise
     finally:
-        ended = edged(cache.catalog, cache.layout, lambda connection: draws.close_job(connection, job))
+        ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(id) or source
     complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
@@ -277,20 +214,20 @@ def _draw(
         fetched=tally.fetched,
         shards=tally.shards,
         evicted_shards=ended.evicted,
-        seconds=round(time.monotonic() - began, 3),
+        seconds=round(time.monotonic() - settled.began, 3),
         pass_complete=complete,
-        reason=_reason(tally, options.samples, complete=complete, full=bool(full)),
+        reason=why_ended(tally.samples, options.samples, complete=complete, full=bool(full)),
     )
 
 
-def _ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
+def ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:
     """Raise the draws of a job whose archives had fewer samples than was thought, by as many as what came of them so
     far says: the same ones, however many workers there are. False when it needs none, or has some left: the source
     ended."""
     if wanted is None or samples >= wanted:
         return False
     with cache.catalog.write() as connection:
-        now = draws.job_row(connection, job)
+        now = job_row(connection, job)
         if now.left != 0:
             return False
         more = max(1, (wanted - samples) * now.committed // max(1, samples))
@@ -301,11 +238,3 @@ def _ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -
 def _drawn(cache: CacheDir, source: SourceRow) -> int:
     with cache.catalog.read() as connection:
         return draws.drawn(connection, source)
-
-
-def _reason(tally: Tally, wanted: int | None, *, complete: bool, full: bool) -> str:
-    if wanted is not None and tally.samples >= wanted:
-        return "done"
-    if complete:
-        return "source at its end"
-    return "cache full" if full else "done"

@@ -14,13 +14,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cachetool.cache import CacheDir, Room, draws
+from cachetool.cache import CacheDir, Claim, Room, SourceRow
+from cachetool.claims import Claims, Handed, Own
 from cachetool.drawing import Drawing, Plan
-from cachetool.engines.task import Channel, Message
+from cachetool.engines.task import Asking, Message
 from cachetool.errors import CapBlocked
 from cachetool.formats import get_format
 from cachetool.lister import naming_skip, pace_of
-from cachetool.passes import Cached, order_of_turn
 from cachetool.pulse import Pulse
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, open_source
@@ -29,7 +29,7 @@ __all__ = ["draw"]
 
 
 def draw(
-    channel: Channel,
+    channel: Asking,
     *,
     root: str,
     url: str,
@@ -47,8 +47,10 @@ def draw(
     lost: bool,
     skip_bad: bool,
     pace: Message | None,
+    handed: bool = False,
 ) -> Message:
-    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had.
+    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
+    claims are asked for through ``channel``.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
@@ -65,68 +67,33 @@ def draw(
     )
     parsed = SourceOptions.from_json(options)
     with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:
-        samples: Source | None = None
-        cached = Cached()
-        row = cache.source(source)
 
-        def whole(turn: int, start: int, stop: int) -> int:
-            assert row is not None
-            assert samples is not None
-            order = order_of_turn(samples, row, turn)
-            return cached.reach(order, start, stop, end=row.units) if turn == row.turn else order.whole(start, stop)
+        def opened(row: SourceRow) -> Source:
+            return open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace))
 
-        def ahead() -> Drawing | None:
-            """The next claim, while this one is at its end; None when there is none, or the source has grown.
+        claims: Claims
+        if handed:
+            claims = Handed(channel, opened, job=job)
+        else:
+            claims = Own(cache, opened, job=job, source=source, most=units_per_shard, follow=follow, lost=lost)
 
-            Of what was lost there is none either: each claim of that decides what is left of it.
-            """
-            nonlocal row
-            assert samples is not None
-            if lost:
-                return None
-            with cache.catalog.write() as connection:
-                now = draws.source_row(connection, source)
-                if now is None or now.units != samples.units:
-                    return None
-                row = now
-                cached.look(connection, samples, now)
-                held = draws.claim(connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole)
-            return None if held is None else Drawing(cache, samples, plan, held, channel, cached)
+        def drawing_of(held: Claim | None) -> Drawing | None:
+            return None if held is None else Drawing(cache, claims, plan, held, channel)
 
         pulse, coming = Pulse(channel), None
         try:
-            while row is not None:
-                if coming is not None:
-                    drawing, coming = coming, None
-                    coming = drawing.run(ahead)
-                    continue
-                if samples is None or samples.units != row.units:
-                    if samples is not None:
-                        samples.close()  # it has grown
-                    samples = open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace))
-                with cache.catalog.read() as connection:
-                    cached.look(connection, samples, row)  # most of the work, before others must wait for it
-                with cache.catalog.write() as connection:
-                    cache.holder.register(connection)
-                    now, row = row, draws.source_row(connection, source)
-                    if row is None or row.units != now.units:
+            while True:
+                if coming is None:
+                    held = claims.take()
+                    if held is None:
+                        break
+                    if not isinstance(held, Claim):
+                        time.sleep(held)
                         continue
-                    cached.look(connection, samples, row)
-                    held = draws.claim(
-                        connection, job, holder=cache.holder.id, most=units_per_shard, whole=whole, lost=lost
-                    )
-                    rest = held is None and follow
-                    rest = rest and (cached.all_there(connection, samples, row) or draws.idle(connection, source))
-                    if held is None and follow and not rest:
-                        draws.next_turn(connection, source)
-                    left = draws.job_row(connection, job).left
-                if held is not None:
-                    coming = Drawing(cache, samples, plan, held, channel, cached)
-                elif follow or not (row.whole or left == 0 or lost):
-                    # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
-                    time.sleep(2.0 if rest else 0.2)
-                else:
-                    break
+                    coming = drawing_of(held)
+                    assert coming is not None
+                drawing, coming = coming, None
+                coming = drawing.run(lambda: drawing_of(claims.ahead()))
             return {"full": None}
         except CapBlocked as error:
             return {"full": str(error)}
@@ -134,7 +101,4 @@ def draw(
             pulse.stop()
             if coming is not None:
                 coming.close()
-            if samples is not None:
-                samples.close()
-            with cache.catalog.write() as connection:
-                draws.give_back(connection, cache.holder.id, job)
+            claims.give_back()

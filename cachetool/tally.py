@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from cachetool.cache import CacheDir, draws
+from cachetool.cache import CacheDir
+from cachetool.cache.jobs import job_row
 from cachetool.cache.usage import measure
 from cachetool.engines.task import Message
 
@@ -72,6 +73,6 @@ class Fill:
             return
         with self._cache.catalog.read() as connection:
             self.used = measure(connection, self._cache.layout).total
-            self.evicted = draws.job_row(connection, self._job).evicted
+            self.evicted = job_row(connection, self._job).evicted
         now = time.monotonic()
         self._next = now + max(_LOOK, 100 * (now - began))

@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text"}
+VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text", "nodes"}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
@@ -46,7 +46,7 @@ HEAVY = {
     "xxhash": {"formats.digest"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "ray": {"engines.ray"},
+    "ray": {"engines.ray", "engines.raylink", "engines.agent"},
     "click": set(),  # Typer carries its own copy; the library of that name may not be installed
     "pickle": set(),  # never from data
     "cloudpickle": {"loaders.transform"},  # a user's own function, to processes of this user's own

@@ -26,7 +26,7 @@ from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.units import format_duration, format_size
 
-__all__ = ["FOLDER_SLACK", "admit", "asked", "minimum", "refuse_full_disk"]
+__all__ = ["FOLDER_SLACK", "admit", "allow_growth", "asked", "minimum", "refuse_full_disk"]
 
 FOLDER_SLACK = 8192
 """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
@@ -182,6 +182,12 @@ def _catalog_growth(connection: Connection) -> int:
     limit = _meta(connection, "pages")
     count = int(connection.execute("PRAGMA page_count").fetchone()[0])
     return allowance(2 * limit) - allowance(limit) if 4 * count > 3 * limit else 0
+
+
+def allow_growth(connection: Connection) -> None:
+    """Raise the catalog's limit where it is nearly reached, for what is written into it without being admitted."""
+    if _catalog_growth(connection):
+        _double_page_limit(connection)
 
 
 def _double_page_limit(connection: Connection) -> None:

@@ -22,7 +22,7 @@ __all__ = ["contradiction"]
 
 _TABLES = (
     *("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions"),
-    "pullers",
+    *("pullers", "nodes", "placed"),
 )
 _STATES = ("staging", "ready", "retiring", "trash", "quarantine")
 _FIXED = ("url", "identity", "dataset", "units", "samples", "seed")

@@ -1,4 +1,5 @@
-"""What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again."""
+"""What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again. To the
+catalog of several nodes their shards are its own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class Copies:
 
 def copies(connection: Connection, source: str) -> list[Copies]:
     """What snapshots to come have of ``source``; a retiring shard is in none of these."""
-    rows = connection.execute("SELECT id, turn, draws FROM shards WHERE source = ? AND state = 'ready'", (source,))
+    rows = connection.execute(
+        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready'"
+        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source",
+        {"source": source},
+    )
     return [Copies(row["id"], row["turn"], tuple((a, b) for a, b in json.loads(row["draws"]))) for row in rows]
 
 

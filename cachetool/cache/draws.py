@@ -21,21 +21,19 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.copies import Pass, still_there
+from cachetool.cache.jobs import OVER, add_job, job_row
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
 
 __all__ = [
     "Claim",
-    "Job",
     "SourceRow",
     "add_source",
     "claim",
-    "close_job",
     "drawn",
     "finish",
     "give_back",
     "idle",
-    "job_row",
     "next_turn",
     "open_job",
     "source_row",
@@ -78,25 +76,15 @@ class SourceRow:
         values["past"] = tuple((turn, units, tuple(cuts)) for turn, units, cuts in json.loads(row["past"]))
         return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "options": dict(self.options)}
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of ``pull``."""
-
-    id: str
-    source: str
-    wanted: int | None
-    """Samples to commit; None for the rest of the turn."""
-    committed: int
-    skipped: int
-    """Draws that could not be used, since the present pass began."""
-    evicted: int
-    """Shards that went to make room for it."""
-
-    @property
-    def left(self) -> int | None:
-        """Samples that it may still commit, those under way included; None without a budget."""
-        return None if self.wanted is None else self.wanted - self.committed
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
+        """The row that :meth:`to_json` described."""
+        past = tuple((turn, units, tuple(cuts)) for turn, units, cuts in value["past"])
+        return cls(**{**value, "cuts": tuple(value["cuts"]), "past": past})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +153,6 @@ def open_job(
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
-    room = room or Room()
     row = source_row(connection, source)
     if row is None:
         raise UsageError("another pull of this source failed and took it back at this moment; run this again")
@@ -173,35 +160,13 @@ def open_job(
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
         )
+    if connection.execute("SELECT 1 FROM jobs WHERE source = ? AND id LIKE ?", (source, f"{OVER}%")).fetchone():
+        raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
     if turn and wanted is not None and next_turn(connection, source):
         row = source_row(connection, source) or row
     job = secrets.token_hex(6)
-    row_of_job = {
-        "id": job,
-        "holder": holder,
-        "source": source,
-        "wanted": wanted,
-        "committed": 0,
-        "skipped": 0,
-        "created": time.time(),
-        "renew": room.renew,
-        "policy": room.policy,
-        "min_epochs": room.min_epochs,
-        "keep_own": int(room.keep_own),
-        "hungry": 0,
-    }
-    names, marks = ", ".join(row_of_job), ", ".join(f":{name}" for name in row_of_job)
-    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row_of_job)
+    add_job(connection, job, source, holder=holder, wanted=wanted, room=room or Room())
     return job, row
-
-
-def job_row(connection: Connection, job: str) -> Job:
-    """The state of a pull. Raises :class:`UsageError` when it ended."""
-    columns = ", ".join(Job.__dataclass_fields__)
-    row = connection.execute(f"SELECT {columns} FROM jobs WHERE id = ?", (job,)).fetchone()
-    if row is None:
-        raise UsageError(f"pull {job} has ended")
-    return Job(*row)
 
 
 def claim(
@@ -336,10 +301,3 @@ def _moves(connection: Connection) -> int:
     """A number that every commit and every eviction raises."""
     query = "SELECT (SELECT value FROM meta WHERE key = 'seq') + (SELECT coalesce(sum(shards), 0) FROM evictions)"
     return int(connection.execute(query).fetchone()[0])
-
-
-def close_job(connection: Connection, job: str) -> Job:
-    """End a pull; gives what it came to."""
-    state = job_row(connection, job)
-    connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
-    return state

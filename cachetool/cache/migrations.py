@@ -87,4 +87,16 @@ MIGRATIONS = (
     """,
     # The pull that got nothing for lost draws, and tries them no more.
     "ALTER TABLE claims ADD COLUMN tried TEXT",
+    # Several nodes, in the catalog of the whole: whose caches these are, and which of their shards hold which draws; of
+    # a claim, which node is on it and by which word it was asked for.
+    """
+    CREATE TABLE nodes (name TEXT PRIMARY KEY, cache INTEGER, job TEXT) WITHOUT ROWID;
+    CREATE TABLE placed (
+        shard TEXT PRIMARY KEY, node TEXT, source TEXT, turn INTEGER, draws TEXT, samples INTEGER, job TEXT,
+        brought INTEGER
+    ) WITHOUT ROWID;
+    CREATE INDEX placed_by_node ON placed (node);
+    ALTER TABLE claims ADD COLUMN node TEXT;
+    ALTER TABLE claims ADD COLUMN token TEXT
+    """,
 )

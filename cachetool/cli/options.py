@@ -9,6 +9,7 @@ import typer
 from cachetool.errors import UsageError
 
 __all__ = [
+    "AddressOption",
     "CacheOption",
     "DatasetOption",
     "DecodeOption",
@@ -17,6 +18,7 @@ __all__ = [
     "JsonOption",
     "KeyOption",
     "MinEpochsOption",
+    "OnOption",
     "PolicyOption",
     "QuietOption",
     "RenameOption",
@@ -117,6 +119,16 @@ ResizeOption = Annotated[
     ),
 ]
 KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
+
+OnOption = Annotated[
+    str, typer.Option("--on", metavar="local|ray", help="Work here, or on all nodes of a Ray cluster, a cache on each.")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address", metavar="HOST:PORT", help="Of the Ray cluster. Default: the one that runs here, or a new one."
+    ),
+]
 
 
 def field_names(text: str | None) -> tuple[str, ...] | None:

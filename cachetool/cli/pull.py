@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from cachetool.cli.options import (
+    AddressOption,
     CacheOption,
     DecodeOption,
     FieldsOption,
     JsonOption,
     KeyOption,
     MinEpochsOption,
+    OnOption,
     PolicyOption,
     QuietOption,
     RenameOption,
@@ -124,6 +126,16 @@ def pull(
     wait: Annotated[
         str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
     ] = "60s",
+    on: OnOption = "local",
+    address: AddressOption = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            "--placement",
+            metavar="split|replicate",
+            help="With --on ray: each sample on one node (default), or the same samples on every node.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -137,6 +149,7 @@ def pull(
       cachetool pull ./volumes --samples 1000 --max-size 50GB
       cachetool pull s3://bucket/train/ --to hdf5 --fields image,label --follow
       cachetool pull s3://bucket/run7.h5 --samples 500 --dataset run7
+      cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
     from cachetool.api import open_cache
 
@@ -173,6 +186,9 @@ def pull(
             min_epochs=min_epochs,
             wait=wait,
             concurrency=concurrency,
+            on=on,
+            address=address,
+            placement=placement,
             progress=report,
         )
     if as_json:
@@ -182,6 +198,17 @@ def pull(
         f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"
     )
+    if result.nodes:
+        out.table(
+            ["node", ">samples", ">shards", ">bytes", ">evicted", "cache", "state"],
+            [
+                (
+                    row["node"], row["samples"], row["shards"], format_size(row["bytes"]), row["evicted_shards"],
+                    row["cache"], row["state"],
+                )
+                for row in result.nodes
+            ],
+        )  # fmt: skip
     if result.added or result.vanished:
         out.line(f"the source has {count(result.added, 'new sample')}, and {result.vanished} are gone or were changed")
         for name in result.vanished_examples[:_SHOWN_SKIPS]:

@@ -4,6 +4,7 @@
 
     stdin    {"target": "cachetool.sampler:draw", "arguments": {...}, "starter": pid, "stay": false}
     stdout   {"message": {...}} ...                                   then {"result": {...}} or {"error": ...}
+             {"ask": {...}, "number": n}     and on stdin {"answer": {...}, "number": n}, before the task goes on
 
 After a task that says ``stay`` another one may come; it begins with all that is imported. When stdin ends, at SIGTERM,
 or when the starter is not the parent any more, the work is to stop: :class:`Interrupted` is raised in the main thread,
@@ -24,9 +25,9 @@ from types import FrameType
 
 from cachetool.disk import disk_error, known_error
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, Interrupted, to_json
+from cachetool.errors import CacheToolError, Interrupted, from_json, to_json
 
-__all__ = ["main"]
+__all__ = ["bug", "main"]
 
 WATCH = 0.5
 """Seconds until a child notices at the latest that its starter is gone."""
@@ -36,6 +37,8 @@ class _Pipe:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
+        self._asked, self._ended = 0, False
+        self._answers: SimpleQueue[Message] = SimpleQueue()
 
     def put(self, value: Message) -> None:
         data = memoryview(json.dumps(value).encode() + b"\n")
@@ -45,6 +48,24 @@ class _Pipe:
 
     def send(self, message: Message) -> None:
         self.put({"message": message})
+
+    def ask(self, message: Message) -> Message:
+        """Wait for an answer; in one thread at a time. Raises :class:`Interrupted` when nobody can give one."""
+        self._asked += 1
+        self.put({"ask": message, "number": self._asked})
+        while not self._ended:
+            answer = self._answers.get()
+            if answer.get("number") == self._asked:  # not one that came after a signal had ended the waiting for it
+                value: Message = answer["answer"]
+                if "error" in value:
+                    raise from_json(value)
+                return value
+        raise Interrupted("stopped")
+
+    def answer(self, value: Message | None) -> None:
+        """Hand an answer to whoever waits; None says that there will be no more."""
+        self._ended = self._ended or value is None
+        self._answers.put(value or {})
 
 
 def main(starter: int = 0, imports: str = "") -> None:
@@ -56,7 +77,7 @@ def main(starter: int = 0, imports: str = "") -> None:
     os.dup2(2, 1)
     pipe = _Pipe(out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
-    tasks = _Tasks(starter)
+    tasks = _Tasks(starter, pipe)
     threading.Thread(target=tasks.watch, daemon=True).start()
     if imports:
         importlib.import_module(imports)
@@ -79,7 +100,7 @@ def main(starter: int = 0, imports: str = "") -> None:
         except Exception as error:  # noqa: BLE001 - a bug must reach the starter as text, not as a silent exit
             if os.environ.get("CACHETOOL_DEBUG"):
                 traceback.print_exc()
-            outcome = to_json(known_error(error) or _bug(error))
+            outcome = to_json(known_error(error) or bug(error))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             pipe.put(outcome)
@@ -88,7 +109,7 @@ def main(starter: int = 0, imports: str = "") -> None:
     os._exit(0)  # no thread of a library may keep the process, or crash it on its way out
 
 
-def _bug(error: Exception) -> CacheToolError:
+def bug(error: Exception) -> CacheToolError:
     """What a user sees of a bug: two lines, the place of it among them."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     what = " ".join(str(error).split())
@@ -109,8 +130,8 @@ def _call(task: Message, pipe: _Pipe) -> Message:
 class _Tasks:
     """What comes in on stdin, taken by the main thread while another watches."""
 
-    def __init__(self, starter: int) -> None:
-        self._starter = starter
+    def __init__(self, starter: int, pipe: _Pipe) -> None:
+        self._starter, self._pipe = starter, pipe
         self._queue: SimpleQueue[Message | None] = SimpleQueue()
 
     def next(self) -> Message | None:
@@ -129,8 +150,12 @@ class _Tasks:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 task = json.loads(line)
+                if "answer" in task:
+                    self._pipe.answer(task)
+                    continue
                 self._starter = task["starter"]
                 self._queue.put(task)
+        self._pipe.answer(None)
         self._queue.put(None)  # first: the signal is ignored while an outcome is written
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -136,6 +136,8 @@ class Child:
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.result: Message | None = None
         self.error: CacheToolError | None = None
+        self.asked: list[Message] = []
+        """Questions that wait for :meth:`answer`: ask, number."""
         self._rest = b""
         if task is not None:
             self.begin(task)
@@ -146,6 +148,13 @@ class Child:
         line = {"target": task.target, "arguments": dict(task.arguments), "starter": os.getpid(), "stay": stay}
         with contextlib.suppress(BrokenPipeError):  # it died at once: the end of its stdout says so
             self.stdin.write(json.dumps(line).encode() + b"\n")
+            self.stdin.flush()
+
+    def answer(self, message: Message) -> None:
+        """Answer the oldest question; an error in its JSON form is raised there."""
+        number = self.asked.pop(0)["number"]
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it is gone, or was told to stop
+            self.stdin.write(json.dumps({"answer": message, "number": number}).encode() + b"\n")
             self.stdin.flush()
 
     def says(self, seconds: float | None) -> bool:
@@ -164,6 +173,8 @@ class Child:
             value: dict[str, Any] = json.loads(line)
             if "message" in value and "error" not in value:
                 messages.append(value["message"])
+            elif "ask" in value:
+                self.asked.append(value)
             elif "result" in value:
                 self.result = value["result"]
             else:

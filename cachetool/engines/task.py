@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Channel", "Message", "Task"]
+__all__ = ["Asking", "Channel", "Message", "Task"]
 
 Message = dict[str, Any]
 
@@ -30,4 +30,12 @@ class Channel(Protocol):
 
     def send(self, message: Message) -> None:
         """Report progress; any JSON values."""
+        ...
+
+
+class Asking(Channel, Protocol):
+    """The line of a task whose starter answers questions, as :class:`cachetool.engines.ray.RayEngine` does."""
+
+    def ask(self, message: Message) -> Message:
+        """Wait for the answer to ``message``; raises the error that it may be."""
         ...

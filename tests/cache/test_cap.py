@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
+from cachetool.cache.jobs import close_job
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
 from cachetool.units import format_size
@@ -141,7 +142,7 @@ def test_each_pull_counts_the_shards_that_went_for_it(cache: CacheDir, put: Put,
             put(400_000, job=job, room=Room(evict=True, job=job, wait=0))
 
     with cache.catalog.write() as connection:
-        evicted = [draws.close_job(connection, job).evicted for job in jobs]
+        evicted = [close_job(connection, job).evicted for job in jobs]
     assert min(evicted) > 0
     assert sum(evicted) + 1 == before + 18 - len(cache.shards()) == cache.stats().evicted
 

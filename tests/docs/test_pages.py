@@ -17,7 +17,7 @@ TOGETHER = (
     ("README.md", "docs/tensorflow-to-pytorch.md"),
     ("docs/training.md", "docs/scientific-data.md", "docs/moving.md"),
     ("docs/tutorial.md", "docs/choosing.md"),
-    ("docs/errors.md",),
+    ("docs/errors.md", "docs/nodes.md"),
 )
 """Pages that share a process."""
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]

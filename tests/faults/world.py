@@ -27,6 +27,7 @@ import numpy as np
 
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
+from cachetool.cache.jobs import close_job
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError
 from cachetool.formats import format_names, get_format
@@ -168,7 +169,7 @@ def pull(
             cut_power(*then_cut)
         with cache.catalog.write() as connection:
             draws.give_back(connection, cache.holder.id, job)
-            draws.close_job(connection, job)
+            close_job(connection, job)
 
 
 EXT4_IOC_SHUTDOWN = 0x8004587D  # _IOR('X', 125, __u32), fs/ext4/ext4.h
@@ -431,9 +432,9 @@ def old_catalog(root: Path) -> None:
         ):
             for column in columns:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for column in ("lost", "tried"):
+        for column in ("lost", "tried", "node", "token"):
             connection.execute(f"ALTER TABLE claims DROP COLUMN {column}")
-        for table in ("evictions", "history", "epochs"):
+        for table in ("evictions", "history", "epochs", "nodes", "placed"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("DROP TABLE pullers")
         connection.execute("DROP INDEX claims_by_source")

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.scale_catalog import fill
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered
+from cachetool.cache.jobs import close_job
 from cachetool.report import Figures, figures, page
 from cachetool.report.charts import HEIGHT, WIDTH
 from tests.cache.conftest import SCHEMA, put_shard
@@ -80,7 +81,7 @@ def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
                 held = draws.claim(connection, job, holder=opened.holder.id, most=10)
                 assert held is not None
                 draws.finish(connection, job, held, held.stop, samples=10, skipped=0, fetched=310_000)
-                draws.close_job(connection, job)
+                close_job(connection, job)
             put_shard(opened, 300_000 + 1000 * number, room=Room(evict=True, policy="oldest", wait=0))
         clock(began + 50)
         for number in range(3):

@@ -1,0 +1,349 @@
+"""Draws of a source over the caches of several nodes: what the catalog of the whole keeps, and what a node's own does.
+
+::
+
+    catalog of the whole (no shards)                         a node's cache
+    claims   open, or held by a node                   ->    nothing: a claim leaves no trace until it is committed
+    placed   a row for each shard of a node, its draws <-    settle: in the committing transaction, if the pull lives
+    nodes    which cache a node has, in which pull           identity: a number that no other cache has
+
+What a node has committed is true, whatever the whole knows: a node that begins tells all its shards (:func:`take_in`).
+What it lost sight of is open again (:func:`lose`): then the same draws may come to lie in two caches, until the node
+comes back and tells. To a node's own catalog draws of others below its frontier are done: a pull into this cache alone
+goes on behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from cachetool.cache.admission import allow_growth
+from cachetool.cache.catalog import Connection, bump, next_seq
+from cachetool.cache.draws import Claim, SourceRow, finish, source_row
+from cachetool.cache.jobs import OVER, add_job
+from cachetool.cache.layout import Layout
+from cachetool.cache.records import write_source_record
+from cachetool.cache.room import Room
+from cachetool.errors import CatalogError, Interrupted, UsageError
+
+__all__ = [
+    "Placed",
+    "Ranges",
+    "enter",
+    "follow",
+    "forget_shards",
+    "held_by",
+    "identity",
+    "insert",
+    "join",
+    "lose",
+    "note_claim",
+    "place",
+    "placed_elsewhere",
+    "ready_shards",
+    "release",
+    "settle",
+    "take_in",
+]
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A shard of a node, as the whole knows it."""
+
+    shard: str
+    turn: int
+    draws: Ranges
+    samples: int
+    payload: int
+    job: str | None
+    """The pull over several nodes that it came with."""
+
+    @property
+    def brought(self) -> int:
+        """How many draws it counts for: not more than it has, since some may have been skipped."""
+        return min(self.samples, sum(stop - start for start, stop in self.draws))
+
+
+# -- in the catalog of the whole ---------------------------------------------------------------------------------------
+
+
+def enter(connection: Connection, node: str, cache: int, job: str) -> None:
+    """A node takes part in a pull with the cache of that identity. Where it had another one, what was in that is lost.
+
+    Raises :class:`UsageError` when another node of this pull has the same cache.
+    """
+    other = connection.execute(
+        "SELECT name, job FROM nodes WHERE cache = ? AND name <> ?", (cache, node)
+    ).fetchone()  # fmt: skip
+    if other is not None and other["job"] == job:
+        raise UsageError(
+            f"nodes {other['name']} and {node} have one cache folder between them, and each must have its own;"
+            " put {node} into --cache, as in --cache /data/{node}"
+        )
+    if other is not None:  # renamed
+        lose(connection, other["name"])
+    known = connection.execute("SELECT cache FROM nodes WHERE name = ?", (node,)).fetchone()
+    if known is not None and known["cache"] != cache:
+        lose(connection, node)
+    connection.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", (node, cache, job))
+
+
+def held_by(connection: Connection, node: str, token: str, job: str) -> Claim | None:
+    """The claim that was made for this word already. Raises :class:`Interrupted` for a node that is none of the pull:
+    it was given up."""
+    if not connection.execute("SELECT 1 FROM nodes WHERE name = ? AND job = ?", (node, job)).fetchone():
+        raise Interrupted(f"node {node} was given up by the pull that it worked for")
+    row = connection.execute(
+        "SELECT id, turn, start, stop, source FROM claims WHERE token = ? AND holder IS NOT NULL", (token,)
+    ).fetchone()
+    source = None if row is None else source_row(connection, row["source"])
+    return None if source is None else Claim(row["id"], row["turn"], row["start"], row["stop"], source)
+
+
+def note_claim(connection: Connection, held: Claim, node: str, token: str) -> None:
+    """Write down which node is on a claim; inside the transaction that made it."""
+    connection.execute("UPDATE claims SET node = ?, token = ? WHERE id = ?", (node, token, held.id))
+    allow_growth(connection)
+
+
+def place(
+    connection: Connection,
+    job: str,
+    node: str,
+    held: Claim,
+    upto: int,
+    placed: Placed | None,
+    *,
+    brought: int,
+    skipped: int,
+    vanished: int,
+    fetched: int,
+) -> None:
+    """A node has committed its claim below ``upto``, in the shard ``placed`` if that gave any sample. Harmless when it
+    was told before. Raises :class:`CatalogError` when the claim was taken from the node."""
+    if placed is not None and connection.execute("SELECT 1 FROM placed WHERE shard = ?", (placed.shard,)).fetchone():
+        return
+    row = connection.execute("SELECT start FROM claims WHERE id = ? AND node = ?", (held.id, node)).fetchone()
+    if placed is None and (row is None or row["start"] >= upto):
+        return
+    if row is None:
+        raise CatalogError("what this pull was drawing was taken from it; run it again")
+    finish(connection, job, held, upto, samples=brought, skipped=skipped, vanished=vanished, fetched=fetched)
+    if placed is not None:
+        insert(connection, node, held.source.id, placed, brought)
+        next_seq(connection)
+
+
+def insert(connection: Connection, node: str, source: str, placed: Placed, brought: int) -> None:
+    """Write down that a node has a shard, which ``brought`` so many draws of a pull."""
+    connection.execute(
+        "INSERT OR REPLACE INTO placed VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (placed.shard, node, source, placed.turn, json.dumps(placed.draws), placed.samples, placed.job, brought),
+    )
+    allow_growth(connection)
+
+
+def lose(connection: Connection, node: str) -> None:
+    """Open again all that a node was on and had: it is gone. What it had evicted stays done."""
+    connection.execute(
+        "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE node = ?", (node,)
+    )  # fmt: skip
+    for row in connection.execute("SELECT * FROM placed WHERE node = ?", (node,)).fetchall():
+        source = source_row(connection, row["source"])
+        connection.execute("UPDATE jobs SET committed = committed - ? WHERE id = ?", (row["brought"], row["job"]))
+        if source is None or source.turn != row["turn"]:
+            continue  # a later pass brings it
+        ranges = json.loads(row["draws"])
+        connection.executemany(
+            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
+            [(source.id, source.turn, start, stop) for start, stop in ranges],
+        )
+        allow_growth(connection)
+        skipped = sum(stop - start for start, stop in ranges) - row["brought"]
+        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (skipped, source.id))
+    connection.execute("DELETE FROM placed WHERE node = ?", (node,))
+    connection.execute("DELETE FROM nodes WHERE name = ?", (node,))
+    bump(connection)
+
+
+def release(connection: Connection, job: str) -> None:
+    """Open the claims that a pull leaves."""
+    connection.execute(
+        "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE job = ?", (job,)
+    )  # fmt: skip
+
+
+def forget_shards(connection: Connection, shards: Iterable[str]) -> None:
+    """These were evicted: their draws stay done in this pass, and the next one does not go around them."""
+    for each in shards:
+        connection.execute("DELETE FROM placed WHERE shard = ?", (each,))
+        next_seq(connection)
+    bump(connection)
+
+
+def placed_elsewhere(connection: Connection, source: str, node: str) -> list[tuple[int, Ranges]]:
+    """The draws, by pass, that other nodes have in shards or are on."""
+    rows = connection.execute(
+        "SELECT turn, draws FROM placed WHERE source = :source AND node <> :node UNION ALL"
+        " SELECT turn, json_array(json_array(start, stop)) FROM claims WHERE source = :source AND holder IS NOT NULL",
+        {"source": source, "node": node},
+    )
+    return [(row["turn"], tuple((start, stop) for start, stop in json.loads(row["draws"]))) for row in rows]
+
+
+def take_in(
+    connection: Connection,
+    source: SourceRow,
+    node: str,
+    found: Sequence[Placed],
+    *,
+    job: str,
+    doubled: Callable[[Placed], bool],
+) -> list[str]:
+    """What a node has, as it tells when it begins: its shards and no others. Gives the ids of those that are
+    ``doubled`` and have to go there: others have the same draws, or are on them."""
+    connection.execute("DELETE FROM placed WHERE node = ? AND source = ?", (node, source.id))
+    double = [each.shard for each in found if doubled(each)]
+    for each in found:
+        if each.shard in double:
+            continue
+        insert(connection, node, source.id, each, each.brought)
+        if each.turn != source.turn:
+            continue
+        fresh = carve(connection, source.id, source.turn, each.draws)
+        if each.job == job and fresh:  # committed by this pull, and not told of, or lost and found again
+            connection.execute("UPDATE jobs SET committed = committed + ? WHERE id = ?", (each.brought, job))
+    bump(connection)
+    return double
+
+
+def carve(connection: Connection, source: str, turn: int, ranges: Ranges) -> bool:
+    """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were lost
+    to the cache itself stay what they are."""
+    fresh = False
+    for start, stop in ranges:
+        frontier = connection.execute("SELECT frontier FROM sources WHERE id = ?", (source,)).fetchone()[0]
+        if stop > frontier:
+            _open(connection, source, turn, frontier, start)
+            connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source))
+            fresh = True
+        rows = connection.execute(
+            "DELETE FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ? AND holder IS NULL"
+            " AND lost IS NULL RETURNING start, stop",
+            (source, turn, stop, start),
+        ).fetchall()
+        for row in rows:
+            fresh = True
+            _open(connection, source, turn, row["start"], min(row["stop"], start))
+            _open(connection, source, turn, max(row["start"], stop), row["stop"])
+    return fresh
+
+
+def _open(connection: Connection, source: str, turn: int, start: int, stop: int) -> None:
+    if start < stop:
+        connection.execute(
+            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)", (source, turn, start, stop)
+        )
+
+
+# -- in a node's own catalog -------------------------------------------------------------------------------------------
+
+
+def identity(connection: Connection) -> int:
+    """A number by which this cache is known from any other, wherever it is reached from; made at its first use."""
+    connection.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (secrets.randbits(62),))
+    return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
+
+
+def join(connection: Connection, layout: Layout, source: SourceRow, job: str, *, holder: str, room: Room) -> str:
+    """Take part in the pull ``job`` over several nodes, in the pass that ``source`` is in; gives the id of its job
+    here. From now on nothing is committed here for such a pull before.
+
+    Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
+    """
+    connection.execute("DELETE FROM jobs WHERE source = ? AND id LIKE ?", (source.id, f"{OVER}%"))
+    if connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source.id,)).fetchone():
+        raise UsageError(
+            f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
+        )
+    add_job(connection, OVER + job, source.id, holder=holder, wanted=None, room=room)
+    if follow(connection, source):
+        bump(connection)
+        write_source_record(connection, layout, source.id)
+    return OVER + job
+
+
+def follow(connection: Connection, source: SourceRow) -> bool:
+    """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
+    now = source_row(connection, source.id)
+    assert now is not None
+    if now.turn > source.turn or (now.turn, now.cuts, now.whole) == (source.turn, source.cuts, source.whole):
+        return False
+    new = now.turn < source.turn
+    if new:
+        connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
+        connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
+    connection.execute(
+        "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
+        (source.turn, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
+    )
+    return True
+
+
+def settle(
+    connection: Connection,
+    job: str,
+    held: Claim,
+    upto: int,
+    start: int,
+    *,
+    samples: int,
+    skipped: int,
+    vanished: int,
+    fetched: int,
+) -> None:
+    """Count the positions of a claim from ``start`` to ``upto`` as done here; inside the transaction that commits their
+    samples. Raises :class:`CatalogError` when the pull is not that of this cache any more."""
+    alive = connection.execute(
+        "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
+    )
+    if alive.rowcount != 1:  # whoever came after it may have handed out the same positions
+        raise CatalogError("what this pull was drawing was taken from it; run it again")
+    follow(connection, held.source)
+    now = source_row(connection, held.source.id)
+    if now is not None and now.turn == held.turn:
+        carve(connection, now.id, now.turn, ((start, upto),))
+        # What others have below is none of this cache's business: to it, it is done.
+        connection.execute(
+            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
+            (now.id, now.turn, start),
+        )
+    connection.execute(
+        "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ? WHERE id = ?",
+        (skipped + vanished, fetched, held.source.id),
+    )
+
+
+def ready_shards(connection: Connection, source: str) -> list[Placed]:
+    """The shards of a source that snapshots to come contain, without copies of them."""
+    rows = connection.execute(
+        "SELECT id, turn, draws, samples, payload, job FROM shards WHERE source = ? AND state = 'ready' ORDER BY seq",
+        (source,),
+    )
+    return [
+        Placed(
+            row["id"],
+            row["turn"],
+            tuple((start, stop) for start, stop in json.loads(row["draws"])),
+            row["samples"],
+            row["payload"],
+            str(row["job"]).removeprefix(OVER) if str(row["job"]).startswith(OVER) else None,
+        )
+        for row in rows
+    ]

@@ -1,0 +1,124 @@
+"""``pull`` into the caches of all nodes of a Ray cluster::
+
+    look at every cache -> list and probe here (cachetool.pull) -> the nodes draw (cachetool.placement) -> result
+
+The catalog of the whole is a cache without shards, where the command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
+from cachetool.cache.catalog import Connection
+from cachetool.cache.history import edged
+from cachetool.cache.jobs import close_job
+from cachetool.cache.layout import root_of
+from cachetool.crew import Crew
+from cachetool.engines.ray import connect
+from cachetool.engines.task import Message
+from cachetool.errors import CacheToolError, Interrupted, UsageError
+from cachetool.nodes import driver_cache
+from cachetool.options import PullOptions
+from cachetool.placement import Replicate, Split
+from cachetool.planning import check_place, source_id
+from cachetool.progress import Report, silent
+from cachetool.pull import pull
+from cachetool.settled import PullResult, Settled
+
+__all__ = ["PLACEMENTS", "pull_over"]
+
+PLACEMENTS = ("split", "replicate")
+
+
+def pull_over(
+    cache: str | Path | None,
+    url: str,
+    options: PullOptions,
+    *,
+    address: str | None = None,
+    placement: str = "split",
+    max_size: int | str | None = None,
+    min_free: int | str | None = None,
+    report: Report = silent,
+    notify: Callable[[str], None] = lambda line: None,
+) -> PullResult:
+    """Draw samples of ``url`` into the caches of all nodes of a Ray cluster; ``cache`` as in
+    :mod:`cachetool.nodes`, caps for each of them.
+
+    Raises what :func:`cachetool.engines.ray.connect` and :func:`cachetool.pull.pull` raise.
+    """
+    if placement not in PLACEMENTS:
+        raise UsageError(f"--placement is {' or '.join(PLACEMENTS)}, got {placement!r}")
+    if options.start_early:
+        raise UsageError("--start-early goes with one machine; with --on ray leave it out")
+    check_place(url)
+    if "://" not in url:
+        url = str(Path(url).absolute())  # nodes are elsewhere
+    template = str(root_of(cache).absolute())
+    with connect(address) as engine, open_cache(driver_cache(template)) as whole:
+        size = {"max_size": max_size, "min_free": min_free}
+        about = {**size, "source": source_id(url, options), "dataset": options.dataset}
+        crew = Crew(engine, template, about, notify=notify)
+        elsewhere = _Placement(crew, size, replicate=placement == "replicate")
+        return pull(whole, url, options, report=report, elsewhere=elsewhere)
+
+
+class _Placement:
+    """What :class:`cachetool.settled.Elsewhere` is here."""
+
+    def __init__(self, crew: Crew, size: Message, *, replicate: bool) -> None:
+        self._crew, self._size, self._replicate = crew, size, replicate
+        self.cap, self.format = crew.cap, crew.format
+
+    def known(self) -> SourceRow | None:
+        """The source as the node knows it that is farthest with it."""
+        return max((row for row, _ in self._crew.known()), key=lambda row: (row.turn, row.frontier), default=None)
+
+    def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+        """Open the job in the catalog of the whole, run it on all nodes, close it."""
+        holder, options = cache.holder, settled.options
+
+        def begin(connection: Connection) -> tuple[str, SourceRow]:
+            holder.register(connection)
+            self._check(connection, settled)
+            wanted, room = settled.wanted, options.room
+            return draws.open_job(
+                connection, settled.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
+            )  # fmt: skip
+
+        job, source = edged(cache.catalog, cache.layout, begin)
+        kind = Replicate if self._replicate else Split
+        work = kind(self._crew, cache, settled, job, source, self._size, report)
+        try:
+            return work.run()
+        except Interrupted:
+            raise
+        except CacheToolError as error:
+            cache.catalog.note_error(source.url, f"{type(error).__name__}: {error}", dataset=options.dataset)
+            raise
+        finally:
+            self._crew.stop()
+            with cache.catalog.write() as connection:
+                placing.release(connection, job)
+            edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
+
+    def _check(self, connection: Connection, settled: Settled) -> None:
+        """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
+        were filled with the other placement. Nodes that are not here are lost."""
+        url = settled.found["url"]
+        if connection.execute("SELECT 1 FROM jobs WHERE source = ?", (settled.id,)).fetchone():
+            raise UsageError(f"another pull over these nodes draws from {url} at this moment; wait for its end")
+        key = f"replicate:{settled.id}"
+        connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, int(self._replicate)))
+        before = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
+        if before != self._replicate:
+            raise UsageError(
+                f"{url} is drawn with --placement {PLACEMENTS[before]} into these caches; go on with that, or draw into"
+                " another --dataset"
+            )
+        here = {member.node.name for member in self._crew.members}
+        for row in connection.execute("SELECT name FROM nodes").fetchall():
+            if row["name"] not in here:
+                placing.lose(connection, row["name"])

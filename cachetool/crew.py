@@ -1,0 +1,174 @@
+"""The nodes that take part in a pull over several, as the command sees them: what is known of each cache, what runs
+there, what came of it, and who was lost or came since."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachetool.cache import SourceRow
+from cachetool.engines import Task
+from cachetool.engines.ray import NodeLost, RayEngine, Run
+from cachetool.engines.task import Message
+from cachetool.errors import CacheToolError, Interrupted
+from cachetool.nodes import Node, cache_of
+from cachetool.progress import Progress
+from cachetool.tally import Tally
+
+__all__ = ["Crew", "Member", "named"]
+
+_SEEK = 2.0
+"""Seconds between two looks for nodes that came."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node that takes part."""
+
+    node: Node
+    root: str
+    """Of its cache."""
+    looked: Message
+    """What :func:`cachetool.member.look` found."""
+    attends: Run | None = None
+    """:func:`cachetool.member.attend`, which runs as long as it takes part."""
+    ready: Message | None = None
+    """What that said, once samplers can be started."""
+    samplers: list[Run] = field(default_factory=list)
+    begun: bool = False
+    """Whether there were any."""
+    full: str = ""
+    """Why it has no room any more."""
+    tally: Tally = field(default_factory=Tally)
+    fill: Message = field(default_factory=dict)
+    """How full the cache is: used, cap, evicted."""
+
+    def heard(self, message: Message) -> None:
+        """Take in what the node says of itself."""
+        if "ready" in message:
+            self.ready = message["ready"]
+            self.tally.samples += self.ready["samples"]
+            self.tally.payload += self.ready["bytes"]
+            self.tally.shards += self.ready["shards"]
+        elif "fill" in message:
+            self.fill = message["fill"]
+
+    def row(self, state: str) -> dict[str, Any]:
+        """What became of it, for a result."""
+        return {
+            "node": self.node.name,
+            "cache": self.root,
+            "samples": self.tally.samples,
+            "shards": self.tally.shards,
+            "bytes": self.tally.payload,
+            "fetched": self.tally.fetched,
+            "evicted_shards": self.fill.get("evicted", 0),
+            "state": state,
+        }
+
+
+def named(error: CacheToolError, node: Node) -> CacheToolError:
+    """The error of a task with the node's name in front."""
+    text = str(error)
+    if isinstance(error, NodeLost | Interrupted) or text.startswith("node"):
+        return error
+    return type(error)(f"node {node.name}: {text}")
+
+
+class Crew:
+    """All members; made of the nodes that live now, whose caches are looked at. ``about``: arguments of
+    :func:`cachetool.member.look`."""
+
+    def __init__(
+        self, engine: RayEngine, cache: str, about: Message, *, notify: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self.engine, self.notify = engine, notify
+        self._cache, self._about = cache, about
+        self._by_id: dict[str, Member] = {}
+        self.lost: list[Member] = []
+        self._next = 0.0
+        self._look(engine.nodes())
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that are here, by name."""
+        return sorted(self._by_id.values(), key=lambda member: member.node.name)
+
+    @property
+    def cap(self) -> int:
+        """The least cap of a cache."""
+        return min(int(member.looked["cap"]) for member in self.members)
+
+    @property
+    def format(self) -> str | None:
+        """Of the newest shard of the first node that has one."""
+        return next((member.looked["format"] for member in self.members if member.looked["format"]), None)
+
+    def known(self) -> list[tuple[SourceRow, int]]:
+        """The source as the nodes know it that do, and how many draws of its pass are done there."""
+        rows = [(member.looked["source"], member.looked["drawn"]) for member in self.members]
+        return [(SourceRow.from_json(row), drawn) for row, drawn in rows if row is not None]
+
+    def came(self) -> list[Member]:
+        """Nodes that joined the cluster or came back since, every other second."""
+        if time.monotonic() < self._next:
+            return []
+        names = {member.node.name for member in self.members}  # one that came back may not be missed yet
+        ids = self._by_id.keys() | {member.node.id for member in self.lost}
+        new = [node for node in self.engine.nodes(strict=False) if node.id not in ids and node.name not in names]
+        try:
+            return self._look(new)
+        except NodeLost:
+            return []
+
+    def lose(self, member: Member) -> None:
+        """Leave a member out from now on."""
+        del self._by_id[member.node.id]
+        self.lost.append(member)
+
+    def _look(self, nodes: Sequence[Node]) -> list[Member]:
+        roots = [cache_of(self._cache, node) for node in nodes]
+        target = "cachetool.member:look"
+        tasks = [Task(target, {"root": root, **self._about}) for root in roots]
+        runs = [self.engine.start(node, task) for node, task in zip(nodes, tasks, strict=True)]
+        while not all(run.ended for run in runs):
+            self.engine.wait()
+        for run in runs:
+            if run.error is not None:
+                raise named(run.error, run.node)
+        found = [run.result or {} for run in runs]
+        new = [Member(*each) for each in zip(nodes, roots, found, strict=True)]
+        self._by_id |= {member.node.id: member for member in new}
+        self._next = time.monotonic() + _SEEK
+        return new
+
+    def stop(self) -> None:
+        """End what runs: samplers first, so that what they give back is heard."""
+        self.engine.stop([run for member in self.members for run in member.samplers])
+        self.engine.stop([member.attends for member in self.members if member.attends is not None])
+
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """What became of each node, those that were lost among them."""
+        rows = [member.row("full" if member.full else "") for member in self.members]
+        rows += [member.row("lost") for member in self.lost]
+        return tuple(sorted(rows, key=lambda row: str(row["node"])))
+
+    def progress(self, target: int | None) -> Progress:
+        """All members as one."""
+        tallies = [member.tally for member in self.members]
+        fills = [member.fill for member in self.members if member.fill]
+        return Progress(
+            "pull",
+            sum(tally.arrived for tally in tallies),
+            target,
+            sum(tally.moved for tally in tallies),
+            note=next((who for tally in tallies for who in tally.waiting.values()), ""),
+            shards=sum(tally.shards for tally in tallies),
+            flying=sum(flying for tally in tallies for flying, _ in tally.busy.values()),
+            retries=sum(retries for tally in tallies for _, retries in tally.busy.values()),
+            used=sum(fill["used"] for fill in fills),
+            cap=sum(fill["cap"] for fill in fills),
+            evicted=sum(fill["evicted"] for fill in fills),
+        )

@@ -1,0 +1,133 @@
+"""What runs on a node for a driver elsewhere: child processes, and what they say; and whoever answers their questions.
+
+These are the classes of Ray actors, made and called by :mod:`cachetool.engines.ray` alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cachetool.disk import disk_error, known_error
+from cachetool.engines.child import bug
+from cachetool.engines.local import GRACE, Child, stop
+from cachetool.engines.task import Message, Task
+from cachetool.errors import CacheToolError, Interrupted, to_json
+
+__all__ = ["Agent", "Server"]
+
+GATHER = 0.2
+"""Seconds for which an agent gathers what its children say before it passes it on."""
+_LISTEN = 5.0
+
+
+class Server:
+    """Whatever answers, in its own process."""
+
+    def __init__(self, target: str, arguments: Message) -> None:
+        self._target, self._arguments = target, arguments
+        self._served: Any = None
+
+    def answer(self, node: str, message: Message) -> Message:
+        """The answer to what a task on ``node`` asks, or an error in its JSON form."""
+        try:
+            if self._served is None:
+                module, _, name = self._target.partition(":")
+                if not module.startswith("cachetool."):
+                    raise CacheToolError(f"not a part of cachetool: {self._target}")
+                self._served = getattr(importlib.import_module(module), name)(**self._arguments)
+            answer: Message = self._served.answer(node, message)
+            return answer
+        except CacheToolError as error:
+            return to_json(disk_error(error) or error)
+        except Exception as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
+            return to_json(known_error(error) or bug(error))
+
+
+class Agent:
+    """On a node: child processes for the tasks of one driver."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        sys.argv[:] = argv  # by which its children are known to the cache: as the program that was started
+        self._children: dict[int, Child] = {}
+        self._said: list[tuple[int, Message]] = []
+        self._news = threading.Condition()
+        self._place: tempfile.TemporaryDirectory[str] | None = None
+
+    def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
+        """Start a child for a task, whose questions ``answers`` answers."""
+        try:
+            child = self._children[number] = Child(Task(target, arguments))
+        except OSError as error:
+            self._say((number, to_json(known_error(error) or bug(error))))
+            return
+        threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
+
+    def hear(self) -> list[tuple[int, Message]]:
+        """What the tasks said since the last time, by number; waits some seconds for the first word."""
+        with self._news:
+            self._news.wait_for(lambda: self._said, _LISTEN)
+        time.sleep(GATHER)
+        with self._news:
+            said, self._said = self._said, []
+        return said
+
+    def end(self, number: int) -> None:
+        """Tell a task to give back what it holds and to end."""
+        if (child := self._children.get(number)) is not None:
+            child.process.terminate()
+            threading.Timer(GRACE, child.process.kill).start()
+
+    def place(self) -> str:
+        """A folder for files of the driver, until this process ends."""
+        with self._news:  # calls come in several threads
+            if self._place is None:
+                self._place = tempfile.TemporaryDirectory(prefix="cachetool-")
+            return self._place.name
+
+    def write(self, name: str, at: int, piece: Any) -> None:
+        """Put a piece of a file into that folder, from byte ``at`` on."""
+        path = Path(self.place(), name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "r+b" if at else "wb") as file:
+            file.seek(at)
+            file.write(memoryview(piece))
+
+    def _attend(self, number: int, child: Child, name: str, answers: Any) -> None:
+        try:
+            more = True
+            while more:
+                more, messages = child.receive()
+                self._say(*((number, {"message": message}) for message in messages))
+                while child.asked:
+                    child.answer(self._answer(name, child.asked[0]["ask"], answers))
+                child.check(ended=not more)
+            outcome: Message = {"result": child.result or {}}
+        except CacheToolError as error:
+            outcome = to_json(error)
+        except Exception as error:  # noqa: BLE001 - the driver would wait for ever
+            outcome = to_json(bug(error))
+        stop([child])
+        del self._children[number]
+        self._say((number, outcome))
+
+    @staticmethod
+    def _answer(name: str, message: Message, answers: Any) -> Message:
+        import ray
+
+        try:
+            answer: Message = ray.get(answers.answer.remote(name, message))
+            return answer
+        except ray.exceptions.RayError:  # it is started again until the driver is gone
+            return to_json(Interrupted("stopped"))
+
+    def _say(self, *said: tuple[int, Message]) -> None:
+        with self._news:
+            self._said += said
+            self._news.notify_all()

@@ -1,0 +1,152 @@
+"""From an address to a Ray that answers, without a word of Ray's own on our output.
+
+::
+
+    HOST:PORT         that cluster, of which this machine must be a node
+    auto (default)    $RAY_ADDRESS, else the cluster that runs on this machine, else one that is started here
+    local             one that is started here
+
+What is started here ends with the block; a connection that the program has already is used and left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from cachetool.errors import MissingExtra, Unreachable, UsageError
+
+__all__ = ["opened"]
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tasks without a GPU keep the variables that name it
+}
+_PATIENCE = 5.0
+"""Seconds in which a cluster must take a connection, and then say that it speaks its protocol."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
+
+
+@contextlib.contextmanager
+def opened(address: str | None) -> Iterator[str]:
+    """A connection for the block; gives the id of the node that this process is on. Errors are those of
+    :func:`cachetool.engines.ray.connect`."""
+    place = _place(address)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingExtra("work on several nodes (--on ray)", "ray") from error
+    if ray.is_initialized():  # by the program that we are a part of
+        yield str(ray.get_runtime_context().get_node_id())
+        return
+    with _silent():
+        with _keeping_handlers():
+            _init(place if place is not None else _running())
+        try:
+            yield str(ray.get_runtime_context().get_node_id())
+        finally:
+            with _keeping_handlers():
+                ray.shutdown()
+
+
+def _place(address: str | None) -> str | None:
+    """What was asked for: an address, ``local``, or None for whatever runs here. Raises :class:`UsageError`."""
+    if address is None or address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or None
+    if address in (None, "auto", "local"):
+        return None if address == "auto" else address
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"--address {address} is that of Ray Client, which is no node; run this on a node of the cluster, with"
+            " --address auto"
+        )
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
+        raise UsageError(f"--address is HOST:PORT, auto or local, got {address!r}")
+    return address
+
+
+def _running() -> str:
+    """The address of the cluster that runs on this machine; ``local`` when there is none."""
+    from ray._private import services
+
+    found = services.canonicalize_bootstrap_address("auto")
+    if found is None or found == "auto":
+        return "local"
+    with contextlib.suppress(Unreachable):  # a file that names one may be left from long ago
+        _greet(found)
+        return str(found)
+    return "local"
+
+
+def _init(address: str) -> None:
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "cachetool"}
+    try:
+        if address == "local":
+            ray.init("local", include_dashboard=False, num_cpus=len(os.sched_getaffinity(0)), **quiet)
+            return
+        _greet(address)
+        ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Unreachable(f"Ray at {address} cannot be used: {what}") from error
+
+
+def _greet(address: str) -> None:
+    """Raise :class:`Unreachable` unless something at the address speaks the protocol: Ray itself would wait for a
+    minute, and then write about it."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as line:
+            line.settimeout(_PATIENCE)
+            line.sendall(_GREETING)
+            head = line.recv(9, socket.MSG_WAITALL)
+    except OSError as error:
+        why = str(error) if error.strerror is None else error.strerror
+        raise Unreachable(
+            f"no Ray cluster answers at {address}: {why}; see: ray status, or leave --address out"
+        ) from error
+    if len(head) < 9 or head[3] != 4:  # the first frame is SETTINGS
+        raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep from our stdout what Ray says of nodes that die, which ``log_to_driver`` does not."""
+    from ray._private import worker
+
+    said = getattr(worker, "print_to_stdstream", None)
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = said
+
+
+@contextlib.contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Signals end this program as before: Ray sets a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -1,0 +1,209 @@
+"""What a node of a pull over several does beside its samplers: take the source in, tell what it has, watch its cache.
+
+The targets of tasks (:mod:`cachetool.engines`)::
+
+    look      whether there is a cache, of which cap, and what it knows of the source      changes nothing
+    attend    the cache is made, the source taken in, a job opened; {"ready": ...};
+              then what is evicted is told, and how full the cache is, until it is stopped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache, placing
+from cachetool.cache.history import edged
+from cachetool.cache.jobs import close_job, job_row
+from cachetool.cache.removal import delete_trash, retire, sweep
+from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
+from cachetool.cache.usage import measure
+from cachetool.engines.task import Asking, Channel, Message
+from cachetool.errors import CacheToolError, Interrupted, UsageError
+from cachetool.formats import get_format
+from cachetool.options import PullOptions
+from cachetool.planning import format_of, refuse_small_cap
+from cachetool.schema import Schema
+from cachetool.sources import SourceOptions, open_source
+
+__all__ = ["attend", "look"]
+
+_LOOK = 1.0
+
+
+def look(
+    channel: Channel,
+    *,
+    root: str,
+    max_size: int | str | None,
+    min_free: int | str | None,
+    source: str,
+    dataset: str,
+) -> Message:
+    """What there is. Raises what :func:`cachetool.cache.open_cache` raises."""
+    with open_cache(root, max_size=max_size, min_free=min_free) as cache:
+        row = cache.source(source)
+        return {
+            "cap": cache.max_size,
+            "source": row.to_json() if row is not None and cache.listing(source).exists() else None,
+            "format": format_of(cache, dataset),
+            "drawn": _drawn(cache, row),
+        }
+
+
+def attend(
+    channel: Asking,
+    *,
+    root: str,
+    url: str,
+    max_size: int | str | None,
+    min_free: int | str | None,
+    options: Message,
+    source: Message,
+    listing: str | None,
+    schema: list[Message],
+    format: str,
+    found: Message,
+    job: str,
+    upto: int | None,
+    replicate: bool,
+) -> Message:
+    """Take part in the pull ``job`` of ``source``, whose listing lies in the folder ``listing`` where this cache needs
+    it. With ``replicate`` this node draws by itself, up to that position of the pass; else as a coordinator says.
+
+    Gives ``evicted``, the shards that went for it, when it is stopped.
+    """
+    pull, row, shape = PullOptions.from_json(options), SourceRow.from_json(source), Schema.from_json(schema)
+    with ExitStack() as stack:
+        cache = stack.enter_context(
+            open_cache(root, max_size=max_size, min_free=min_free, notify=lambda line: channel.send({"note": line}))
+        )
+        stack.enter_context(leaving_nothing(cache))
+        folder = None if listing is None else Path(listing)
+        refuse_small_cap(cache, pull, shape, get_format(format), found, listing=folder)
+        holder = cache.holder  # first: another node that has the same folder must not take it away when it is refused
+        with cache.catalog.write() as connection:
+            holder.register(connection)
+            mine = placing.identity(connection)
+        channel.ask({"what": "enter", "cache": mine})
+        known = cache.source(row.id)
+        if known is None:
+            stack.callback(withdraw_unused, cache, pull.dataset, row.id)
+        cache.declare(pull.dataset, shape)
+        if folder is not None:
+            _check_grown(cache, url, known, folder)
+            cache.add_source(replace(row, frontier=0, skipped=0), folder, new=known is None)
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-"))
+        ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, job, pull.room)
+        try:
+            channel.send({"ready": {**ready, "place": place}})
+            return _watch(channel, cache, row.id, ready["job"], told=not replicate)
+        finally:
+            edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
+
+
+def _check_grown(cache: CacheDir, url: str, known: SourceRow | None, listing: Path) -> None:
+    """Raise :class:`UsageError` when a listing that is to replace that of a source has other units where it had some:
+    the numbers of what was drawn would mean something else."""
+    if known is None:
+        return
+    with contextlib.suppress(CacheToolError):
+        before = open_source(url, listing, SourceOptions.from_json(known.options), units=known.units)
+        before.close()
+        if before.identity == known.identity:
+            return
+    raise UsageError(
+        f"the cache {cache.root} has another listing of {known.url} than the others; give it an empty folder, or draw"
+        " into another --dataset"
+    )
+
+
+def _join(channel: Asking, cache: CacheDir, row: SourceRow, job: str, room: Room) -> Message:
+    """Open this node's part of the pull; tell all that it has, and give up what others have meanwhile."""
+    holder = cache.holder
+    with cache.catalog.write() as connection:
+        holder.register(connection)
+        mine = placing.join(connection, cache.layout, row, job, holder=holder.id, room=room)
+        shards = placing.ready_shards(connection, row.id)
+        there = draws.source_row(connection, row.id)
+    assert there is not None
+    answer = channel.ask(
+        {"what": "tell", "shards": [asdict(each) for each in shards], "source": there.to_json()}
+    )  # fmt: skip
+    _evict(cache, answer["gone"])
+    with cache.catalog.write() as connection:
+        placing.follow(connection, SourceRow.from_json(answer["source"]))
+    return {"job": mine, **{name: answer[name] for name in ("samples", "shards", "bytes")}}
+
+
+def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | None) -> Message:
+    """Open a pull of this node alone, of the draws below ``upto`` that it does not have yet."""
+    holder = cache.holder
+    with cache.catalog.write() as connection:
+        holder.register(connection)
+        placing.follow(connection, row)
+        now = draws.source_row(connection, row.id)
+        assert now is not None
+        wanted = None if upto is None else max(0, upto - draws.drawn(connection, now))
+        mine, _ = draws.open_job(
+            connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
+        )  # fmt: skip
+    left = now.units - draws_of(cache, now) if wanted is None else wanted
+    return {"job": mine, "left": left, "samples": 0, "shards": 0, "bytes": 0}
+
+
+def draws_of(cache: CacheDir, row: SourceRow) -> int:
+    """How many draws of the present pass are done."""
+    with cache.catalog.read() as connection:
+        return draws.drawn(connection, row)
+
+
+def _drawn(cache: CacheDir, row: SourceRow | None) -> int:
+    return 0 if row is None else draws_of(cache, row)
+
+
+def _evict(cache: CacheDir, ids: Sequence[str]) -> None:
+    """Let shards go whose samples other nodes have; those that are read stay until their readers end."""
+    if not ids:
+        return
+    with cache.catalog.write() as connection:
+        cache.holder.register(connection)
+        retire(connection, ids, reason="evict", policy="doubled")
+        trash = sweep(connection, cache.holder)
+    delete_trash(cache.catalog, cache.layout, trash, edge=True)
+
+
+def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, told: bool) -> Message:
+    """Tell what goes and how full it is, whenever that has changed, until this task is stopped."""
+    ready: set[str] = set()
+    version = 0
+
+    def tell() -> int:
+        nonlocal ready, version
+        version = cache.version
+        with cache.catalog.read() as connection:
+            used, evicted = measure(connection, cache.layout).total, job_row(connection, job).evicted
+            query = "SELECT id FROM shards WHERE source = ? AND state = 'ready'"
+            now = {row["id"] for row in connection.execute(query, (source,))}
+        if told and ready - now:
+            channel.ask({"what": "gone", "shards": sorted(ready - now)})
+        ready = now
+        channel.send({"fill": {"used": used, "cap": cache.max_size, "evicted": evicted}})
+        return evicted
+
+    evicted = tell()
+    try:
+        while True:
+            began = time.monotonic()
+            if cache.version != version:
+                evicted = tell()
+            time.sleep(max(_LOOK, 100 * (time.monotonic() - began)))
+    except Interrupted:
+        with contextlib.suppress(CacheToolError):  # whoever stopped it may be gone
+            evicted = tell()
+        return {"evicted": evicted}

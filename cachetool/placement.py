@@ -1,0 +1,344 @@
+"""What the nodes of a pull are to draw, and what is done when one of them is lost or comes.
+
+::
+
+    each node: the listing if it lacks it, `attend` (cachetool.member) -> once all are ready: samplers
+      -> a node is lost: its draws are open again; one that comes is looked at, attends, gets samplers
+      -> no draw is open, no sampler runs -> result
+
+:class:`Split`: one sequence of draws, handed out by the coordinator (:mod:`cachetool.coordinator`), each on one node.
+:class:`Replicate`: each node draws the same positions of it by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir, SourceRow, draws, placing
+from cachetool.cache.jobs import job_row
+from cachetool.crew import Crew, Member, named
+from cachetool.engines import Task
+from cachetool.engines.ray import NodeLost
+from cachetool.engines.task import Message
+from cachetool.errors import CapBlocked
+from cachetool.progress import Report
+from cachetool.pull import ask_for_more
+from cachetool.settled import PullResult, Settled, why_ended
+from cachetool.text import count
+
+__all__ = ["Replicate", "Split", "Work"]
+
+
+class Work:
+    """A pull over nodes while it runs."""
+
+    replicate: bool
+
+    def __init__(
+        self,
+        crew: Crew,
+        cache: CacheDir,
+        settled: Settled,
+        job: str,
+        source: SourceRow,
+        size: Message,
+        report: Report,
+    ) -> None:
+        self._crew, self._cache, self._settled, self._size, self._report = crew, cache, settled, size, report
+        self._job, self._source = job, source
+        self._most = settled.per_shard
+        """Draws of a claim."""
+        self._upto: int | None = None
+        """Where every node has to come to."""
+        self._target: int | None = None
+        """How many samples that is."""
+        self._answers: Any = None
+
+    def run(self) -> PullResult:
+        """Until no draw is open and no sampler runs."""
+        self.plan()
+        settled = self._settled
+        arguments = {
+            "root": str(self._cache.root.resolve()),
+            "url": settled.url,
+            "options": settled.options.source.to_json(),
+            "job": self._job,
+            "source": settled.id,
+            "holder": self._cache.holder.id,
+            "most": self._most,
+            "follow": settled.options.follow,
+        }
+        self._answers = self._crew.engine.serve("cachetool.coordinator:Coordinator", arguments)
+        self._attend(self._crew.members)
+        while any(member.ready is None for member in self._crew.members):
+            self._turn()
+        self.begin()
+        while True:
+            self._attend(self._crew.came())
+            started = self._start()
+            if not started and not any(member.samplers for member in self._crew.members) and not self.more():
+                return self._result()
+            self._turn()
+
+    # -- what split and replicate do each in their own way -------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Settle how much there is to draw, before the nodes begin."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """All nodes have told what they have."""
+
+    def idle(self) -> list[Member]:
+        """Of the members without samplers, those for whom there is work."""
+        raise NotImplementedError
+
+    def left(self, member: Member) -> int:
+        """About how many draws are left for one of them."""
+        raise NotImplementedError
+
+    def more(self) -> bool:
+        """Whether there is more to do although nothing is open."""
+        raise NotImplementedError
+
+    def drawn(self) -> tuple[int, bool]:
+        """How many samples came, and whether the pass is complete."""
+        raise NotImplementedError
+
+    # -- the nodes -----------------------------------------------------------------------------------------------------
+
+    def _attend(self, members: Sequence[Member]) -> None:
+        """Have nodes take part: with the listing where they lack it."""
+        if not members:
+            return
+        settled, engine = self._settled, self._crew.engine
+        row = self._cache.source(settled.id) or self._source
+        known = {member.node.id: member.looked["source"] for member in members}
+        lack = [m.node for m in members if (there := known[m.node.id]) is None or there["units"] != row.units]
+        places = engine.send(lack, self._cache.listing(row.id)) if lack else {}
+        for member in members:
+            arguments = {
+                "root": member.root,
+                "url": settled.url,
+                **self._size,
+                "options": settled.options.to_json(),
+                "source": row.to_json(),
+                "listing": places.get(member.node.id),
+                "schema": settled.schema.to_json(),
+                "format": settled.kind.name,
+                "found": {name: settled.found[name] for name in ("mean", "per_unit", "units", "whole")},
+                "job": self._job,
+                "upto": self._upto,
+                "replicate": self.replicate,
+            }
+            member.attends = engine.start(
+                member.node,
+                Task("cachetool.member:attend", arguments),
+                self._heard(member),
+                answers=self._answers,
+            )
+
+    def _start(self) -> bool:
+        """Start samplers on nodes that have none, where there is something to draw; whether on any."""
+        settled, here, started = self._settled, self._crew.members, False
+        for member in self.idle():
+            assert member.ready is not None
+            member.begun = True
+            workers = settled.options.workers
+            if not settled.options.follow:
+                workers = min(workers, -(-self.left(member) // self._most))
+            pace = settled.pace
+            if pace is not None:  # a share of it for each node
+                pace = {"path": str(Path(member.ready["place"], "pace")), "rate": pace["rate"] / len(here)}
+            task = settled.task(
+                member.root,
+                member.ready["job"],
+                handed=not self.replicate,
+                units_per_shard=self._most,
+                pace=pace,
+            )
+            for number in range(workers):
+                heard = self._heard(member, number)
+                run = self._crew.engine.start(member.node, task, heard, answers=self._answers)
+                member.samplers.append(run)
+                started = True
+        return started
+
+    def _heard(self, member: Member, sampler: int | None = None) -> Callable[[Message], None]:
+        def heard(message: Message) -> None:
+            if "note" in message:
+                self._crew.notify(f"node {member.node.name}: {message['note']}")
+            elif sampler is None:
+                member.heard(message)
+            else:
+                member.tally.add(sampler, message)
+            self._report(self._crew.progress(self._target))
+
+        return heard
+
+    def _turn(self) -> None:
+        """Take in what the nodes say, and what became of their tasks."""
+        self._crew.engine.wait()
+        for member in self._crew.members:
+            runs = [*member.samplers, *([member.attends] if member.attends is not None else [])]
+            errors = [named(run.error, run.node) for run in runs if run.error is not None]
+            lost = next((error for error in errors if isinstance(error, NodeLost)), None)
+            if lost is not None:
+                self._lose(member, lost)
+                continue
+            if errors:
+                raise errors[0]
+            for run in [run for run in member.samplers if run.ended]:
+                member.samplers.remove(run)
+                member.full = member.full or (run.result or {}).get("full") or ""
+
+    def _lose(self, member: Member, error: NodeLost) -> None:
+        self._crew.lose(member)
+        with self._cache.catalog.write() as connection:
+            placing.lose(connection, member.node.name)
+        if not self._crew.members:
+            raise error
+        self._crew.notify(f"{str(error).partition(';')[0]}; what it had is drawn again by the others")
+
+    # -- what it came to -----------------------------------------------------------------------------------------------
+
+    def _result(self) -> PullResult:
+        self._crew.stop()
+        settled, options, crew = self._settled, self._settled.options, self._crew
+        full = [member for member in crew.members if member.full]
+        samples, complete = self.drawn()
+        source = self._cache.source(settled.id) or self._source
+        if full and options.evicts and not complete and (options.samples is None or samples < options.samples):
+            asked = source.samples if options.samples is None else options.samples
+            raise CapBlocked(
+                f"stopped at the cap with {samples} of {asked} samples: {count(len(full), 'node')} full;"
+                f" {full[0].node.name}: {full[0].full};\nraise --max-size, the cap of each node, or add nodes"
+            )
+        tallies = [member.tally for member in crew.members]
+        return PullResult(
+            source=source.url,
+            dataset=options.dataset,
+            format=settled.kind.name,
+            seed=source.seed,
+            samples=samples,
+            skipped=sum(tally.skipped for tally in tallies),
+            skipped_examples=tuple(example for tally in tallies for example in tally.examples)[:20],
+            bytes=sum(tally.payload for tally in tallies),
+            fetched=sum(tally.fetched for tally in tallies),
+            shards=sum(tally.shards for tally in tallies),
+            evicted_shards=sum(member.fill.get("evicted", 0) for member in crew.members),
+            seconds=round(time.monotonic() - settled.began, 3),
+            pass_complete=complete,
+            reason=why_ended(samples, options.samples, complete=complete, full=bool(full)),
+            nodes=crew.rows(),
+        )
+
+
+class Split(Work):
+    """Each draw on one node."""
+
+    replicate = False
+
+    def plan(self) -> None:
+        """Claims so small that every node gets some."""
+        left, wanted = self._left(), self._settled.wanted
+        count = left if wanted is None else min(left or self._source.units, wanted)
+        self._most = max(1, min(self._most, -(-count // len(self._crew.members))))
+        self._target = None if self._settled.options.follow else count * self._settled.per_unit
+
+    def begin(self) -> None:
+        """A complete pass is followed by a new one when samples are asked for by number, as in one cache."""
+        if self._settled.wanted is not None:
+            with self._cache.catalog.write() as connection:
+                draws.next_turn(connection, self._settled.id)
+
+    def _left(self) -> int:
+        """Draws that are left of the pass."""
+        with self._cache.catalog.read() as connection:
+            source = draws.source_row(connection, self._settled.id) or self._source
+            return source.units - draws.drawn(connection, source)
+
+    def idle(self) -> list[Member]:
+        """Those who have room, while draws wait for somebody to take them."""
+        idle = [m for m in self._crew.members if m.ready is not None and not m.samplers and not m.full]
+        return idle if idle and self._open() else []
+
+    def _open(self) -> bool:
+        with self._cache.catalog.read() as connection:
+            job, source = job_row(connection, self._job), draws.source_row(connection, self._settled.id)
+            assert source is not None
+            held = connection.execute(
+                "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE job = ? AND holder IS NOT NULL", (self._job,)
+            ).fetchone()[0]
+            given = connection.execute(
+                "SELECT 1 FROM claims WHERE source = ? AND holder IS NULL LIMIT 1", (source.id,)
+            ).fetchone()
+        if job.left is not None and job.left <= held:
+            return False
+        return given is not None or source.frontier < source.units or self._settled.options.follow
+
+    def left(self, member: Member) -> int:
+        """Its share of what the pass, or the pull, has left."""
+        with self._cache.catalog.read() as connection:
+            most = job_row(connection, self._job).left
+        left = self._left()
+        return max(1, -(-(left if most is None else min(left, most)) // len(self._crew.members)))
+
+    def more(self) -> bool:
+        """Whether archives had fewer samples than was thought, so that more of them are drawn."""
+        if any(member.full for member in self._crew.members):
+            return False
+        samples, _ = self.drawn()
+        return ask_for_more(self._cache, self._job, samples, self._settled.options.samples)
+
+    def drawn(self) -> tuple[int, bool]:
+        """What all nodes have together."""
+        return sum(member.tally.samples for member in self._crew.members), self._left() <= 0
+
+
+class Replicate(Work):
+    """The same draws on every node."""
+
+    replicate = True
+
+    def plan(self) -> None:
+        """As far as the farthest node came, and the samples that are asked for: all come to there."""
+        source, known = self._source, self._crew.known()
+        far = max((row for row, _ in known), key=lambda row: row.turn, default=source)
+        if far.turn > source.turn:
+            source = replace(source, turn=far.turn, cuts=far.cuts, past=far.past)
+        done = [drawn if row.turn == source.turn else 0 for row, drawn in known]
+        done += [0] * (len(self._crew.members) - len(known))
+        wanted = self._settled.wanted
+        if wanted is not None and min(done) >= source.units:
+            past = (*source.past, (source.turn, source.units, source.cuts))
+            source, done = replace(source, turn=source.turn + 1, cuts=(), past=past), [0]
+        if wanted is not None:
+            self._upto = min(source.units, max(done) + wanted)
+        with self._cache.catalog.write() as connection:
+            placing.follow(connection, source)
+        self._source = source
+        left = sum((self._upto or source.units) - each for each in done)
+        self._target = None if self._settled.options.follow else left * self._settled.per_unit
+
+    def idle(self) -> list[Member]:
+        """Those who did not begin yet."""
+        return [member for member in self._crew.members if member.ready is not None and not member.begun]
+
+    def left(self, member: Member) -> int:
+        """What it lacks."""
+        return int((member.ready or {})["left"])
+
+    def more(self) -> bool:
+        """Whether a node that came is still about to begin."""
+        return any(member.ready is None for member in self._crew.members)
+
+    def drawn(self) -> tuple[int, bool]:
+        """What came to each node, at least."""
+        full = any(member.full for member in self._crew.members)
+        complete = not full and (self._upto is None or self._upto >= self._source.units)
+        return min(member.tally.samples for member in self._crew.members), complete

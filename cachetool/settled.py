@@ -1,0 +1,136 @@
+"""A pull as it is once all is settled, and what it came to: the same wherever its shards go."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from cachetool.cache import CacheDir, SourceRow
+from cachetool.engines import Task
+from cachetool.engines.task import Message
+from cachetool.formats.base import Format
+from cachetool.options import PullOptions
+from cachetool.progress import Report
+from cachetool.schema import Schema
+
+__all__ = ["Elsewhere", "PullResult", "Settled", "why_ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What is settled before the first sample is drawn."""
+
+    url: str
+    options: PullOptions
+    id: str
+    """Of the source."""
+    schema: Schema
+    kind: Format
+    shard_bytes: int
+    per_shard: int
+    """Draws that make a shard."""
+    per_unit: int
+    """Samples that one draw brings."""
+    found: Message
+    """What the listing and the first samples told."""
+    pace: Message | None
+    began: float
+
+    @property
+    def wanted(self) -> int | None:
+        """Draws that were asked for."""
+        return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
+
+    def task(self, root: str, job: str, **more: Any) -> Task:
+        """A sampler for a job of the cache in the folder ``root``."""
+        options = self.options
+        return Task(
+            "cachetool.sampler:draw",
+            {
+                "root": root,
+                "url": self.url,
+                "options": options.source.to_json(),
+                "job": job,
+                "source": self.id,
+                "dataset": options.dataset,
+                "format": self.kind.name,
+                "schema": self.schema.to_json(),
+                "shard_bytes": self.shard_bytes,
+                "units_per_shard": self.per_shard,
+                "per_unit": self.per_unit,
+                "room": asdict(replace(options.room, job=job)),
+                "follow": options.follow,
+                "lost": options.lost,
+                "pace": self.pace,
+                "skip_bad": options.on_error == "skip",
+                **more,
+            },
+        )
+
+
+class Elsewhere(Protocol):
+    """Caches on other nodes, which the shards go to; ``cache`` has the catalog of the whole then."""
+
+    cap: int
+    """The least of theirs."""
+    format: str | None
+    """Of their newest shard."""
+
+    def known(self) -> SourceRow | None:
+        """The source as they know it, where they do."""
+        ...
+
+    def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+        """As a pull into ``cache`` itself does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What a pull came to."""
+
+    source: str
+    """URL without user info and query."""
+    dataset: str
+    format: str
+    seed: int
+    samples: int
+    """Committed by this pull."""
+    skipped: int
+    """Draws that could not be used."""
+    skipped_examples: tuple[dict[str, str], ...]
+    """The first 20: key and reason."""
+    bytes: int
+    """Of values committed."""
+    fetched: int
+    """Over the wire."""
+    shards: int
+    evicted_shards: int
+    """Shards that went to make room for this pull, not for others beside it."""
+    seconds: float
+    pass_complete: bool
+    """Whether every sample of the source was drawn in this pass."""
+    reason: str
+    """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
+    added: int = 0
+    """Units that a refresh found beside those known."""
+    vanished: int = 0
+    """Units that a refresh did not find any more, or with another content."""
+    vanished_examples: tuple[str, ...] = ()
+    """Keys of the first 20 samples that vanished."""
+    nodes: tuple[dict[str, Any], ...] = ()
+    """Of a pull over several nodes, a row for each: node, cache, samples, shards, bytes, fetched, evicted_shards, state
+    (empty, ``full`` or ``lost``)."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def why_ended(samples: int, wanted: int | None, *, complete: bool, full: bool) -> str:
+    """:attr:`PullResult.reason`."""
+    if wanted is not None and samples >= wanted:
+        return "done"
+    if complete:
+        return "source at its end"
+    return "cache full" if full else "done"

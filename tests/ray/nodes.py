@@ -1,0 +1,144 @@
+"""A cluster of Ray on this machine whose nodes are called a, b and c; the driver is on a."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cachetool
+from cachetool.cache import CacheDir
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+
+NAMES = ("a", "b", "c")
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Nodes:
+    """The cluster; nodes can be killed and come back."""
+
+    def __init__(self) -> None:
+        for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
+            os.environ.setdefault(name, value)
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *filter(None, paths)]))
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster()
+        self._nodes: dict[str, Any] = {}
+        for name in NAMES:
+            self.start(name)
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    @property
+    def living(self) -> list[str]:
+        return sorted(self._nodes)
+
+    def start(self, name: str) -> None:
+        """Add a node, or bring it back."""
+        self._nodes[name] = self._cluster.add_node(
+            node_name=name, num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False
+        )
+
+    def kill(self, name: str) -> None:
+        """As a machine that is switched off; but never a, where the driver is."""
+        assert name != "a"
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def revive(self) -> None:
+        """All three, whatever a test left."""
+        for name in NAMES:
+            if name not in self._nodes:
+                self.start(name)
+
+    def processes(self, name: str, title: str) -> list[int]:
+        """Pids of the workers of a node whose title, as Ray sets it, begins so."""
+        raylet = self._nodes[name].all_processes["raylet"][0].process.pid
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                line = (path / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if parent == raylet and line.startswith(title.encode()):
+                found.append(int(path.name))
+        return found
+
+    def kill_coordinator(self) -> bool:
+        """Kill -9 whoever hands out the claims of the pull that runs; whether there was any."""
+        found = self.processes("a", "ray::Server")
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+        return bool(found)
+
+    def stop(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def nodes_abc() -> Iterator[Nodes]:
+    nodes = Nodes()
+    try:
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def keys(cache: CacheDir) -> list[str]:
+    """The key of every sample in a cache."""
+    found: list[str] = []
+    for shard in cache.shards():
+        with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
+            block = reader.take(np.arange(shard.samples))
+            found += [block.sample(at)["__key__"] for at in range(len(block))]
+    return found
+
+
+def keys_at(root: Path) -> list[str]:
+    """As :func:`keys`; none where no cache is."""
+    if not (root / "cachetool.json").exists():
+        return []
+    with cachetool.open_cache(root, create=False) as cache:
+        return keys(cache)
+
+
+def committed(root: Path) -> int:
+    """Samples that lie in a cache now."""
+    if not (root / "cachetool.json").exists():
+        return 0
+    with CacheDir(root) as cache:
+        return sum(shard.samples for shard in cache.shards())
+
+
+def until(true: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def write_numbers(folder: Path, count: int) -> Path:
+    """``count`` samples of 64 bytes each."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        np.save(folder / f"{number:05d}.x.npy", np.full(16, number, dtype=np.float32))
+    return folder
+
+
+def command(source: Path, cache: Path | str, address: str, *more: str) -> list[str]:
+    """A pull over the nodes, as words of a shell."""
+    words = [sys.executable, "-m", "cachetool", "pull", str(source), "--cache", str(cache), "--on", "ray"]
+    return [*words, "--address", address, *more]

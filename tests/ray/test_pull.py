@@ -1,0 +1,232 @@
+"""``pull --on ray``: three nodes on one machine, each with a cache of its own, draw what one machine would draw."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cachetool
+from cachetool.cache.agreement import contradiction
+from tests.ray.nodes import NAMES, Nodes, command, committed, keys, keys_at, until, write_numbers
+
+COUNT = 5200
+SIZE = {"max_size": "20MB"}
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_numbers(tmp_path_factory.mktemp("source") / "numbers", COUNT)
+
+
+@pytest.fixture(autouse=True)
+def all_there(cluster: Nodes) -> None:
+    cluster.revive()
+
+
+def each(folder: Path) -> dict[str, list[str]]:
+    """The keys of the samples of every node."""
+    return {name: keys_at(folder / name) for name in NAMES}
+
+
+def slow(numbers: Path, cache: Path, cluster: Nodes) -> list[str]:
+    """400 samples in about four seconds, in shards of 57: long enough to kill somebody."""
+    return command(
+        numbers, cache / "{node}", cluster.address,
+        "--all", "--shard-size", "4kB", "--max-rate", "20kB", "--workers", "1", "--max-size", "20MB", "--json",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_numbers(tmp_path_factory.mktemp("few") / "few", 400)
+
+
+def run(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def once(folder: Path, wanted: int) -> None:
+    """Every sample lies on exactly one node, and the catalogs know it."""
+    found = sorted(key for keys in each(folder).values() for key in keys)
+    assert found == [f"{number:05d}" for number in range(wanted)]
+    with cachetool.open_cache(folder / "driver", create=False) as whole:
+        told = whole.stats().sources[0]
+        assert (told["drawn"], told["skipped"], told["coverage"]) == (wanted, 0, 1.0)
+    for name in (*NAMES, "driver"):
+        with cachetool.open_cache(folder / name, create=False) as cache:
+            assert contradiction(cache.catalog, cache.layout) is None
+            assert cache.catalog.rows("SELECT 1 FROM shards WHERE state <> 'ready'") == []
+            assert cache.catalog.rows("SELECT 1 FROM jobs") == []
+
+
+def test_the_nodes_draw_the_samples_that_one_machine_draws_and_each_is_on_one_node(
+    numbers: Path, tmp_path: Path, cluster: Nodes
+) -> None:
+    with cachetool.open_cache(tmp_path / "local", **SIZE) as cache:
+        cache.pull(str(numbers), samples=5000, seed=3)
+        local = keys(cache)
+    with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
+        told = cache.pull(str(numbers), samples=5000, seed=3, on="ray", address=cluster.address)
+    found = each(tmp_path)
+
+    assert sorted(key for keys in found.values() for key in keys) == sorted(local)
+    assert told.samples == 5000
+    assert {row["node"]: row["samples"] for row in told.nodes} == {name: len(keys) for name, keys in found.items()}
+
+
+def test_replicas_are_the_same_samples_with_equal_digests_on_every_node(
+    numbers: Path, tmp_path: Path, cluster: Nodes
+) -> None:
+    with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
+        for samples in (200, 100):  # the second goes on behind the first
+            told = cache.pull(
+                str(numbers),
+                samples=samples,
+                seed=3,
+                shard_size="4kB",
+                on="ray",
+                address=cluster.address,
+                placement="replicate",
+            )
+            assert told.samples == samples
+    digests = []
+    for name in NAMES:
+        with cachetool.open_cache(tmp_path / name, create=False) as cache:
+            digests.append(sorted(shard.content for shard in cache.shards()))
+            assert contradiction(cache.catalog, cache.layout) is None
+    with cachetool.open_cache(tmp_path / "local", **SIZE) as cache:
+        cache.pull(str(numbers), samples=300, seed=3)
+        local = keys(cache)
+
+    assert digests[0] == digests[1] == digests[2]
+    assert {name: sorted(found) for name, found in each(tmp_path).items()} == dict.fromkeys(NAMES, sorted(local))
+
+
+def test_what_a_lost_node_had_is_drawn_by_the_others_and_it_is_taken_in_again_when_it_comes_back(
+    few: Path, tmp_path: Path, cluster: Nodes
+) -> None:
+    process = run(slow(few, tmp_path, cluster))
+    until(lambda: committed(tmp_path / "b") > 0 or process.poll() is not None)
+    cluster.kill("b")
+    until(lambda: committed(tmp_path / "c") > 60 or process.poll() is not None)
+    cluster.start("b")
+    out, error = process.communicate()
+
+    assert process.returncode == 0, error
+    assert "lost" in [row["state"] for row in json.loads(out)["nodes"]]
+    assert "node b was lost" in error
+    with cachetool.open_cache(tmp_path / "{node}") as cache:
+        cache.pull(str(few), everything=True, on="ray", address=cluster.address)  # it may have come too late
+    once(tmp_path, 400)
+
+
+def test_the_coordinator_and_the_driver_may_die(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+    process = run(slow(few, tmp_path, cluster))
+    until(lambda: committed(tmp_path / "c") > 0 or process.poll() is not None)
+    assert cluster.kill_coordinator(), process.communicate()
+    before = committed(tmp_path / "c")
+    until(lambda: committed(tmp_path / "c") > before or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
+    again = run(slow(few, tmp_path, cluster))
+    _, error = again.communicate()
+
+    assert again.returncode == 0, error
+    once(tmp_path, 400)
+
+
+def test_ctrl_c_leaves_nothing_half_done(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+    process = run(slow(few, tmp_path, cluster))
+    until(lambda: committed(tmp_path / "c") > 0 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+
+    assert process.returncode == 130
+    assert error.splitlines()[-1].startswith("error: interrupted")
+    for name in NAMES:
+        with cachetool.open_cache(tmp_path / name, create=False) as cache:
+            for table in ("jobs", "claims WHERE holder IS NOT NULL", "shards WHERE state <> 'ready'"):
+                assert cache.catalog.rows(f"SELECT 1 FROM {table}") == [], (name, table)
+    with cachetool.open_cache(tmp_path / "{node}") as cache:
+        cache.pull(str(few), everything=True, on="ray", address=cluster.address)
+    once(tmp_path, 400)
+
+
+@pytest.mark.soak  # test_coordinator.py has it without nodes
+def test_a_further_pass_goes_around_what_any_node_has(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+    place = {"on": "ray", "address": cluster.address}
+    with cachetool.open_cache(tmp_path / "{node}", **SIZE) as cache:
+        cache.pull(str(few), everything=True, shard_size="4kB", **place)
+        with cachetool.open_cache(tmp_path / "b", create=False) as evicted:
+            evicted.evict(evicted.usage().total - 20_000)
+        lacking = 400 - sum(len(keys) for keys in each(tmp_path).values())
+        assert 0 < lacking < 400
+        told = cache.pull(str(few), samples=350, shard_size="4kB", **place)
+
+    assert told.samples == lacking
+    once(tmp_path, 400)
+
+
+def test_nodes_that_share_a_folder_are_refused_in_one_line(few: Path, tmp_path: Path, cluster: Nodes) -> None:
+    with (
+        cachetool.open_cache(tmp_path / "one", **SIZE) as cache,
+        pytest.raises(cachetool.UsageError, match=r"^nodes \w and \w have one cache folder .*\{node\}") as refused,
+    ):
+        cache.pull(str(few), samples=10, on="ray", address=cluster.address)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_wrong_address_is_one_line_and_exit_code_3(few: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(few, tmp_path / "{node}", "127.0.0.1:9", "--samples", "10", "--quiet"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: no Ray cluster answers at 127.0.0.1:9: ")
+
+
+def test_without_ray_the_extra_is_named_in_one_line(few: Path, tmp_path: Path) -> None:
+    words = command(few, tmp_path / "{node}", "auto", "--samples", "10")[3:]
+    code = "import sys; sys.modules['ray'] = None; from cachetool.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: work on several nodes (--on ray) needs the extra 'ray': pip install 'cachetool[ray]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on", "dask"], "--on is local or ray, got 'dask'"),
+        (["--placement", "split"], "--placement goes with --on ray"),
+        (["--address", "auto"], "--address goes with --on ray"),
+        (["--on", "ray", "--placement", "both"], "--placement is split or replicate, got 'both'"),
+        (["--on", "ray", "--start-early"], "--start-early goes with one machine"),
+        (["--on", "ray", "--address", "ray://head:10001"], "--address ray://head:10001 is that of Ray Client"),
+        (["--on", "ray", "--address", "head"], "--address is HOST:PORT, auto or local, got 'head'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cachetool", "pull", str(tmp_path), "--cache", str(tmp_path / "cache"), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {said}")

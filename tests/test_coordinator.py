@@ -1,0 +1,323 @@
+"""Who hands out the draws of several nodes, asked by nodes that are played here, in one process.
+
+Whatever is asked twice, forgotten or told late: no draw is on two living nodes, and none is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
+from cachetool.coordinator import Coordinator
+from cachetool.errors import CacheToolError
+from cachetool.schema import Field, Schema
+from cachetool.sources import SourceOptions, list_source, open_source
+
+UNITS = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("numbers")
+    for number in range(UNITS):
+        np.save(folder / f"{number:03d}.x.npy", np.zeros(4))
+    return folder
+
+
+class Whole:
+    """The catalog of the whole, the coordinator of one pull, and what each node has in its shards."""
+
+    def __init__(self, root: Path, folder: Path, wanted: int | None = None) -> None:
+        self.root, self.url = root, str(folder)
+        self.cache = open_cache(root / "driver")
+        listing = root / "listing"
+        list_source(self.url, listing)
+        source = open_source(self.url, listing)
+        self.row = SourceRow("s", source.url, {}, source.identity, "default", UNITS, UNITS, 5, 0, 0, 0)
+        self.cache.declare("default", Schema((Field("x", "float64", (4,)),)))
+        self.cache.add_source(self.row, listing)
+        self.shards: dict[str, dict[str, dict[str, Any]]] = {}
+        self.count = 0
+        self.begin(wanted)
+
+    def begin(self, wanted: int | None = None) -> None:
+        """A pull, which has the same catalog as the one before."""
+        with self.cache.catalog.write() as connection:
+            self.cache.holder.register(connection)
+            self.job, _ = draws.open_job(
+                connection, "s", holder=self.cache.holder.id, wanted=wanted, seed=None, turn=wanted is not None
+            )
+        self.die()
+
+    def end(self) -> None:
+        with self.cache.catalog.write() as connection:
+            placing.release(connection, self.job)
+            draws_left = connection.execute("DELETE FROM jobs").rowcount
+        assert draws_left == 1
+
+    def die(self) -> None:
+        """The coordinator is killed, and made again from the same arguments."""
+        self.coordinator = Coordinator(
+            root=str(self.cache.root), url=self.url, options=SourceOptions().to_json(), job=self.job, source="s",
+            holder=self.cache.holder.id, most=10, follow=False,
+        )  # fmt: skip
+
+    def enter(self, node: str, cache: int | None = None) -> list[str]:
+        """A node begins, and gives up what it is told to."""
+        self.coordinator.answer(node, {"what": "enter", "cache": ord(node) if cache is None else cache})
+        mine = self.shards.setdefault(node, {})
+        here = self.now()
+        told = self.coordinator.answer(node, {"what": "tell", "shards": list(mine.values()), "source": here.to_json()})
+        for shard in told["gone"]:
+            del mine[shard]
+        return list(told["gone"])
+
+    def now(self) -> SourceRow:
+        found = self.cache.source("s")
+        assert found is not None
+        return found
+
+    def claim(self, node: str, token: str = "") -> dict[str, Any] | None:
+        self.count += 1
+        answer = self.coordinator.answer(node, {"what": "claim", "token": token or str(self.count)})
+        return answer.get("claim")
+
+    def commit(self, node: str, claim: dict[str, Any]) -> dict[str, Any]:
+        """The node commits a claim; what it has to tell of that."""
+        self.count += 1
+        shard, ranges, size = f"{node}{self.count}", [(claim["start"], claim["stop"])], claim["stop"] - claim["start"]
+        self.shards[node][shard] = {
+            "shard": shard, "turn": claim["turn"], "draws": ranges, "samples": size, "payload": 0, "job": self.job,
+        }  # fmt: skip
+        done = {"upto": claim["stop"], "ranges": ranges, "draws": size, "skipped": 0, "vanished": 0, "fetched": 1}
+        return {"what": "finish", "claim": claim, "shard": shard, "samples": size, **done}
+
+    def draw(self, node: str) -> bool:
+        if (claim := self.claim(node)) is None:
+            return False
+        self.coordinator.answer(node, self.commit(node, claim))
+        return True
+
+    def lose(self, node: str) -> None:
+        with self.cache.catalog.write() as connection:
+            placing.lose(connection, node)
+
+    def positions(self, *nodes: str) -> list[int]:
+        """What of the pass these nodes have, double ones twice."""
+        found = [part for node in nodes for each in self.shards[node].values() for part in each["draws"]]
+        return sorted(at for start, stop in found for at in range(start, stop))
+
+
+@pytest.fixture
+def whole(tmp_path: Path, folder: Path) -> Whole:
+    return Whole(tmp_path, folder)
+
+
+def test_a_claim_that_is_asked_for_twice_is_one_claim_though_the_coordinator_died_between(whole: Whole) -> None:
+    whole.enter("a")
+    first = whole.claim("a", "word")
+    whole.die()
+
+    def positions(claim: dict[str, Any] | None) -> list[Any]:
+        assert claim is not None
+        return [claim[name] for name in ("id", "turn", "start", "stop")]
+
+    assert positions(whole.claim("a", "word")) == positions(first)
+    assert positions(whole.claim("a", "other")) != positions(first)
+
+
+def test_a_commit_that_is_told_twice_counts_once(whole: Whole) -> None:
+    whole.enter("a")
+    claim = whole.claim("a")
+    assert claim is not None
+    said = whole.commit("a", claim)
+    whole.coordinator.answer("a", said)
+    whole.die()
+    whole.coordinator.answer("a", said)
+
+    now = whole.now()
+    with whole.cache.catalog.read() as connection:
+        assert draws.drawn(connection, now) == 10
+        assert connection.execute("SELECT committed FROM jobs").fetchone()[0] == 10
+
+
+def test_what_a_lost_node_had_and_was_on_goes_to_others(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    assert whole.draw("a")
+    assert whole.draw("b")
+    late = whole.claim("b")
+    whole.lose("b")
+    while whole.draw("a"):
+        pass
+
+    assert whole.positions("a") == list(range(UNITS))
+    with pytest.raises(CacheToolError, match="given up"):
+        whole.claim("b")
+    assert late is not None
+    with pytest.raises(CacheToolError, match="taken from it"):
+        whole.coordinator.answer("b", whole.commit("b", late))
+
+
+def test_a_node_that_comes_back_keeps_what_nobody_drew_and_gives_up_what_others_have(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    for _ in range(3):
+        assert whole.draw("b")
+    whole.lose("b")
+    assert whole.draw("a")  # one of the three again
+    gone = whole.enter("b")
+    while whole.draw("a"):
+        pass
+
+    assert len(gone) == 1
+    assert whole.positions("a", "b") == list(range(UNITS))
+
+
+def test_a_commit_that_nobody_was_told_of_is_taken_in_when_the_node_begins_again(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    claim = whole.claim("b")
+    assert claim is not None
+    whole.commit("b", claim)  # killed before it was told
+    whole.end()
+    whole.begin()
+    whole.enter("b")
+    whole.enter("a")
+    while whole.draw("a"):
+        pass
+
+    assert whole.positions("a", "b") == list(range(UNITS))
+
+
+def test_a_pull_by_number_counts_what_living_nodes_have(tmp_path: Path, folder: Path) -> None:
+    whole = Whole(tmp_path, folder, wanted=40)
+    whole.enter("a")
+    whole.enter("b")
+    while whole.draw("a") and whole.draw("b"):
+        pass
+    assert whole.positions("a", "b") == list(range(40))
+    whole.lose("b")
+    while whole.draw("a"):
+        pass
+    assert len(whole.positions("a")) == 40
+    assert whole.enter("b"), "others have what it had"
+    assert whole.enter("b") == [], "nothing more is asked of it"
+    assert len(set(whole.positions("a", "b"))) == len(whole.positions("a", "b"))
+
+
+def test_what_a_living_node_evicted_stays_done_for_this_pass_and_comes_in_the_next(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    while whole.draw("a") and whole.draw("b"):
+        pass
+    evicted = next(iter(whole.shards["b"]))
+    lost = whole.shards["b"].pop(evicted)["draws"]
+    whole.coordinator.answer("b", {"what": "gone", "shards": [evicted]})
+    assert not whole.draw("a")
+    whole.end()
+    whole.begin(wanted=UNITS)
+    assert whole.now().turn == 1
+    whole.enter("a")
+    whole.enter("b")
+    source = open_source(whole.url, whole.cache.listing("s"), units=UNITS)
+    before = source.order(seed=5, turn=0)[np.arange(*lost[0])]
+    fresh = []
+    while (answer := whole.coordinator.answer("a", {"what": "claim", "token": str(whole.count)})).get("claim"):
+        claim, whole.count = answer["claim"], whole.count + 1
+        at = np.arange(claim["start"], claim["stop"])
+        there = np.isin(at, [n for a, b in answer["there"] for n in range(a, b)])
+        fresh += source.order(seed=5, turn=1)[at[~there]].tolist()
+
+    assert sorted(fresh) == sorted(before.tolist())
+
+
+def test_a_catalog_that_was_lost_is_made_again_from_what_the_nodes_tell(whole: Whole, folder: Path) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    for _ in range(2):
+        assert whole.draw("a")
+        assert whole.draw("b")
+    other = Whole(whole.root / "other", folder)
+    other.count = 1000
+    other.shards = {
+        node: {id: {**each, "job": None} for id, each in mine.items()} for node, mine in whole.shards.items()
+    }
+    other.enter("a")
+    other.enter("b")
+    while other.draw("b"):
+        pass
+
+    assert other.positions("a", "b") == list(range(UNITS))
+
+
+def test_a_node_with_another_cache_under_its_name_has_lost_what_it_had(whole: Whole) -> None:
+    whole.enter("a")
+    assert whole.draw("a")
+    whole.shards["a"] = {}
+    whole.enter("a", cache=77)
+    while whole.draw("a"):
+        pass
+
+    assert whole.positions("a") == list(range(UNITS))
+
+
+def test_two_nodes_with_one_cache_are_refused(whole: Whole) -> None:
+    whole.enter("a")
+    with pytest.raises(cachetool.UsageError, match="nodes a and b have one cache folder"):
+        whole.enter("b", cache=ord("a"))
+
+
+def test_a_cache_that_is_drawn_with_another_seed_is_refused(whole: Whole) -> None:
+    whole.coordinator.answer("a", {"what": "enter", "cache": 1})
+    other = replace(whole.now(), seed=6)
+    with pytest.raises(cachetool.UsageError, match=r"node a has .* with another seed"):
+        whole.coordinator.answer("a", {"what": "tell", "shards": [], "source": other.to_json()})
+
+
+def test_many_nodes_and_shards_fit_into_a_catalog_that_begins_small(whole: Whole) -> None:
+    """Nothing is admitted into it, so that whoever writes raises its limit of pages."""
+    with whole.cache.catalog.write() as connection:
+        limit = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
+        for number in range(12_000):
+            shard = placing.Placed(f"shard{number}", 0, ((number, number + 1),), 1, 0, None)
+            placing.insert(connection, "a", "s", shard, 1)
+    with whole.cache.catalog.write() as connection:
+        placing.lose(connection, "a")
+        assert connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0] > limit
+
+
+def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Path, folder: Path) -> None:
+    """A driver that was killed may have children that still write: whoever comes after it has fenced them off."""
+    with cachetool.open_cache(tmp_path / "node", max_size="10MB") as cache:
+        cache.pull(str(folder), samples=1)
+        row = cache.source(cache.catalog.rows("SELECT id FROM sources")[0]["id"])
+        assert row is not None
+        held = draws.Claim(1, 0, 30, 40, row)
+
+        def join(job: str) -> str:
+            with cache.catalog.write() as connection:
+                cache.holder.register(connection)
+                return placing.join(
+                    connection, cache.layout, row, job, holder=cache.holder.id, room=cachetool.cache.Room()
+                )
+
+        def settle(job: str) -> None:
+            with cache.catalog.write() as connection:
+                placing.settle(connection, job, held, 40, 30, samples=10, skipped=0, vanished=0, fetched=0)
+
+        first = join("1")
+        settle(first)
+        second = join("2")
+        with pytest.raises(cachetool.CatalogError, match="taken from it"):
+            settle(first)
+        settle(second)
+        with pytest.raises(cachetool.UsageError, match="several nodes"):
+            cache.pull(str(folder), samples=1)
+        assert isinstance(cache, CacheDir)
