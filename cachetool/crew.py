@@ -118,10 +118,7 @@ class Crew:
         names = {member.node.name for member in self.members}  # one that came back may not be missed yet
         ids = self._by_id.keys() | {member.node.id for member in self.lost}
         new = [node for node in self.engine.nodes(strict=False) if node.id not in ids and node.name not in names]
-        try:
-            return self._look(new)
-        except NodeLost:
-            return []
+        return self._look(new)
 
     def lose(self, member: Member) -> None:
         """Leave a member out from now on."""
@@ -135,11 +132,15 @@ class Crew:
         runs = [self.engine.start(node, task) for node, task in zip(nodes, tasks, strict=True)]
         while not all(run.ended for run in runs):
             self.engine.wait()
-        for run in runs:
-            if run.error is not None:
-                raise named(run.error, run.node)
-        found = [run.result or {} for run in runs]
-        new = [Member(*each) for each in zip(nodes, roots, found, strict=True)]
+        errors = [named(run.error, run.node) for run in runs if run.error is not None]
+        for error in errors:
+            if not isinstance(error, NodeLost):
+                raise error
+        new = [
+            Member(run.node, root, run.result) for run, root in zip(runs, roots, strict=True) if run.result is not None
+        ]
+        if errors and not new and not self._by_id:
+            raise errors[0]
         self._by_id |= {member.node.id: member for member in new}
         self._next = time.monotonic() + _SEEK
         return new

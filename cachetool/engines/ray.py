@@ -24,7 +24,7 @@ from typing import Any
 from cachetool.disk import known_error
 from cachetool.engines.agent import Agent, Server
 from cachetool.engines.local import GRACE
-from cachetool.engines.raylink import opened
+from cachetool.engines.raylink import listens, opened
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, Unreachable, UsageError, from_json
 from cachetool.nodes import Node, namesakes, node_of
@@ -32,8 +32,6 @@ from cachetool.nodes import Node, namesakes, node_of
 __all__ = ["NodeLost", "RayEngine", "Run", "connect"]
 
 _PIECE = 8 * 2**20
-_MISSED = 10.0
-"""Seconds in which a cluster finds that a node is gone."""
 _RETRIES = -1
 """A question is asked again, and whoever answers is started again, as often as it takes."""
 
@@ -102,25 +100,23 @@ class RayEngine:
     # -- nodes -------------------------------------------------------------------------------------------------------
 
     def nodes(self, *, strict: bool = True) -> list[Node]:
-        """The nodes that live now, by name. Raises :class:`UsageError` when two have one name, which is so for a moment
-        when one comes back before it was missed; with ``strict`` False both are left out."""
+        """The nodes that live now, by name. Raises :class:`UsageError` when two have one name; with ``strict`` False
+        both are left out. One that is dead is left out, though the cluster may miss it only after half a minute; with
+        ``strict`` False only where it has come back, since that asks every node."""
         import ray
 
-        deadline = time.monotonic() + (_MISSED if strict else 0.0)
-        while True:
-            with _told():
-                found = sorted(
-                    (node_of(row) for row in ray.nodes() if row["Alive"]), key=lambda node: node.name
-                )  # fmt: skip
-            twice = namesakes(found)
-            if not twice or not strict:
-                return [node for node in found if node.name not in twice]
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"{twice[min(twice)]} nodes are called {min(twice)!r}, so that nobody can tell their caches apart;"
-                    " start each with a name of its own: ray start --node-name"
-                )
-            time.sleep(0.5)
+        with _told():
+            rows = [row for row in ray.nodes() if row["Alive"]]
+        twice = namesakes(map(node_of, rows))
+        asked = [row for row in rows if strict or node_of(row).name in twice]
+        found = [node_of(row) for row in rows if row not in asked or listens(row)]
+        if strict and (twice := namesakes(found)):
+            name = min(twice)
+            raise UsageError(
+                f"{twice[name]} nodes are called {name!r}, so that nobody can tell their caches apart;"
+                " start each with a name of its own: ray start --node-name"
+            )
+        return sorted((node for node in found if node.name not in namesakes(found)), key=lambda node: node.name)
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 

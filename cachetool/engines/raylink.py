@@ -18,12 +18,12 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cachetool.errors import MissingExtra, Unreachable, UsageError
 
-__all__ = ["opened"]
+__all__ = ["listens", "opened"]
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -122,6 +122,14 @@ def _greet(address: str) -> None:
         ) from error
     if len(head) < 9 or head[3] != 4:  # the first frame is SETTINGS
         raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+
+
+def listens(row: Mapping[str, Any]) -> bool:
+    """Whether a node of ``ray.nodes()`` takes a connection, as no dead one does."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), timeout=_PATIENCE).close()
+        return True
+    return False
 
 
 @contextlib.contextmanager

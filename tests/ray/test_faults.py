@@ -25,7 +25,7 @@ def all_committed(folder: Path) -> int:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("rounds", [4])
+@pytest.mark.parametrize("rounds", [3])
 def test_every_sample_is_on_exactly_one_living_node_whatever_died(
     rounds: int, tmp_path: Path, cluster: Nodes, record_property: Callable[[str, object], None]
 ) -> None:
@@ -37,7 +37,7 @@ def test_every_sample_is_on_exactly_one_living_node_whatever_died(
         cluster.revive()
         words = command(
             source, folder / "{node}", cluster.address,
-            "--all", "--shard-size", "4kB", "--max-rate", "600kB", "--workers", "1", "--max-size", "20MB",
+            "--all", "--shard-size", "4kB", "--max-rate", "30kB", "--workers", "1", "--max-size", "20MB",
         )  # fmt: skip
 
         def start(words: list[str] = words) -> subprocess.Popen[str]:
