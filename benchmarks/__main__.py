@@ -61,6 +61,7 @@ SUITES = {
     "pull": Suite("pull.py", "--tools"),
     "gather": Suite("gather.py"),
     "scale": Suite("scale_catalog.py"),
+    "nodes": Suite("scale.py"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from benchmarks.__main__ import SUITES, main
 from benchmarks.plot import drawn_column, picture
+from benchmarks.scale import World, queue, think
 from benchmarks.tables import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +39,7 @@ TINY = {
     "pull": ["--cases", "small", "--scale", "0.001", "--rounds", "1", "--workers", "1"],
     "gather": ["--cases", "3KiB", "--formats", "lmdb", "--scale", "0.01", "--rounds", "1"],
     "scale": ["--shards", "20"],
+    "nodes": ["--claims", "2000", "--nodes", "2,100"],
 }
 PEERS = {"convert": ("nobody", "what"), "pull": ("nobody", "tool")}
 """Of these a peer is asked for that is not there: its name, and the column that has it."""
@@ -84,6 +88,29 @@ def test_a_suite_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     assert "'some'" in row["error"]
     with pytest.raises(SystemExit, match="no peers"):
         main(["run", "--suite", "gather", "--folder", str(tmp_path), "--peers", "all"])
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 400])
+def test_the_queue_of_the_model_is_that_of_one_worker_after_another(nodes: int) -> None:
+    """The windows of the model, beside a plain simulation of who asks first is answered first."""
+    world = World(nodes=nodes, claim=0.02, commit=0.1)
+    found = queue(world, 4000, seed=1)
+
+    rng = np.random.default_rng(2)
+    asked = [(at, 0) for at in rng.uniform(0, 1, world.customers)]
+    heapq.heapify(asked)
+    free, waits, began = 0.0, [], 0.0
+    for number in range(4000 + 2 * world.customers):
+        at, _ = heapq.heappop(asked)
+        free = max(free, at) + world.claim
+        waits.append(free - at)
+        began = free if number == 2 * world.customers else began
+        heapq.heappush(asked, (free + float(think(world, rng, 1)[0]), 0))
+
+    assert found["rate"] == pytest.approx(4000 / (free - began), rel=0.03)
+    assert found["median"] == pytest.approx(float(np.median(waits[2 * world.customers :])), rel=0.1, abs=0.002)
+    assert found["busy"] == pytest.approx(found["rate"] * world.claim)
+    assert found["busy"] <= 1.001
 
 
 def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:
