@@ -12,6 +12,7 @@ from cachetool.cache.layout import cache_option
 from cachetool.cache.opening import open_root
 from cachetool.conversion import ConvertOptions, ConvertResult
 from cachetool.conversion import convert as convert_into
+from cachetool.engines.task import Engine
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import check_content, open_shard
@@ -182,11 +183,13 @@ def convert(
     out: str | Path | None = None,
     max_size: int | str | None = None,
     notify: Callable[[str], None] | None = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> ConvertResult:
     """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
 
-    With ``source`` and ``out`` no cache is touched, and none may be named. Without ``source`` the cache must exist.
+    With ``source`` and ``out`` no cache is touched, and none may be named; the files are then written by ``engine``,
+    or by processes here. Without ``source`` the cache must exist.
     ``max_size`` is the cap of the cache from now on; ``notify`` hears that which a new cache got. Raises
     :class:`UsageError` for a cache beside ``out``; otherwise errors are those of :func:`cachetool.conversion.convert`.
     """
@@ -201,7 +204,7 @@ def convert(
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         made = ConvertOptions(to, files=FileOptions(**options), **known)
-        return convert_into(made, source=source, out=out, report=report)
+        return convert_into(made, source=source, out=out, report=report, engine=engine)
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, Shard
-from cachetool.engines.task import Message
+from cachetool.engines.task import Engine, Message
 from cachetool.errors import UsageError
 from cachetool.export import DEFAULT_PART, export, require_new
 from cachetool.formats import get_format
@@ -142,8 +142,10 @@ def convert(
     source: str | Path | None = None,
     out: Path | None = None,
     report: Report = silent,
+    engine: Engine | None = None,
 ) -> ConvertResult:
     """Convert ``source``, or the cache's dataset, into ``out``, or into the cache; at least one of them is the cache.
+    ``engine``: where the files of ``out`` are written; None: by processes here.
 
     Raises :class:`UsageError`, :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there
     is no room, :class:`CorruptError` naming what is damaged.
@@ -156,7 +158,7 @@ def convert(
     wait = parse_duration(options.wait)
     found: Survey | None = None
     if out is not None:
-        dataset, (parts, digest, found) = _to_files(options, cache, source, out, report)
+        dataset, (parts, digest, found) = _to_files(options, cache, source, out, report, engine)
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         made = [(int(part["samples"]), 0) for part in parts]
     else:
@@ -211,7 +213,12 @@ def convert(
 
 
 def _to_files(
-    options: ConvertOptions, cache: CacheDir | None, source: str | Path | None, out: Path, report: Report
+    options: ConvertOptions,
+    cache: CacheDir | None,
+    source: str | Path | None,
+    out: Path,
+    report: Report,
+    engine: Engine | None,
 ) -> tuple[str | None, tuple[list[Message], str, Survey]]:
     """Plain files out of an input, or of a cache's dataset while its shards are leased."""
 
@@ -225,6 +232,7 @@ def _to_files(
             workers=options.workers,
             verify=options.verify,
             report=report,
+            engine=engine,
         )
 
     require_new(out)  # before anything is fetched, and before a lease is written

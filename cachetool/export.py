@@ -5,7 +5,10 @@
     .OUT.partial/  plan.json                    what is being made of what: the same command goes on where it stopped
                    part-00000.h5  .extents/     parts, each a fixed run of samples
                    done/part-00000.h5.json      written last: this part is whole
-    OUT/           the same without plan and done, with dataset.json: appears by one rename
+                   run                          of the process that makes it: tells it from a folder of another disk
+    OUT/           the same without plan, done and run, with dataset.json: appears by one rename
+
+Parts are written by tasks of an engine: processes here, or on other machines that see the folder under the same name.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +26,7 @@ from pathlib import Path
 from cachetool.block import Block
 from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
 from cachetool.engines import LocalEngine, Task
-from cachetool.engines.task import Channel, Message
+from cachetool.engines.task import Channel, Engine, Message
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
@@ -36,6 +41,7 @@ __all__ = ["export", "require_new", "sized", "write_parts"]
 
 DEFAULT_PART = 64 * 10**6
 """Bytes of values in one file."""
+RUN = "run"
 
 
 def require_new(out: Path) -> None:
@@ -54,9 +60,10 @@ def export(
     workers: int,
     verify: bool,
     report: Report,
+    engine: Engine | None = None,
 ) -> tuple[list[Message], str, Survey]:
     """Write the input that ``description`` opens into the new folder ``out``; gives its parts, the content digest and
-    what was found in the input.
+    what was found in the input. ``engine``: where; None: in processes here.
 
     A run that was interrupted is gone on with: parts that are whole stay. Raises :class:`UsageError` when ``out``
     exists or another process is writing it.
@@ -66,6 +73,7 @@ def export(
     schema, samples, cuts = found.schema, found.samples, found.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
     aside = out.with_name(f".{out.name}.partial")
+    pieces = workers if engine is None else engine.pieces(workers)
     with _owned(aside, plan), _resumable(aside, len(cuts)):
         finished = _finished(aside)
         todo = [(n, *cut) for n, cut in enumerate(cuts) if _name(n, kind) not in finished]
@@ -76,13 +84,15 @@ def export(
             nonlocal done, moved
             done += message["samples"]
             moved += message["bytes"]
-            report(Progress("convert", done, samples, moved))
+            report(Progress("convert", min(done, samples), samples, moved))
 
-        count = max(1, min(workers, len(todo))) if found.random else 1
-        LocalEngine().run(
-            [_task(description, aside, kind, compression, verify, todo[n::count]) for n in range(count)], on_message
-        )
-        parts = [_finished(aside)[_name(n, kind)] for n in range(len(cuts))]
+        run = secrets.token_hex(8)
+        write_durable(aside / RUN, run.encode())
+        count = max(1, min(pieces, len(todo))) if found.random else 1
+        tasks = [_task(description, aside, run, kind, compression, verify, todo[n::count]) for n in range(count)]
+        for outcome in (engine or LocalEngine()).run(tasks, on_message):
+            finished |= {part["file"]: part for part in outcome["parts"]}
+        parts = [finished[_name(n, kind)] for n in range(len(cuts))]
         digest = _digest(aside, parts, schema)
         about = {
             "layout": LAYOUT,
@@ -97,6 +107,7 @@ def export(
         write_durable(aside / DATASET_FILE, json.dumps(about, indent=1).encode())
         remove_tree(aside / "done")
         (aside / "plan.json").unlink()
+        (aside / RUN).unlink()
         fsync_folder(aside)
         os.rename(aside, out)
         fsync_folder(out.parent)
@@ -106,6 +117,7 @@ def export(
 def _task(
     description: Message,
     folder: Path,
+    run: str,
     kind: Format,
     compression: str | None,
     verify: bool,
@@ -113,7 +125,8 @@ def _task(
 ) -> Task:
     arguments = {
         "description": description,
-        "folder": str(folder),
+        "folder": str(folder.absolute()),
+        "run": run,
         "to": kind.name,
         "compression": compression,
         "verify": verify,
@@ -127,16 +140,23 @@ def write_parts(
     *,
     description: Message,
     folder: str,
+    run: str,
     to: str,
     compression: str | None,
     verify: bool,
     todo: list[tuple[int, int, int]],
 ) -> Message:
-    """The task of one worker: these parts, one after another. Gives nothing: a finished part says so on disk."""
-    kind, where, source = get_format(to), Path(folder), open_input(description)
+    """The task of one worker: these parts, one after another. Gives ``{"parts": [...]}``, what the disk has of them."""
+    kind, where = get_format(to), Path(folder)
+    _refuse_other(where, run, description)
+    source, parts = open_input(description), []
     try:
         for number, start, stop in todo:
             path = where / _name(number, kind)
+            if (part := _part(where, path.name)) is not None:  # of a node that was lost, whose task this was
+                parts.append(part)
+                continue
+            _remove_part(path)
             written = _write(source, path, kind, start, stop, compression, channel)
             source.check(start, written.checksums)
             if verify:
@@ -151,9 +171,25 @@ def write_parts(
             }
             write_durable(where / "done" / f"{path.name}.json", json.dumps(part).encode())
             fsync_folder(where / "done")
+            parts.append(part)
     finally:
         source.close()
-    return {}
+    return {"parts": parts}
+
+
+def _refuse_other(folder: Path, run: str, description: Message) -> None:
+    """Raise :class:`UsageError` on a machine that does not see what the one sees that asked for this."""
+    try:
+        same = (folder / RUN).read_text() == run
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"{socket.gethostname()} does not see the folder {folder.parent} in which --out is made;"
+            " name an --out that lies under the same name on every node"
+        )
+    if (path := description.get("path")) is not None and not Path(path).exists():
+        raise UsageError(f"{socket.gethostname()} has no {path}; name an INPUT that every node sees, or a URL")
 
 
 def _write(
@@ -235,15 +271,21 @@ def _same_plan(aside: Path, wanted: Message) -> bool:
 
 
 def _finished(aside: Path) -> dict[str, Message]:
-    found = {}
-    for path in (aside / "done").iterdir():
-        try:
-            part = json.loads(path.read_bytes())
-        except ValueError:
-            path.unlink()  # killed while it was written: the part is made again
-            continue
-        found[part["file"]] = part
-    return found
+    names = [path.name.removesuffix(".json") for path in (aside / "done").iterdir()]
+    return {name: part for name in names if (part := _part(aside, name)) is not None}
+
+
+def _part(aside: Path, name: str) -> Message | None:
+    """What is known of a part that is whole; None for one that is not."""
+    path = aside / "done" / f"{name}.json"
+    try:
+        part: Message = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        path.unlink()  # killed while it was written: the part is made again
+        return None
+    return part
 
 
 def _drop_unfinished(aside: Path) -> None:
@@ -251,7 +293,16 @@ def _drop_unfinished(aside: Path) -> None:
     for folder in (aside, aside / ".extents"):
         for path in folder.iterdir():
             if path.name.startswith("part-") and path.name not in whole:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                _remove_part(path)
+
+
+def _remove_part(path: Path) -> None:
+    """Remove what is there of a part that is not whole, file or folder, and what lies beside it."""
+    for each in (path, side_folder(path)):
+        if each.is_dir():
+            shutil.rmtree(each)
+        else:
+            each.unlink(missing_ok=True)
 
 
 def _name(number: int, kind: Format) -> str:

@@ -46,7 +46,7 @@ HEAVY = {
     "xxhash": {"formats.digest"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "ray": {"engines.ray", "engines.raylink", "engines.agent"},
+    "ray": {"engines.ray", "engines.raylink", "engines.agent", "loaders.ray"},
     "click": set(),  # Typer carries its own copy; the library of that name may not be installed
     "pickle": set(),  # never from data
     "cloudpickle": {"loaders.transform"},  # a user's own function, to processes of this user's own

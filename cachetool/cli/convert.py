@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachetool.cli.options import (
+    AddressOption,
     CacheOption,
     DecodeOption,
     FieldsOption,
     FormatOption,
     JsonOption,
     KeyOption,
+    OnOption,
     QuietOption,
     RenameOption,
     ResizeOption,
@@ -88,6 +90,8 @@ def convert(
         ),
     ] = None,
     workers: WorkersOption = 2,
+    on: OnOption = "local",
+    address: AddressOption = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
     ] = False,
@@ -104,7 +108,8 @@ def convert(
 
     Without INPUT the cache's shards are replaced one by one (with --shard-size: cut, or merged with their neighbours),
     inside the cap, while readers go on. With INPUT its samples go into the cache. With --out the result is plain files
-    (part-00000.h5, ...) that other tools open.
+    (part-00000.h5, ...) that other tools open. With --on ray each node converts its own cache, in place or with
+    --out DIR/{node}; the files of INPUT are written by all nodes into an --out that all of them see.
 
     \b
     Examples:
@@ -134,23 +139,28 @@ def convert(
             found = preview(source, FileOptions(**made), report=report)
         _show(output, found)
         return
-    with output.progress() as report:
-        result = api.convert(
-            source,
-            to=to,
-            out=out,
-            cache=cache,
-            dataset=dataset,
-            shard_size=shard_size,
-            compression=compression,
-            workers=workers,
-            verify=verify,
-            wait=wait,
-            max_size=max_size,
-            progress=report,
-            notify=output.note,
-            **made,
-        )
+    asked: dict[str, Any] = {
+        "to": to,
+        "out": out,
+        "dataset": dataset,
+        "shard_size": shard_size,
+        "compression": compression,
+        "workers": workers,
+        "verify": verify,
+        "wait": wait,
+    }
+    if api.elsewhere(on, cache, address=address):
+        from cachetool.cli import nodes
+
+        if source is None:
+            nodes.convert_caches(output, cache, asked | {"max_size": max_size}, address)
+            return
+        result = nodes.convert_files(output, source, asked | made | {"cache": cache, "max_size": max_size}, address)
+    else:
+        with output.progress() as report:
+            result = api.convert(
+                source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **made
+            )
     if lost := _left_out(result.skipped):
         output.note(lost)
     if as_json:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, MinEpochsOption, PolicyOption, QuietOption
+from cachetool.cli.options import (
+    AddressOption,
+    CacheOption,
+    DatasetOption,
+    JsonOption,
+    MinEpochsOption,
+    OnOption,
+    PolicyOption,
+    QuietOption,
+)
 from cachetool.cli.output import Output, count, fail
 from cachetool.errors import CapacityError
 from cachetool.units import format_size, parse_duration
@@ -30,6 +39,8 @@ def evict(
         str, typer.Option("--wait", metavar="TIME", help="How long to wait for shards that readers still hold.")
     ] = "0s",
     cache: CacheOption = None,
+    on: OnOption = "local",
+    address: AddressOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -37,16 +48,31 @@ def evict(
 
     Shards that a training run still reads are left out of its next epoch and go when it is done with them; the command
     then ends with exit code 4 and says who holds them. Converted samples, which no source can bring back, are never
-    evicted. --dry-run ends with the exit code that the eviction would end with now.
+    evicted. --dry-run ends with the exit code that the eviction would end with now. With --on ray the cache of each
+    node is made that small.
 
     \b
     Examples:
       cachetool evict --max-size 20GB
       cachetool evict --max-size 20GB --policy most-used --dry-run
     """
-    from cachetool.api import open_cache
+    from cachetool.api import elsewhere, open_cache
 
     out = Output(as_json=as_json, quiet=quiet)
+    seconds = parse_duration(wait, what="--wait")
+    if elsewhere(on, cache, address=address):
+        from cachetool.cli import nodes
+
+        arguments = {
+            "max_size": max_size,
+            "policy": policy,
+            "dataset": dataset,
+            "min_epochs": min_epochs,
+            "dry_run": dry_run,
+            "wait": seconds,
+        }
+        nodes.evict(out, cache, arguments, address)
+        return
     with open_cache(cache, create=False, notify=out.note) as opened:
         try:
             removal = opened.evict(
@@ -55,7 +81,7 @@ def evict(
                 dataset=dataset,
                 min_epochs=min_epochs,
                 dry_run=dry_run,
-                wait=parse_duration(wait, what="--wait"),
+                wait=seconds,
             )
         except CapacityError as error:
             if error.done and not as_json:

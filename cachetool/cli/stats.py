@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
+from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, JsonOption, OnOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.disk import disk_error
 from cachetool.errors import UsageError
@@ -36,12 +36,15 @@ def stats(
         ),
     ] = None,
     cache: CacheOption = None,
+    on: OnOption = "local",
+    address: AddressOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Show how full the cache is, and with what.
 
-    For each dataset its shards by format; for each source how much of it was drawn; and who reads the cache now.
+    For each dataset its shards by format; for each source how much of it was drawn; and who reads the cache now. With
+    --on ray a row for the cache of each node, and their sum.
 
     \b
     Examples:
@@ -49,7 +52,7 @@ def stats(
       cachetool stats --cache /data/cache --json
       cachetool stats --html report.html
     """
-    from cachetool.api import open_cache
+    from cachetool.api import elsewhere, open_cache
 
     if watch and (as_json or html is not None):
         raise UsageError(
@@ -58,6 +61,15 @@ def stats(
     if html is not None and not html.strip():
         raise UsageError("the name of the file to write is empty; name one with --html")
     out = Output(as_json=as_json, quiet=quiet)
+    if elsewhere(on, cache, address=address):
+        from cachetool.cli import nodes
+
+        if watch or html is not None:
+            raise UsageError(
+                f"{'--watch' if watch else '--html'} looks at one cache; run it on the node, without --on ray"
+            )
+        nodes.stats(out, cache, dataset, address)
+        return
     with open_cache(cache, create=False, notify=out.note) as opened:
         if watch:
             from cachetool.cli.watch import watch as watch_cache

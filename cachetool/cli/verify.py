@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachetool.cli.options import CacheOption, JsonOption, QuietOption
+from cachetool.cli.options import AddressOption, CacheOption, JsonOption, OnOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.errors import CorruptError
 from cachetool.units import format_size, parse_fraction
@@ -43,6 +43,8 @@ def verify(
         typer.Option("--sample", metavar="SHARE", help="Read the bytes of this share of the shards only, such as 5%."),
     ] = "100%",
     cache: CacheOption = None,
+    on: OnOption = "local",
+    address: AddressOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -51,7 +53,7 @@ def verify(
     Exit code 5 when something is wrong and not repaired, or samples are missing. With --repair a bad shard that can be
     pulled again is removed and exactly its samples are pulled again (with --no-repull by the next pull); one that
     exists nowhere else is kept in quarantine, where no training reads it and which takes room under the cap until
-    --purge. What could not be pulled again is tried again by the next --repair.
+    --purge. What could not be pulled again is tried again by the next --repair. With --on ray the cache of each node.
 
     \b
     Examples:
@@ -60,10 +62,17 @@ def verify(
       cachetool verify --repair
       cachetool verify --repair --purge
     """
+    from cachetool.api import elsewhere
     from cachetool.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
     share = parse_fraction(sample, what="--sample")
+    if elsewhere(on, cache, address=address):
+        from cachetool.cli import nodes
+
+        arguments = {"repair": repair, "repull": repull, "purge": purge, "max_size": max_size, "sample": share}
+        nodes.verify(out, cache, arguments, address)
+        return
     with out.progress() as report:
         found = check(cache, repair=repair, repull=repull, purge=purge, max_size=max_size, sample=share, report=report)
     if as_json:

@@ -6,11 +6,11 @@ messages and its result are JSON values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Asking", "Channel", "Message", "Task"]
+__all__ = ["Asking", "Channel", "Engine", "Message", "Task"]
 
 Message = dict[str, Any]
 
@@ -38,4 +38,17 @@ class Asking(Channel, Protocol):
 
     def ask(self, message: Message) -> Message:
         """Wait for the answer to ``message``; raises the error that it may be."""
+        ...
+
+
+class Engine(Protocol):
+    """Runs tasks somewhere else than in processes here."""
+
+    def pieces(self, workers: int) -> int:
+        """Into how many tasks work is best cut for so many ``workers``."""
+        ...
+
+    def run(self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None) -> list[Message]:
+        """The results of all tasks, in their order; ``on_message(number, message)`` hears task ``number``. The first
+        error of a task stops the others and is raised; Ctrl-C stops all."""
         ...

@@ -29,16 +29,21 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     Without ``rank`` and ``world_size`` those of torch.distributed are taken, when it is initialised, and all ranks
     agree by one ``all_reduce`` at each ``iter()`` on the least number of steps any of them can take, unless ``steps``
-    says how many.
+    says how many. With ``agree`` they do so as well where ``rank`` and ``world_size`` are given: where each node has a
+    cache of its own, which only the ranks of that node divide.
     """
 
     def __init__(
-        self, cache_or_paths: CacheOrPaths, *, device: torch.device | str | int | None = None, **options: Any
+        self,
+        cache_or_paths: CacheOrPaths,
+        *,
+        device: torch.device | str | int | None = None,
+        agree: bool = False,
+        **options: Any,
     ) -> None:
         self.device = None if device is None else torch.device(device)
-        self._collective = (
-            options.get("rank") is None and distributed.is_available() and distributed.is_initialized()
-        )  # fmt: skip
+        running = distributed.is_available() and distributed.is_initialized()
+        self._collective = running and (agree or options.get("rank") is None)
         self._fixed_steps = options.get("steps") is not None
         super().__init__(cache_or_paths, **options)
 
@@ -46,7 +51,8 @@ class Loader(BaseLoader[dict[str, Any]]):
         return world(rank, world_size)
 
     def _shared_run(self, world_size: int) -> str | None:
-        if world_size == 1 or not self._collective:
+        # All ranks of the job take part, though one that is alone on its node needs no name.
+        if not self._collective or distributed.get_world_size() == 1:
             return None
         name = _number(secrets.randbits(62))
         distributed.broadcast(name, src=0)

@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HOST = "https://data.example.org"
 LANGUAGES = ("python", "pycon", "sh", "console", "text", "")
-_NOT_RUN = ("damaged-files.md", "decisions.md", "formats.md", "reliability.md")
+_NOT_RUN = ("damaged-files.md", "decisions.md", "formats.md", "reliability.md", "scale.md")
 """Pages without programs, or (``formats.md``) with programs that ``tests/interop`` runs one by one."""
 
 
@@ -142,6 +142,7 @@ def run_pages(chosen: Sequence[Path], place: Path, env: dict[str, str]) -> None:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
+        "RAY_ADDRESS": "local",  # not the cluster of another test
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / "run_blocks.py")],

@@ -33,7 +33,10 @@ def run(folder: Path, *line: str | Path, **env: str) -> str:
 
 
 def test_every_example_is_run_here_or_in_a_test_of_its_own() -> None:
-    elsewhere = {"custom_format.py": "tests/formats/test_custom_format.py"}
+    elsewhere = {
+        "custom_format.py": "tests/formats/test_custom_format.py",
+        "ray_train_two_nodes.py": "tests/ray/test_train.py",
+    }
     here = Path(__file__).read_text()
 
     for path in EXAMPLES.glob("*.py"):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
 
 import pytest
+import ray
 
+import cachetool.cli.app
+from cachetool.engines import ray as engines
+from cachetool.engines.ray import RayEngine
+from tests.cli.conftest import Ran
 from tests.ray.nodes import Nodes, nodes_abc
 
 
@@ -14,3 +22,37 @@ def cluster() -> Iterator[Nodes]:
     """Three nodes on this machine: a (the head, where the driver is), b and c. Each test finds all of them."""
     with nodes_abc() as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def joined(cluster: Nodes) -> Iterator[str]:
+    """This process is a driver on node a; gives the address. Commands within it need not connect again."""
+    ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR, namespace="cachetool")
+    yield cluster.address
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def engine(joined: str) -> Iterator[RayEngine]:
+    """Connected for all tests of a module, with its agents on the nodes."""
+    with engines.connect(joined) as made:
+        yield made
+
+
+@pytest.fixture
+def command(
+    joined: str, engine: RayEngine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Ran]]:
+    """Run a command ``--on ray`` within this process; it finds agents of an earlier one instead of starting some."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(engines, "connect", lambda address: contextlib.nullcontext(engine))
+
+    def start(*args: object) -> Ran:
+        capfd.readouterr()
+        code = cachetool.cli.app.run([*map(str, args), "--on", "ray", "--address", joined])
+        captured = capfd.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield start
+    signal.signal(signal.SIGTERM, before)

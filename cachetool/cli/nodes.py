@@ -1,0 +1,189 @@
+"""What ``--on ray`` does and prints of ``stats``, ``evict``, ``verify`` and ``convert``: a row a node, and the sum.
+
+Each is a part of the page of its command. A node that failed has its error in its row; the command then ends with the
+error of the first one, and its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from cachetool.cli.output import Output, count, fail
+from cachetool.errors import CapacityError, CorruptError, UsageError
+from cachetool.units import format_size
+
+if TYPE_CHECKING:
+    from cachetool.conversion import ConvertResult
+    from cachetool.fleet import Fleet
+
+__all__ = ["convert_caches", "convert_files", "evict", "stats", "verify"]
+
+Cells = Callable[[Mapping[str, Any]], Sequence[object]]
+
+
+def stats(out: Output, cache: str | None, dataset: str | None, address: str | None) -> None:
+    """How full the cache of each node is."""
+    from cachetool.cache.stats import newest_pass
+    from cachetool.fleet import on_nodes, sources
+
+    found = on_nodes("stats", cache, {"dataset": dataset}, address=address)
+    drawn = sources(cache, dataset)
+    if out.as_json:
+        value = found.as_dict()
+        value["sum"]["sources"] = drawn
+        _end(out, found, value)
+        return
+    _table(
+        out,
+        found,
+        [">shards", ">samples", ">bytes", ">used", ">of", ">retiring", ">evicted"],
+        lambda row: (
+            row["shards"],
+            row["samples"],
+            *(format_size(row[name]) for name in ("shard_bytes", "used", "max_size")),
+            row["retiring"],
+            row["evicted"],
+        ),
+    )
+    if drawn:
+        rows = [(each["url"], each["dataset"], *_drawn(newest_pass(each)), each["units"]) for each in drawn]
+        out.table(["source", "dataset", ">drawn", ">coverage", ">pass", ">of units"], rows)
+    _end(out, found)
+
+
+def _drawn(found: tuple[int, float, int]) -> tuple[int, str, int]:
+    units, coverage, turn = found
+    return units, f"{100 * coverage:.1f} %", turn
+
+
+def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
+    """Make the cache of each node smaller."""
+    from cachetool.fleet import on_nodes
+
+    found = on_nodes("evict", cache, arguments, address=address)
+    planned = bool(arguments["dry_run"])
+
+    def cells(row: Mapping[str, Any]) -> Sequence[object]:
+        victims = row["plan"] if planned else []
+        shards = len(victims) if planned else row["removed_shards"]
+        samples = sum(each["samples"] for each in victims) if planned else row["removed_samples"]
+        freed = sum(each["bytes"] for each in victims) if planned else row["freed"]
+        return shards, samples, format_size(freed), format_size(row["used"]), row["retiring_shards"]
+
+    unreached = [(node, each["unreached"]) for node, each in found.results.items() if each["unreached"]]
+    if out.as_json:
+        _end(out, found, found.as_dict())
+    else:
+        total = {"plan": [victim for each in found.results.values() for victim in each["plan"]]}
+        evicted = ">would evict" if planned else ">evicted"
+        _table(out, found, [evicted, ">samples", ">bytes", ">used", ">retiring"], cells, total)
+        for outcome in found.outcomes:
+            if outcome.done:
+                out.line(f"node {outcome.node}: {outcome.done}")
+        for node, each in found.results.items():
+            for reader in each["blocked"]:
+                out.line(f"  node {node}: {reader}")
+        _end(out, found)
+    if unreached:
+        node, why = unreached[0]
+        raise typer.Exit(fail("CapacityError", f"node {node}: {why}", CapacityError.exit_code, as_json=False))
+
+
+def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
+    """Check the cache of each node."""
+    from cachetool.fleet import on_nodes
+
+    with out.progress() as report:
+        found = on_nodes("verify", cache, arguments, address=address, report=report)
+
+    def cells(row: Mapping[str, Any]) -> Sequence[object]:
+        # The sum has numbers where a node has lists.
+        problems, missing = row["problems"], row["missing"]
+        if isinstance(problems, list):
+            problems, missing = len(problems), sum(loss["samples"] for loss in missing)
+        read = f"{row['checked']} of {row['shards']}"
+        return read, row["samples"], format_size(row["bytes"]), problems, missing, "yes" if row["sound"] else "no"
+
+    if not out.as_json:
+        _table(out, found, [">read", ">samples", ">bytes", ">problems", ">missing", "sound"], cells)
+        rows = [
+            (node, each["shard"] or "", each["file"] or "", each["what"], each["action"] or "nothing")
+            for node, result in found.results.items()
+            for each in result["problems"]
+        ]
+        if rows:
+            out.table(["node", "shard", "file", "what is wrong", "what was done"], rows)
+    _end(out, found, found.as_dict() if out.as_json else None)
+    if not found.total()["sound"]:
+        if not out.as_json and not arguments["repair"]:
+            out.note(f"run: cachetool verify --repair --on ray{'' if cache is None else f' --cache {cache}'}")
+        raise typer.Exit(CorruptError.exit_code)
+
+
+def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
+    """The samples of each node's cache in another format: there, or as files of the node."""
+    from cachetool.fleet import on_nodes
+
+    folder = arguments["out"]
+    if folder is not None and "{node}" not in folder:
+        raise UsageError(
+            f"every node writes files of its own, and {folder} is one folder;"
+            f" name one for each node: --out {folder}/{{node}}"
+        )
+    given = {**arguments, "out": None if folder is None else os.path.abspath(folder)}
+    with out.progress() as report:
+        found = on_nodes("convert", cache, given, address=address, report=report)
+    if not out.as_json:
+        _table(
+            out,
+            found,
+            [">shards", ">samples", ">bytes", "content digest"],
+            lambda row: (row["shards"], row["samples"], format_size(row["bytes"]), row.get("digest", "")[:16]),
+        )
+    _end(out, found, found.as_dict() if out.as_json else None)
+
+
+def convert_files(out: Output, source: str, arguments: Mapping[str, Any], address: str | None) -> ConvertResult:
+    """An input that all nodes see, as plain files in a folder that all see: its parts are written by all nodes."""
+    from cachetool import api
+    from cachetool.engines.ray import connect
+    from cachetool.spreading import Spread
+
+    if arguments["out"] is None:
+        raise UsageError(
+            "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
+            f"\ninto the caches of the nodes a file is pulled: cachetool pull {source} --all --on ray"
+        )
+    with connect(address) as engine, out.progress() as report:
+        spread = Spread(engine, engine.nodes(), each=arguments["workers"])
+        return api.convert(source, **arguments, progress=report, engine=spread)
+
+
+def _table(
+    out: Output, found: Fleet, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
+) -> None:
+    """A row a node and their sum; the last column tells errors, where there are any."""
+    failed = found.error is not None
+    rows: list[list[object]] = []
+    for each in found.outcomes:
+        if each.result is not None:
+            rows.append([each.node, *cells(each.result), *([""] if failed else [])])
+        else:
+            rows.append([each.node, *([""] * len(columns)), " ".join(str(each.error).split())])
+    results = found.results
+    if results:
+        total = found.total() | dict(more or {})
+        rows.append([count(len(results), "node"), *cells(total), *([""] if failed else [])])
+    out.table(["node", *columns, *(["error"] if failed else [])], rows)
+
+
+def _end(out: Output, found: Fleet, value: Mapping[str, Any] | None = None) -> None:
+    """Print the document, if there is one; end with the first error, if there is one."""
+    if value is not None:
+        out.document(value)
+    if (error := found.error) is not None:
+        raise typer.Exit(fail(type(error).__name__, str(error), error.exit_code, as_json=False))

@@ -1,0 +1,143 @@
+"""``convert --on ray``: what the nodes write together is what one machine writes, and each converts its own cache."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool.cache import open_cache
+from cachetool.conversion import content_digest
+from cachetool.engines import LocalEngine
+from cachetool.engines.ray import RayEngine
+from cachetool.engines.task import Task
+from cachetool.errors import UsageError
+from cachetool.spreading import Spread
+from tests.cli.conftest import Ran
+from tests.loaders.numbered import put
+from tests.ray.nodes import Nodes
+
+Command = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 600 rows of 1,200 bytes."""
+    path = tmp_path_factory.mktemp("input") / "rows.npy"
+    np.save(path, np.arange(600 * 300, dtype=np.float32).reshape(600, 300))
+    return path
+
+
+def test_all_nodes_write_the_files_that_one_machine_writes(command: Command, rows: Path, tmp_path: Path) -> None:
+    local = cachetool.convert(rows, to="zarr", out=tmp_path / "local", shard_size="100KB")
+
+    ran = command(
+        "convert",
+        rows,
+        "--to",
+        "zarr",
+        "--out",
+        tmp_path / "out",
+        "--shard-size",
+        "100KB",
+        "--workers",
+        "1",
+        "--verify",
+        "--json",
+    )
+
+    assert ran.code == 0, ran.stderr
+    assert ran.document["digest"] == local.digest
+    assert (ran.document["samples"], ran.document["shards"]) == (600, 8)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "local"))
+    about = [json.loads((tmp_path / name / "dataset.json").read_text()) for name in ("local", "out")]
+    assert about[0] == about[1]
+
+
+def test_each_node_converts_its_own_cache(command: Command, tmp_path: Path) -> None:
+    place, before = f"{tmp_path}/{{node}}", {}
+    for first, node in enumerate("abc"):
+        with open_cache(tmp_path / node, max_size="8MB") as cache:
+            put(cache, range(100 * first, 100 * first + 10 * (first + 1)))
+            before[node] = content_digest(cache.shards())
+
+    there = command("convert", "--to", "tfrecord", "--cache", place, "--json")
+    files = command("convert", "--to", "hdf5", "--cache", place, "--out", f"{tmp_path}/files/{{node}}")
+
+    assert (there.code, files.code) == (0, 0), there.stderr + files.stderr
+    assert {node: each["digest"] for node, each in there.document["nodes"].items()} == before
+    assert there.document["sum"] == {"nodes": 3, "shards": 3, "samples": 60} | {
+        "bytes": sum(each["bytes"] for each in there.document["nodes"].values())
+    }
+    for node in "abc":
+        with open_cache(tmp_path / node) as cache:
+            assert {shard.format for shard in cache.shards()} == {"tfrecord"}
+        assert json.loads((tmp_path / "files" / node / "dataset.json").read_text())["content"] == before[node]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["rows.npy"], "name a folder that all nodes see with --out"),
+        (["--out", "one"], "name one for each node: --out one/{node}"),
+        (["none.npy", "--out", "out"], "there is no none.npy"),
+    ],
+)
+def test_what_cannot_be_done_on_nodes_is_refused(
+    command: Command, rows: Path, line: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rows.parent)
+
+    refused = command("convert", *line, "--to", "zarr")
+
+    assert refused.code == 2
+    assert said in refused.error
+
+
+def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path, rows: Path) -> None:
+    arguments = {"folder": str(tmp_path), "run": "of another disk", "to": "zarr", "compression": None, "verify": False}
+    described = {"description": {"kind": "files", "path": str(rows), "options": {}}, "todo": []}
+
+    with pytest.raises(UsageError, match=r"does not see the folder .*; name an --out that lies under the same name"):
+        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, **described})])
+    (tmp_path / "run").write_text("of another disk")
+    described["description"]["path"] = str(tmp_path / "none.npy")
+    with pytest.raises(UsageError, match=r"has no .*none\.npy; name an INPUT that every node sees"):
+        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, **described})])
+
+
+def test_parts_of_a_lost_node_are_written_by_others(
+    engine: RayEngine, cluster: Nodes, rows: Path, tmp_path: Path
+) -> None:
+    """The node goes while the parts are written: the same files, and none of it twice or half."""
+    local = cachetool.convert(rows, to="hdf5", out=tmp_path / "local", shard_size="20KB")
+    at: list[int] = []
+
+    class Losing(Spread):
+        def run(self, tasks: Any, on_message: Any = None) -> Any:
+            def heard(number: int, message: Any) -> None:
+                on_message(number, message)
+                if not at:
+                    at.append(number)
+                    cluster.kill("c")
+
+            return super().run(tasks, heard)
+
+    try:
+        nodes = [node for node in engine.nodes() if node.name in "bc"]
+        assert len(nodes) == 2
+        ran = cachetool.convert(
+            rows, to="hdf5", out=tmp_path / "out", shard_size="20KB", engine=Losing(engine, nodes, each=1)
+        )
+    finally:
+        cluster.revive()
+
+    assert at
+    assert ran.digest == local.digest
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(tmp_path / "local"))
