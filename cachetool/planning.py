@@ -113,7 +113,8 @@ def prepare(
                 "cuts": known.cuts if known else (),
             },
             "units": known.units if known else None,
-            "skip_bad": options.on_error == "skip",
+            # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
+            "skip_bad": options.on_error == "skip" or has,
             "refresh": str(scratch) if options.refresh and known is not None and known.whole else None,
             "pace": pace(options, scratch),
             "early": SEGMENT if options.start_early else None,

@@ -46,6 +46,7 @@ from cachetool.settled import Elsewhere, PullResult, Settled, why_ended
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
 from cachetool.tally import Fill, Tally
+from cachetool.text import count as counted
 from cachetool.units import size_option
 
 __all__ = ["PullResult", "ask_for_more", "pull"]
@@ -197,11 +198,14 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
     source = cache.source(id) or source
     complete = source.whole and _drawn(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
-        asked = source.samples if options.samples is None else options.samples
+        asked = min(source.samples, count * per_unit) if options.samples is None else options.samples
         cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))
         larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
         renewed = "" if options.lost else ", or let --follow renew what this cap holds"
-        raise CapBlocked(f"stopped at the cap with {tally.samples} of {asked} samples: {full[0]};\n{larger}{renewed}")
+        went = f", for which {counted(ended.evicted, 'older shard')} went" if ended.evicted else ""
+        raise CapBlocked(
+            f"stopped at the cap with {tally.samples} of {asked} samples{went}: {full[0]};\n{larger}{renewed}"
+        )
     return PullResult(
         source=source.url,
         dataset=options.dataset,

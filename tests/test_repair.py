@@ -163,6 +163,24 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
         assert contradiction(cache.catalog, cache.layout) is None
 
 
+def test_a_bad_object_that_is_only_looked_at_stops_no_repair_and_no_pull_of_good_ones(tmp_path: Path) -> None:
+    """The first draws are looked at to learn the fields, which a known dataset has already."""
+    remote, root = tmp_path / "remote", tmp_path / "cache"
+    write(remote, range(40))
+    (remote / "0007.x.npy").write_bytes(b"no array")
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1, seed=3)
+        before = keys(cache)
+        flip(max(cache.shards(), key=lambda shard: shard.samples).path)
+
+    assert verify(root, repair=True, repull=True).sound
+    assert keys_of(root) == before
+
+    with cachetool.open_cache(tmp_path / "another", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=20, order="sequential", on_error="skip", workers=1)
+        assert cache.pull(str(remote), samples=10, workers=1).samples == 10
+
+
 def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_go_around_it(tmp_path: Path) -> None:
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(20))

@@ -49,7 +49,8 @@ def _who_pulls(root: Path) -> str:
             return _described(states[0])
         if drawing:
             return f"the pull of {drawing[0]['url']} draws into dataset {drawing[0]['dataset']!r}"
-    return f"no pull is drawing into this cache; start one with: cachetool pull SOURCE{cache_option(root)}"
+    start = f"start one with: cachetool pull SOURCE{cache_option(root)}"
+    return f"no pull is drawing into this cache; {start}, or ask for less: batch_size=, min_samples=, dataset="
 
 
 def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wait: float = WAIT) -> None:

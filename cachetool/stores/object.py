@@ -70,7 +70,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
         client["root_certificate"] = _read(bundle)
     retry = {
-        "max_retries": 8,
+        "max_retries": 100,  # a connection that is refused takes no time: a server that begins anew needs seconds
         "retry_timeout": timedelta(seconds=limits.retry),
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),

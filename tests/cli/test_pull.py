@@ -425,6 +425,23 @@ def test_a_pull_stopped_at_the_cap_names_one_that_would_do(here: Run, tmp_path: 
     assert here(*what, "--max-size", told.group(2), "--cache", "fresh", "--json").document["samples"] == 150
 
 
+def test_a_pull_stopped_at_the_cap_says_what_went_for_it(here: Run, tmp_path: Path) -> None:
+    """Samples of earlier pulls that it evicted do not come again in this pass: they are none of those asked for."""
+    (tmp_path / "many").mkdir()
+    for number in range(150):
+        (tmp_path / "many" / f"{number:03d}.bin").write_bytes(bytes(20_000 + 100 * number))
+    assert here("pull", "many", "--samples", "40", "--max-size", "3MB").code == 0
+    stopped = here("pull", "many", "--all")
+
+    assert stopped.code == 4
+    told = re.search(
+        r"stopped at the cap with (\d+) of 110 samples, for which (\d+) older shards went: ", stopped.stderr
+    )
+    assert told is not None, stopped.stderr
+    assert here("stats", "--json").document["samples"] == int(told.group(1))
+    assert "raise --max-size to about" in stopped.stderr
+
+
 def test_a_source_that_is_drawn_to_its_end_says_what_to_do_next(run: Run, remote: Path) -> None:
     assert run("pull", remote, "--all", "--max-size", "8MB").stdout.endswith("stopped: source at its end\n")
     again = run("pull", remote, "--all").stdout.splitlines()[-1]

@@ -429,6 +429,7 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
         says = f"60 of 64 samples in {cache.root}, where drop_last=True takes whole batches of 64 only"
         assert str(raised.value).endswith("or set batch_size=")
     who = f"no pull is drawing into this cache; start one with: cachetool pull SOURCE --cache {cache.root}"
+    who += ", or ask for less: batch_size=, min_samples=, dataset="
     assert capfd.readouterr().err == f"cachetool: waiting for samples: {says}; {who}\n"
 
 

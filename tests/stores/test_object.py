@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +148,16 @@ def test_a_refused_connection_is_unreachable(made_up: pytest.MonkeyPatch) -> Non
 
     assert isinstance(error, Unreachable)
     assert f"127.0.0.1:{port}" in str(error)
+
+
+def test_a_refused_connection_is_tried_again_for_as_long_as_was_said(made_up: pytest.MonkeyPatch) -> None:
+    """Not eight times in a second: a server that begins anew needs some. Only that much time makes it give up."""
+    made_up.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    began = time.monotonic()
+
+    fail("s3://bucket/prefix", Limits(connect=2, silence=2, listing=2, retry=4))
+
+    assert time.monotonic() - began > 3
 
 
 def test_a_name_that_does_not_resolve_is_unreachable(made_up: pytest.MonkeyPatch) -> None:
