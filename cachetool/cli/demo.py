@@ -211,6 +211,7 @@ def _epoch(cache: Cache, number: int) -> dict[str, Any]:
             right += int((np.rint(brightness) == np.asarray(block.columns["label"])).sum())
             samples += block.samples
             nbytes += block.nbytes
+        snapshot.served()
         return {
             "epoch": number,
             "version": snapshot.version,

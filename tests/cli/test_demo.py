@@ -38,6 +38,7 @@ def test_the_cache_grows_from_epoch_to_epoch_and_a_folder_that_is_named_is_kept(
     stats = ran.document["steps"][-1]["result"]
     assert stats["used"] <= stats["max_size"]
     assert stats["evicted"] > 0
+    assert stats["served"] == sum(epoch["bytes"] for epoch in epochs)
     assert stats["sources"][0]["coverage"] == 1.0
 
     assert run("stats", "--cache", "cache", cwd=tmp_path / "kept").code == 0
