@@ -87,6 +87,7 @@ def export(
             report(Progress("convert", min(done, samples), samples, moved))
 
         run = secrets.token_hex(8)
+        (aside / RUN).unlink(missing_ok=True)  # of a run that was interrupted
         write_durable(aside / RUN, run.encode())
         count = max(1, min(pieces, len(todo))) if found.random else 1
         tasks = [_task(description, aside, run, kind, compression, verify, todo[n::count]) for n in range(count)]

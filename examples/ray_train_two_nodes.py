@@ -29,6 +29,7 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, prepare_model
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sklearn.datasets import load_digits
 from torch import distributed
 
@@ -60,6 +61,14 @@ def two_nodes() -> Iterator[str]:
         cluster.shutdown()
 
 
+@ray.remote(num_cpus=0)
+def pull(samples: int, bucket: str, cache: str, address: str) -> None:
+    """So many more samples into the caches of all nodes, each into one of them."""
+    line = ["pull", bucket, "--samples", str(samples), "--cache", cache, "--max-size", "8MB", "--shard-size", "20KB"]
+    line = [sys.executable, "-m", "cachetool", *line, "--on", "ray", "--address", address, "--quiet", "--json"]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+
+
 def train(config: dict[str, Any]) -> None:
     """What each of the two ranks does."""
     torch.manual_seed(0)
@@ -72,6 +81,8 @@ def train(config: dict[str, Any]) -> None:
         cache_here(config["cache"]), batch_size=16, fields=["image", "label"], rank=0, world_size=1, agree=True
     ) as loader:
         for _ in range(EPOCHS):
+            first = distributed.get_rank() == 0
+            more = config["pull"].remote(200, **config["place"]) if first else None  # goes on while the model trains
             counts = torch.zeros(3)  # steps, samples, and how many of them were right
             for batch in loader:
                 scores = model(batch["image"])
@@ -80,12 +91,13 @@ def train(config: dict[str, Any]) -> None:
                 loss.backward()
                 optimizer.step()
                 counts += torch.tensor([1, len(scores), int((scores.argmax(dim=1) == batch["label"]).sum())])
+            if more is not None:
+                ray.get(more)  # the epochs of this example are too short for it
             ranks = [torch.zeros(3) for _ in range(distributed.get_world_size())]
             distributed.all_gather(ranks, counts)
             history.append([rank.tolist() for rank in ranks])
     with tempfile.TemporaryDirectory() as place:
         torch.save(model.state_dict(), Path(place, "model.pt"))
-        first = distributed.get_rank() == 0  # one checkpoint is enough
         ray.train.report({"history": history}, checkpoint=Checkpoint.from_directory(place) if first else None)
 
 
@@ -94,19 +106,19 @@ def main(folder: Path) -> None:
     bucket, cache = folder / "bucket", f"{folder.absolute()}/caches/{{node}}"
     write_digits(bucket)
     with two_nodes() as address:
-        pull = [sys.executable, "-m", "cachetool", "pull", str(bucket), "--cache", cache, "--max-size", "8MB"]
-        pull += ["--shard-size", "20KB", "--on", "ray", "--address", address, "--quiet"]
-        subprocess.run([*pull, "--samples", "300"], check=True)
-        with subprocess.Popen([*pull, "--samples", "1000"]):  # goes on while the model trains
-            trainer = TorchTrainer(
-                train,
-                train_loop_config={"cache": cache},
-                scaling_config=ray.train.ScalingConfig(
-                    num_workers=2, resources_per_worker={"CPU": 1}, placement_strategy="STRICT_SPREAD"
-                ),
-                run_config=ray.train.RunConfig(storage_path=str(folder.absolute() / "results")),
-            )
-            history = trainer.fit().metrics["history"]
+        place = {"bucket": str(bucket.absolute()), "cache": cache, "address": address}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        pulling = pull.options(scheduling_strategy=here)  # always there: it keeps the catalog of the whole
+        ray.get(pulling.remote(300, **place))
+        trainer = TorchTrainer(
+            train,
+            train_loop_config={"cache": cache, "pull": pulling, "place": place},
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=2, resources_per_worker={"CPU": 1}, placement_strategy="STRICT_SPREAD"
+            ),
+            run_config=ray.train.RunConfig(storage_path=str(folder.absolute() / "results")),
+        )
+        history = trainer.fit().metrics["history"]
     for epoch, ranks in enumerate(history):
         steps = " and ".join(f"{rank[0]:.0f}" for rank in ranks)
         samples, right = (sum(rank[at] for rank in ranks) for at in (1, 2))
