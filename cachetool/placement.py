@@ -32,6 +32,9 @@ from cachetool.text import count
 
 __all__ = ["Replicate", "Split", "Work"]
 
+_CLAIMS = 4
+"""Claims that a node gets at least, of a small pull: the first to begin takes two before the last has one."""
+
 
 class Work:
     """A pull over nodes while it runs."""
@@ -244,10 +247,10 @@ class Split(Work):
     replicate = False
 
     def plan(self) -> None:
-        """Claims so small that every node gets some."""
+        """Claims so small that every node gets some, and that none is long at its last one."""
         left, wanted = self._left(), self._settled.wanted
         count = left if wanted is None else min(left or self._source.units, wanted)
-        self._most = max(1, min(self._most, -(-count // len(self._crew.members))))
+        self._most = max(1, min(self._most, -(-count // (_CLAIMS * len(self._crew.members)))))
         self._target = None if self._settled.options.follow else count * self._settled.per_unit
 
     def begin(self) -> None:
