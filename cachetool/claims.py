@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.cache import CacheDir, Claim, SourceRow, draws, placing
+from cachetool.cache import CacheDir, Claim, SourceRow, draws, share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.jobs import job_row
 from cachetool.engines.task import Asking
@@ -234,7 +234,7 @@ class Handed:
 
     def finish(self, connection: Connection, held: Claim, done: Done) -> None:
         """As :meth:`Claims.finish`."""
-        placing.settle(
+        share.settle(
             connection, self._job, held, done.upto, done.start,
             samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched,
         )  # fmt: skip

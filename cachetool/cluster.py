@@ -118,7 +118,4 @@ class _Placement:
                 f"{url} is drawn with --placement {PLACEMENTS[before]} into these caches; go on with that, or draw into"
                 " another --dataset"
             )
-        here = {member.node.name for member in self._crew.members}
-        for row in connection.execute("SELECT name FROM nodes").fetchall():
-            if row["name"] not in here:
-                placing.lose(connection, row["name"])
+        placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])

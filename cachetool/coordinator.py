@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.cache import CacheDir, Claim, SourceRow, draws, placing
+from cachetool.cache import CacheDir, Claim, SourceRow, draws, placing, share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.placing import Placed, Ranges
 from cachetool.claims import Own, claim_json
@@ -76,7 +76,7 @@ class Coordinator:
 
     def _enter(self, node: str, message: Message) -> Message:
         with self._cache.catalog.write() as connection:
-            placing.enter(connection, node, message["cache"], self._job)
+            placing.enter(connection, node, message["cache"], self._job, self._source)
         return {}
 
     def _tell(self, node: str, message: Message) -> Message:
@@ -155,7 +155,7 @@ def placed_of(value: Message) -> Placed:
 
 
 def _catch_up(connection: Connection, row: SourceRow, there: SourceRow) -> SourceRow:
-    placing.follow(connection, there)
+    share.follow(connection, there)
     return draws.source_row(connection, row.id) or row
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache, placing
+from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache, share
 from cachetool.cache.history import edged
 from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.removal import delete_trash, retire, sweep
@@ -89,7 +89,7 @@ def attend(
         holder = cache.holder  # first: another node that has the same folder must not take it away when it is refused
         with cache.catalog.write() as connection:
             holder.register(connection)
-            mine = placing.identity(connection)
+            mine = share.identity(connection)
         channel.ask({"what": "enter", "cache": mine})
         known = cache.source(row.id)
         if known is None:
@@ -128,8 +128,8 @@ def _join(channel: Asking, cache: CacheDir, row: SourceRow, job: str, room: Room
     holder = cache.holder
     with cache.catalog.write() as connection:
         holder.register(connection)
-        mine = placing.join(connection, cache.layout, row, job, holder=holder.id, room=room)
-        shards = placing.ready_shards(connection, row.id)
+        mine = share.join(connection, cache.layout, row, job, holder=holder.id, room=room)
+        shards = share.ready_shards(connection, row.id)
         there = draws.source_row(connection, row.id)
     assert there is not None
     answer = channel.ask(
@@ -137,7 +137,7 @@ def _join(channel: Asking, cache: CacheDir, row: SourceRow, job: str, room: Room
     )  # fmt: skip
     _evict(cache, answer["gone"])
     with cache.catalog.write() as connection:
-        placing.follow(connection, SourceRow.from_json(answer["source"]))
+        share.follow(connection, SourceRow.from_json(answer["source"]))
     return {"job": mine, **{name: answer[name] for name in ("samples", "shards", "bytes")}}
 
 
@@ -146,7 +146,7 @@ def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | No
     holder = cache.holder
     with cache.catalog.write() as connection:
         holder.register(connection)
-        placing.follow(connection, row)
+        share.follow(connection, row)
         now = draws.source_row(connection, row.id)
         assert now is not None
         wanted = None if upto is None else max(0, upto - draws.drawn(connection, now))

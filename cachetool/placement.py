@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache import CacheDir, SourceRow, draws, placing
+from cachetool.cache import CacheDir, SourceRow, draws, placing, share
 from cachetool.cache.jobs import job_row
 from cachetool.crew import Crew, Member, named
 from cachetool.engines import Task
@@ -202,7 +202,7 @@ class Work:
     def _lose(self, member: Member, error: NodeLost) -> None:
         self._crew.lose(member)
         with self._cache.catalog.write() as connection:
-            placing.lose(connection, member.node.name)
+            placing.lose(connection, member.node.name, self._settled.id)
         if not self._crew.members:
             raise error
         self._crew.notify(f"{str(error).partition(';')[0]}; what it had is drawn again by the others")
@@ -323,7 +323,7 @@ class Replicate(Work):
         if wanted is not None:
             self._upto = min(source.units, max(done) + wanted)
         with self._cache.catalog.write() as connection:
-            placing.follow(connection, source)
+            share.follow(connection, source)
         self._source = source
         left = sum((self._upto or source.units) - each for each in done)
         self._target = None if self._settled.options.follow else left * self._settled.per_unit

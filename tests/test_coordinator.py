@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing, share
 from cachetool.coordinator import Coordinator
 from cachetool.errors import CacheToolError
 from cachetool.schema import Field, Schema
@@ -106,7 +106,7 @@ class Whole:
 
     def lose(self, node: str) -> None:
         with self.cache.catalog.write() as connection:
-            placing.lose(connection, node)
+            placing.lose(connection, node, "s")
 
     def positions(self, *nodes: str) -> list[int]:
         """What of the pass these nodes have, double ones twice."""
@@ -268,6 +268,37 @@ def test_a_node_with_another_cache_under_its_name_has_lost_what_it_had(whole: Wh
     assert whole.positions("a") == list(range(UNITS))
 
 
+def test_pulls_of_two_sources_over_the_same_nodes_leave_each_other_alone(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    assert whole.draw("b")
+    with whole.cache.catalog.write() as connection:
+        for node in ("a", "b"):
+            placing.enter(connection, node, ord(node), "another pull", "t")
+        placing.insert(connection, "b", "t", placing.Placed("other", 0, ((0, 3),), 3, 0, "another pull"), 3)
+    assert whole.draw("a")
+
+    whole.lose("b")
+    with whole.cache.catalog.write() as connection:
+        assert placing.placed_elsewhere(connection, "t", "a") == [(0, ((0, 3),))]
+        placing.lose_others(connection, "t", ["a"])
+        assert placing.placed_elsewhere(connection, "t", "a") == []
+        assert [part for _, part in placing.placed_elsewhere(connection, "s", "b")] == [((10, 20),)]
+    whole.enter("b")
+    while whole.draw("a"):
+        pass
+    assert whole.positions("a", "b") == list(range(UNITS))
+
+
+def test_a_node_whose_cache_was_replaced_has_lost_what_it_had_of_every_source(whole: Whole) -> None:
+    with whole.cache.catalog.write() as connection:
+        placing.enter(connection, "b", ord("b"), "another pull", "t")
+        placing.insert(connection, "b", "t", placing.Placed("other", 0, ((0, 3),), 3, 0, "another pull"), 3)
+    whole.enter("b", cache=77)
+    with whole.cache.catalog.write() as connection:
+        assert placing.placed_elsewhere(connection, "t", "a") == []
+
+
 def test_two_nodes_with_one_cache_are_refused(whole: Whole) -> None:
     whole.enter("a")
     with pytest.raises(cachetool.UsageError, match="nodes a and b have one cache folder"):
@@ -304,13 +335,13 @@ def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Pa
         def join(job: str) -> str:
             with cache.catalog.write() as connection:
                 cache.holder.register(connection)
-                return placing.join(
+                return share.join(
                     connection, cache.layout, row, job, holder=cache.holder.id, room=cachetool.cache.Room()
                 )
 
         def settle(job: str) -> None:
             with cache.catalog.write() as connection:
-                placing.settle(connection, job, held, 40, 30, samples=10, skipped=0, vanished=0, fetched=0)
+                share.settle(connection, job, held, 40, 30, samples=10, skipped=0, vanished=0, fetched=0)
 
         first = join("1")
         settle(first)

@@ -99,4 +99,11 @@ MIGRATIONS = (
     ALTER TABLE claims ADD COLUMN node TEXT;
     ALTER TABLE claims ADD COLUMN token TEXT
     """,
+    # A node may take part in pulls of several sources at once: in which, and by which word it is known there.
+    """
+    ALTER TABLE nodes DROP COLUMN job;
+    CREATE TABLE members (
+        source TEXT, node TEXT, job TEXT, word TEXT, PRIMARY KEY (source, node)
+    ) WITHOUT ROWID
+    """,
 )

@@ -5,47 +5,39 @@
     catalog of the whole (no shards)                         a node's cache
     claims   open, or held by a node                   ->    nothing: a claim leaves no trace until it is committed
     placed   a row for each shard of a node, its draws <-    settle: in the committing transaction, if the pull lives
-    nodes    which cache a node has, in which pull           identity: a number that no other cache has
+    nodes    which cache a node has                          identity: a number that no other cache has
+    members  in which pull of a source a node takes part     jobs: its part of that pull
 
 What a node has committed is true, whatever the whole knows: a node that begins tells all its shards (:func:`take_in`).
 What it lost sight of is open again (:func:`lose`): then the same draws may come to lie in two caches, until the node
-comes back and tells. To a node's own catalog draws of others below its frontier are done: a pull into this cache alone
-goes on behind them.
+comes back and tells. What a node's own catalog keeps: :mod:`cachetool.cache.share`.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cachetool.cache.admission import allow_growth
 from cachetool.cache.catalog import Connection, bump, next_seq
 from cachetool.cache.draws import Claim, SourceRow, finish, source_row
-from cachetool.cache.jobs import OVER, add_job
-from cachetool.cache.layout import Layout
-from cachetool.cache.records import write_source_record
-from cachetool.cache.room import Room
-from cachetool.errors import CatalogError, Interrupted, UsageError
+from cachetool.errors import CatalogError, UsageError
 
 __all__ = [
     "Placed",
     "Ranges",
+    "carve",
     "enter",
-    "follow",
     "forget_shards",
     "held_by",
-    "identity",
     "insert",
-    "join",
     "lose",
+    "lose_others",
     "note_claim",
     "place",
     "placed_elsewhere",
-    "ready_shards",
     "release",
-    "settle",
     "take_in",
 ]
 
@@ -70,18 +62,15 @@ class Placed:
         return min(self.samples, sum(stop - start for start, stop in self.draws))
 
 
-# -- in the catalog of the whole ---------------------------------------------------------------------------------------
-
-
-def enter(connection: Connection, node: str, cache: int, job: str) -> None:
-    """A node takes part in a pull with the cache of that identity. Where it had another one, what was in that is lost.
+def enter(connection: Connection, node: str, cache: int, job: str, source: str) -> None:
+    """A node takes part in a pull of a source with the cache of that identity. Where it had another one, what was in
+    that is lost, of all sources.
 
     Raises :class:`UsageError` when another node of this pull has the same cache.
     """
-    other = connection.execute(
-        "SELECT name, job FROM nodes WHERE cache = ? AND name <> ?", (cache, node)
-    ).fetchone()  # fmt: skip
-    if other is not None and other["job"] == job:
+    other = connection.execute("SELECT name FROM nodes WHERE cache = ? AND name <> ?", (cache, node)).fetchone()
+    query = "SELECT 1 FROM members WHERE node = ? AND job = ?"
+    if other is not None and connection.execute(query, (other["name"], job)).fetchone():
         raise UsageError(
             f"nodes {other['name']} and {node} have one cache folder between them, and each must have its own;"
             " put {node} into --cache, as in --cache /data/{node}"
@@ -91,14 +80,15 @@ def enter(connection: Connection, node: str, cache: int, job: str) -> None:
     known = connection.execute("SELECT cache FROM nodes WHERE name = ?", (node,)).fetchone()
     if known is not None and known["cache"] != cache:
         lose(connection, node)
-    connection.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?)", (node, cache, job))
+    connection.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?)", (node, cache))
+    connection.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, NULL)", (source, node, job))
 
 
 def held_by(connection: Connection, node: str, token: str, job: str) -> Claim | None:
-    """The claim that was made for this word already. Raises :class:`Interrupted` for a node that is none of the pull:
+    """The claim that was made for this word already. Raises :class:`CatalogError` for a node that is none of the pull:
     it was given up."""
-    if not connection.execute("SELECT 1 FROM nodes WHERE name = ? AND job = ?", (node, job)).fetchone():
-        raise Interrupted(f"node {node} was given up by the pull that it worked for")
+    if not connection.execute("SELECT 1 FROM members WHERE node = ? AND job = ?", (node, job)).fetchone():
+        raise CatalogError(f"node {node} was given up by the pull that it worked for; run it again")
     row = connection.execute(
         "SELECT id, turn, start, stop, source FROM claims WHERE token = ? AND holder IS NOT NULL", (token,)
     ).fetchone()
@@ -149,12 +139,12 @@ def insert(connection: Connection, node: str, source: str, placed: Placed, broug
     allow_growth(connection)
 
 
-def lose(connection: Connection, node: str) -> None:
-    """Open again all that a node was on and had: it is gone. What it had evicted stays done."""
-    connection.execute(
-        "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE node = ?", (node,)
-    )  # fmt: skip
-    for row in connection.execute("SELECT * FROM placed WHERE node = ?", (node,)).fetchall():
+def lose(connection: Connection, node: str, source_id: str | None = None) -> None:
+    """Open again all that a node was on and had, of one source or of all: it is gone. What it had evicted stays done.
+    Pulls of other sources see for themselves whether the node is there."""
+    where, values = "node = :node AND (:source IS NULL OR source = :source)", {"node": node, "source": source_id}
+    connection.execute(f"UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE {where}", values)
+    for row in connection.execute(f"SELECT * FROM placed WHERE {where}", values).fetchall():
         source = source_row(connection, row["source"])
         connection.execute("UPDATE jobs SET committed = committed - ? WHERE id = ?", (row["brought"], row["job"]))
         if source is None or source.turn != row["turn"]:
@@ -167,9 +157,22 @@ def lose(connection: Connection, node: str) -> None:
         allow_growth(connection)
         skipped = sum(stop - start for start, stop in ranges) - row["brought"]
         connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (skipped, source.id))
-    connection.execute("DELETE FROM placed WHERE node = ?", (node,))
-    connection.execute("DELETE FROM nodes WHERE name = ?", (node,))
+    for table in ("placed", "members"):
+        connection.execute(f"DELETE FROM {table} WHERE {where}", values)
+    if source_id is None:
+        connection.execute("DELETE FROM nodes WHERE name = ?", (node,))
     bump(connection)
+
+
+def lose_others(connection: Connection, source: str, here: Iterable[str]) -> None:
+    """What nodes have of a source that are not ``here`` is lost."""
+    rows = connection.execute(
+        "SELECT node FROM placed WHERE source = :source UNION SELECT node FROM members WHERE source = :source"
+        " UNION SELECT node FROM claims WHERE source = :source AND node IS NOT NULL",
+        {"source": source},
+    ).fetchall()
+    for node in sorted({row["node"] for row in rows} - set(here)):
+        lose(connection, node, source)
 
 
 def release(connection: Connection, job: str) -> None:
@@ -250,100 +253,3 @@ def _open(connection: Connection, source: str, turn: int, start: int, stop: int)
         connection.execute(
             "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)", (source, turn, start, stop)
         )
-
-
-# -- in a node's own catalog -------------------------------------------------------------------------------------------
-
-
-def identity(connection: Connection) -> int:
-    """A number by which this cache is known from any other, wherever it is reached from; made at its first use."""
-    connection.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (secrets.randbits(62),))
-    return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
-
-
-def join(connection: Connection, layout: Layout, source: SourceRow, job: str, *, holder: str, room: Room) -> str:
-    """Take part in the pull ``job`` over several nodes, in the pass that ``source`` is in; gives the id of its job
-    here. From now on nothing is committed here for such a pull before.
-
-    Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
-    """
-    connection.execute("DELETE FROM jobs WHERE source = ? AND id LIKE ?", (source.id, f"{OVER}%"))
-    if connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source.id,)).fetchone():
-        raise UsageError(
-            f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
-        )
-    add_job(connection, OVER + job, source.id, holder=holder, wanted=None, room=room)
-    if follow(connection, source):
-        bump(connection)
-        write_source_record(connection, layout, source.id)
-    return OVER + job
-
-
-def follow(connection: Connection, source: SourceRow) -> bool:
-    """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
-    now = source_row(connection, source.id)
-    assert now is not None
-    if now.turn > source.turn or (now.turn, now.cuts, now.whole) == (source.turn, source.cuts, source.whole):
-        return False
-    new = now.turn < source.turn
-    if new:
-        connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
-        connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
-    connection.execute(
-        "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
-        (source.turn, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
-    )
-    return True
-
-
-def settle(
-    connection: Connection,
-    job: str,
-    held: Claim,
-    upto: int,
-    start: int,
-    *,
-    samples: int,
-    skipped: int,
-    vanished: int,
-    fetched: int,
-) -> None:
-    """Count the positions of a claim from ``start`` to ``upto`` as done here; inside the transaction that commits their
-    samples. Raises :class:`CatalogError` when the pull is not that of this cache any more."""
-    alive = connection.execute(
-        "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
-    )
-    if alive.rowcount != 1:  # whoever came after it may have handed out the same positions
-        raise CatalogError("what this pull was drawing was taken from it; run it again")
-    follow(connection, held.source)
-    now = source_row(connection, held.source.id)
-    if now is not None and now.turn == held.turn:
-        carve(connection, now.id, now.turn, ((start, upto),))
-        # What others have below is none of this cache's business: to it, it is done.
-        connection.execute(
-            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
-            (now.id, now.turn, start),
-        )
-    connection.execute(
-        "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ? WHERE id = ?",
-        (skipped + vanished, fetched, held.source.id),
-    )
-
-
-def ready_shards(connection: Connection, source: str) -> list[Placed]:
-    """The shards of a source that snapshots to come contain, without copies of them."""
-    rows = connection.execute(
-        "SELECT id, turn, draws, samples, payload, job FROM shards WHERE source = ? AND state = 'ready' ORDER BY seq",
-        (source,),
-    )
-    return [
-        Placed(
-            row["id"],
-            row["turn"],
-            tuple((start, stop) for start, stop in json.loads(row["draws"])),
-            row["samples"],
-            row["payload"],
-            str(row["job"]).removeprefix(OVER) if str(row["job"]).startswith(OVER) else None,
-        )
-        for row in rows
-    ]
