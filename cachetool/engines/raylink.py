@@ -82,7 +82,13 @@ def _running() -> str:
     """The address of the cluster that runs on this machine; ``local`` when there is none."""
     from ray._private import services
 
-    found = services.canonicalize_bootstrap_address("auto")
+    muted, services.logger.disabled = services.logger.disabled, True  # it warns of each that it does not take
+    try:
+        found = services.canonicalize_bootstrap_address("auto")
+    except ConnectionError:  # there is none
+        return "local"
+    finally:
+        services.logger.disabled = muted
     if found is None or found == "auto":
         return "local"
     with contextlib.suppress(Unreachable):  # a file that names one may be left from long ago
