@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
+from cachetool.cache.bound import PLACEMENTS, bind, refuse_other
 from cachetool.cache.catalog import Connection
 from cachetool.cache.history import edged
 from cachetool.cache.jobs import close_job
@@ -28,8 +29,6 @@ from cachetool.pull import pull
 from cachetool.settled import PullResult, Settled
 
 __all__ = ["PLACEMENTS", "pull_over"]
-
-PLACEMENTS = ("split", "replicate")
 
 
 def pull_over(
@@ -110,12 +109,7 @@ class _Placement:
         url = settled.found["url"]
         if connection.execute("SELECT 1 FROM jobs WHERE source = ?", (settled.id,)).fetchone():
             raise UsageError(f"another pull over these nodes draws from {url} at this moment; wait for its end")
-        key = f"replicate:{settled.id}"
-        connection.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, int(self._replicate)))
-        before = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
-        if before != self._replicate:
-            raise UsageError(
-                f"{url} is drawn with --placement {PLACEMENTS[before]} into these caches; go on with that, or draw into"
-                " another --dataset"
-            )
+        for member in self._crew.members:  # they know it, whatever became of the catalog of the whole
+            refuse_other(url, member.looked["replicate"], self._replicate)
+        bind(connection, settled.id, url, replicate=self._replicate)
         placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])

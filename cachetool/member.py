@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache, share
+from cachetool.cache.bound import bind, bound, unbind
 from cachetool.cache.history import edged
 from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.removal import delete_trash, retire, sweep
@@ -53,6 +54,7 @@ def look(
             "source": row.to_json() if row is not None and cache.listing(source).exists() else None,
             "format": format_of(cache, dataset),
             "drawn": _drawn(cache, row),
+            "replicate": None if row is None else _bound(cache, source),
         }
 
 
@@ -94,17 +96,30 @@ def attend(
         known = cache.source(row.id)
         if known is None:
             stack.callback(withdraw_unused, cache, pull.dataset, row.id)
+        stack.callback(_unbind, cache, row.id)
         cache.declare(pull.dataset, shape)
         if folder is not None:
             _check_grown(cache, url, known, folder)
             cache.add_source(replace(row, frontier=0, skipped=0), folder, new=known is None)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-"))
+        with cache.catalog.write() as connection:
+            bind(connection, row.id, row.url, replicate=replicate)
         ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, job, pull.room)
         try:
             channel.send({"ready": {**ready, "place": place}})
             return _watch(channel, cache, row.id, ready["job"], told=not replicate)
         finally:
             edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
+
+
+def _bound(cache: CacheDir, source: str) -> bool | None:
+    with cache.catalog.read() as connection:
+        return bound(connection, source)
+
+
+def _unbind(cache: CacheDir, source: str) -> None:
+    with contextlib.suppress(CacheToolError), cache.catalog.write() as connection:
+        unbind(connection, source)
 
 
 def _check_grown(cache: CacheDir, url: str, known: SourceRow | None, listing: Path) -> None:

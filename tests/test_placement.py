@@ -1,0 +1,168 @@
+"""What the nodes of a pull draw: commands over nodes that are threads of this process, each with a cache of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool import cluster, member
+from cachetool.cache import CacheDir
+from cachetool.cluster import pull_over
+from cachetool.engines import Task
+from cachetool.engines.child import bug
+from cachetool.engines.ray import Run
+from cachetool.engines.task import Message
+from cachetool.errors import CacheToolError, Interrupted
+from cachetool.nodes import Node
+from cachetool.options import PullOptions
+from cachetool.settled import PullResult
+
+
+class Line:
+    """The channel of a task that is a thread; another line answers at once."""
+
+    def __init__(self, engine: Threads, run: Run, answers: Any) -> None:
+        self._engine, self._run, self._answers = engine, run, answers
+
+    def send(self, message: Message) -> None:
+        self._engine.said.put((self._run, message))
+
+    def ask(self, message: Message) -> Message:
+        with self._engine.asking:
+            answer: Message = self._answers.answer(self._run.node.name, json.loads(json.dumps(message)))
+        return json.loads(json.dumps(answer))
+
+
+class Threads:
+    """As :class:`cachetool.engines.ray.RayEngine`, of nodes that are threads here."""
+
+    def __init__(self, names: str) -> None:
+        self.named = [Node(f"id-{name}", name, "127.0.0.1", 1) for name in names]
+        self.said: SimpleQueue[tuple[Run, Message | None]] = SimpleQueue()
+        self.asking = threading.Lock()
+        self._threads: dict[int, threading.Thread] = {}
+        self._numbers = itertools.count()
+        self.started: Callable[[Run], None] = lambda run: None
+
+    def nodes(self, *, strict: bool = True) -> list[Node]:
+        return list(self.named)
+
+    def start(
+        self, node: Node, task: Task, on_message: Callable[[Message], None] | None = None, *, answers: Any = None
+    ) -> Run:
+        run = Run(node, task, next(self._numbers), on_message)
+        self.started(run)
+        if run.ended:
+            return run
+        thread = self._threads[run.number] = threading.Thread(target=self._run, args=(run, answers), daemon=True)
+        thread.start()
+        return run
+
+    def _run(self, run: Run, answers: Any) -> None:
+        name, _, function = run.task.target.partition(":")
+        outcome: Message | CacheToolError
+        try:
+            outcome = getattr(importlib.import_module(name), function)(Line(self, run, answers), **run.task.arguments)
+        except CacheToolError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - as in a child
+            outcome = bug(error)
+        if isinstance(outcome, CacheToolError):
+            run.error = outcome
+        else:
+            run.result = outcome
+        self.said.put((run, None))
+
+    def wait(self, seconds: float = 0.05) -> list[Run]:
+        ended = []
+        with contextlib.suppress(Empty):
+            while True:
+                run, message = self.said.get(timeout=seconds)
+                if message is None:
+                    ended.append(run)
+                elif run.on_message is not None:
+                    run.on_message(message)
+                seconds = 0
+        return ended
+
+    def stop(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            thread = self._threads[run.number]
+            while thread.is_alive() and not run.ended:
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Interrupted))
+                thread.join(0.5)
+            thread.join()
+            self.wait(0)
+
+    def serve(self, target: str, arguments: Message) -> Any:
+        name, _, kind = target.partition(":")
+        return getattr(importlib.import_module(name), kind)(**arguments)
+
+    def send(self, nodes: Sequence[Node], folder: Path) -> dict[str, str]:
+        return {node.id: str(folder) for node in nodes}
+
+
+class World:
+    """Nodes, their caches, and a source of numbers."""
+
+    def __init__(self, folder: Path, engine: Threads) -> None:
+        self.folder, self.engine, self.source = folder, engine, folder / "numbers"
+        self.notes: list[str] = []
+        self.source.mkdir()
+
+    def write(self, start: int, stop: int) -> None:
+        for number in range(start, stop):
+            np.save(self.source / f"{number:03d}.x.npy", np.full(4, number))
+
+    def pull(self, *, placement: str = "split", **options: Any) -> PullResult:
+        said = PullOptions(**{"workers": 1, "shard_size": "1kB", **options})
+        return pull_over(
+            self.folder / "{node}", str(self.source), said, placement=placement, max_size="20MB",
+            notify=self.notes.append,
+        )  # fmt: skip
+
+    def samples(self, node: str) -> list[int]:
+        """Of each shard of a node."""
+        with CacheDir(self.folder / node) as cache:
+            return [shard.samples for shard in cache.shards()]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    engine = Threads("ab")
+    monkeypatch.setattr(cluster, "connect", lambda address: contextlib.nullcontext(engine))
+    hasty = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.02))
+    monkeypatch.setattr(member, "time", hasty)
+    return World(tmp_path, engine)
+
+
+@pytest.mark.parametrize("placement", ["replicate", "split"])
+def test_nodes_know_how_their_samples_were_placed_though_the_catalog_of_the_whole_was_lost(
+    world: World, placement: str
+) -> None:
+    world.write(0, 20)
+    world.pull(everything=True, placement=placement)
+    before = {node: world.samples(node) for node in "ab"}
+    shutil.rmtree(world.folder / "driver")
+    other = "split" if placement == "replicate" else "replicate"
+    with pytest.raises(cachetool.UsageError, match=rf"is drawn with --placement {placement} into these caches"):
+        world.pull(everything=True, placement=other)
+
+    assert {node: world.samples(node) for node in "ab"} == before
+    world.pull(everything=True, placement=placement)
