@@ -299,6 +299,58 @@ def test_a_node_whose_cache_was_replaced_has_lost_what_it_had_of_every_source(wh
         assert placing.placed_elsewhere(connection, "t", "a") == []
 
 
+def test_draws_that_could_not_be_used_count_once_though_the_node_was_lost_and_came_back(whole: Whole) -> None:
+    def counted() -> tuple[int, ...]:
+        with whole.cache.catalog.read() as connection:
+            job = connection.execute("SELECT committed, skipped FROM jobs").fetchone()
+            return (*job, connection.execute("SELECT skipped FROM sources").fetchone()[0])
+
+    whole.enter("a")
+    whole.enter("b")
+    claim = whole.claim("b")
+    assert claim is not None
+    told = whole.commit("b", claim) | {"draws": 8, "skipped": 2, "samples": 8}
+    whole.shards["b"][told["shard"]]["samples"] = 8
+    whole.coordinator.answer("b", told)
+    assert counted() == (8, 2, 2)
+    whole.lose("b")
+    assert counted() == (0, 0, 0)
+    assert whole.enter("b") == []
+    assert counted() == (8, 2, 2)
+    assert whole.enter("b") == []
+    assert counted() == (8, 2, 2)
+
+
+def test_what_a_lost_node_had_of_an_earlier_pass_is_no_reason_to_rest(whole: Whole) -> None:
+    """--follow rests when nothing came or went in a pass."""
+
+    def next_pass() -> bool:
+        with whole.cache.catalog.write() as connection:
+            draws.next_turn(connection, "s")
+        while (claim := whole.claim("a")) is not None:  # all of it is there
+            told = whole.commit("a", claim)
+            del whole.shards["a"][told["shard"]]
+            whole.coordinator.answer("a", told | {"shard": None, "draws": 0, "samples": 0, "ranges": []})
+        with whole.cache.catalog.read() as connection:
+            return draws.idle(connection, "s")
+
+    whole.enter("a")
+    whole.enter("b")
+    while whole.draw("a") and whole.draw("b"):
+        pass
+    assert next_pass()
+    whole.lose("b")
+    with whole.cache.catalog.read() as connection:
+        assert not draws.idle(connection, "s")
+    with whole.cache.catalog.write() as connection:
+        for shard in list(whole.shards["a"].values())[:1]:  # b comes back, and has what a has too
+            whole.shards["b"]["double"] = shard | {"shard": "double"}
+    assert next_pass()
+    assert "double" in whole.enter("b")
+    with whole.cache.catalog.read() as connection:
+        assert not draws.idle(connection, "s")
+
+
 def test_two_nodes_with_one_cache_are_refused(whole: Whole) -> None:
     whole.enter("a")
     with pytest.raises(cachetool.UsageError, match="nodes a and b have one cache folder"):

@@ -144,7 +144,8 @@ def lose(connection: Connection, node: str, source_id: str | None = None) -> Non
     Pulls of other sources see for themselves whether the node is there."""
     where, values = "node = :node AND (:source IS NULL OR source = :source)", {"node": node, "source": source_id}
     connection.execute(f"UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE {where}", values)
-    for row in connection.execute(f"SELECT * FROM placed WHERE {where}", values).fetchall():
+    rows = connection.execute(f"SELECT * FROM placed WHERE {where}", values).fetchall()
+    for row in rows:
         source = source_row(connection, row["source"])
         connection.execute("UPDATE jobs SET committed = committed - ? WHERE id = ?", (row["brought"], row["job"]))
         if source is None or source.turn != row["turn"]:
@@ -156,7 +157,10 @@ def lose(connection: Connection, node: str, source_id: str | None = None) -> Non
         )
         allow_growth(connection)
         skipped = sum(stop - start for start, stop in ranges) - row["brought"]
-        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (skipped, source.id))
+        for table, id in (("sources", source.id), ("jobs", row["job"])):
+            connection.execute(f"UPDATE {table} SET skipped = max(0, skipped - ?) WHERE id = ?", (skipped, id))
+    if rows:
+        next_seq(connection)  # draws of earlier passes are to be brought by the next one
     for table in ("placed", "members"):
         connection.execute(f"DELETE FROM {table} WHERE {where}", values)
     if source_id is None:
@@ -220,8 +224,14 @@ def take_in(
         if each.turn != source.turn:
             continue
         fresh = carve(connection, source.id, source.turn, each.draws)
+        skipped = sum(stop - start for start, stop in each.draws) - each.brought
+        if fresh:
+            connection.execute("UPDATE sources SET skipped = skipped + ? WHERE id = ?", (skipped, source.id))
         if each.job == job and fresh:  # committed by this pull, and not told of, or lost and found again
-            connection.execute("UPDATE jobs SET committed = committed + ? WHERE id = ?", (each.brought, job))
+            query = "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?"
+            connection.execute(query, (each.brought, skipped, job))
+    if double:
+        next_seq(connection)
     bump(connection)
     return double
 
