@@ -100,7 +100,9 @@ class Own:
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
     ) -> None:
-        self._cache, self._open, self._job, self._most = cache, open, job, most
+        self._cache, self._open, self._job = cache, open, job
+        self.most = most
+        """Draws of a claim."""
         self._follow, self._lost, self._note = follow, lost, note
         self._holder = cache.holder.id if holder is None else holder
         self._source = source
@@ -154,7 +156,7 @@ class Own:
 
     def _claim(self, connection: Connection) -> Claim | None:
         held = draws.claim(
-            connection, self._job, holder=self._holder, most=self._most, whole=self._whole, lost=self._lost
+            connection, self._job, holder=self._holder, most=self.most, whole=self._whole, lost=self._lost
         )
         if held is not None and self._note is not None:
             self._note(connection, held)
@@ -200,8 +202,8 @@ class Own:
 class Handed:
     """Claims that a coordinator hands out; they are fenced by the row ``job`` of the node's own catalog."""
 
-    def __init__(self, channel: Asking, open: Callable[[SourceRow], Source], *, job: str) -> None:
-        self._channel, self._open, self._job = channel, open, job
+    def __init__(self, channel: Asking, open: Callable[[SourceRow], Source], *, job: str, most: int) -> None:
+        self._channel, self._open, self._job, self._most = channel, open, job, most
         self.samples: Source | None = None
         self._there: dict[int, tuple[tuple[int, int], ...]] = {}
         """Of each claim that is not done, which positions need no fetch."""
@@ -210,7 +212,7 @@ class Handed:
     def take(self) -> Claim | float | None:
         """As :meth:`Claims.take`."""
         # What was claimed is known by this word: the coordinator may be asked twice, when it died before it answered.
-        answer = self._channel.ask({"what": "claim", "token": secrets.token_hex(8)})
+        answer = self._channel.ask({"what": "claim", "token": secrets.token_hex(8), "most": self._most})
         if "claim" not in answer:
             return answer.get("wait")
         value = answer["claim"]

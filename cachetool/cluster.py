@@ -22,10 +22,11 @@ from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, UsageError
 from cachetool.nodes import driver_cache
 from cachetool.options import PullOptions
-from cachetool.placement import Replicate, Split
+from cachetool.placement import Split
 from cachetool.planning import check_place, source_id
 from cachetool.progress import Report, silent
 from cachetool.pull import pull
+from cachetool.replicas import Replicate
 from cachetool.settled import PullResult, Settled
 
 __all__ = ["PLACEMENTS", "pull_over"]

@@ -106,6 +106,7 @@ class Coordinator:
 
     def _claim(self, node: str, message: Message) -> Message:
         self._asking = node, message["token"]
+        self._claims.most = message.get("most", self._claims.most)
         with self._cache.catalog.read() as connection:
             held: Claim | float | None = placing.held_by(connection, *self._asking, self._job)
             if isinstance(held, Claim):  # of before this process was made

@@ -21,6 +21,7 @@ from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache, share
 from cachetool.cache.bound import bind, bound, unbind
 from cachetool.cache.history import edged
 from cachetool.cache.jobs import close_job, job_row
+from cachetool.cache.listings import segments
 from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.cache.usage import measure
@@ -49,9 +50,11 @@ def look(
     """What there is. Raises what :func:`cachetool.cache.open_cache` raises."""
     with open_cache(root, max_size=max_size, min_free=min_free) as cache:
         row = cache.source(source)
+        listed = row is not None and cache.listing(source).exists()
         return {
             "cap": cache.max_size,
-            "source": row.to_json() if row is not None and cache.listing(source).exists() else None,
+            "source": row.to_json() if row is not None and listed else None,
+            "segments": segments(cache.listing(source)) if listed else [],
             "format": format_of(cache, dataset),
             "drawn": _drawn(cache, row),
             "replicate": None if row is None else _bound(cache, source),

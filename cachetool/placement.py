@@ -7,19 +7,19 @@
       -> no draw is open, no sampler runs -> result
 
 :class:`Split`: one sequence of draws, handed out by the coordinator (:mod:`cachetool.coordinator`), each on one node.
-:class:`Replicate`: each node draws the same positions of it by itself.
+:class:`cachetool.replicas.Replicate`: each node draws the same positions of it by itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache import CacheDir, SourceRow, draws, placing, share
+from cachetool.cache import CacheDir, SourceRow, draws, placing
 from cachetool.cache.jobs import job_row
+from cachetool.cache.listings import segments
 from cachetool.crew import Crew, Member, named
 from cachetool.engines import Task
 from cachetool.engines.ray import NodeLost
@@ -30,7 +30,7 @@ from cachetool.pull import ask_for_more
 from cachetool.settled import PullResult, Settled, why_ended
 from cachetool.text import count
 
-__all__ = ["Replicate", "Split", "Work"]
+__all__ = ["Split", "Work"]
 
 _CLAIMS = 4
 """Claims that a node gets at least, of a small pull: the first to begin takes two before the last has one."""
@@ -53,8 +53,6 @@ class Work:
     ) -> None:
         self._crew, self._cache, self._settled, self._size, self._report = crew, cache, settled, size, report
         self._job, self._source = job, source
-        self._most = settled.per_shard
-        """Draws of a claim."""
         self._upto: int | None = None
         """Where every node has to come to."""
         self._target: int | None = None
@@ -72,7 +70,7 @@ class Work:
             "job": self._job,
             "source": settled.id,
             "holder": self._cache.holder.id,
-            "most": self._most,
+            "most": settled.per_shard,
             "follow": settled.options.follow,
         }
         self._answers = self._crew.engine.serve("cachetool.coordinator:Coordinator", arguments)
@@ -90,8 +88,7 @@ class Work:
     # -- what split and replicate do each in their own way -------------------------------------------------------------
 
     def plan(self) -> None:
-        """Settle how much there is to draw, before the nodes begin."""
-        raise NotImplementedError
+        """Before the nodes begin."""
 
     def begin(self) -> None:
         """All nodes have told what they have."""
@@ -99,6 +96,10 @@ class Work:
     def idle(self) -> list[Member]:
         """Of the members without samplers, those for whom there is work."""
         raise NotImplementedError
+
+    def size(self) -> int:
+        """How many draws a claim has."""
+        return self._settled.per_shard
 
     def left(self, member: Member) -> int:
         """About how many draws are left for one of them."""
@@ -120,8 +121,12 @@ class Work:
             return
         settled, engine = self._settled, self._crew.engine
         row = self._cache.source(settled.id) or self._source
-        known = {member.node.id: member.looked["source"] for member in members}
-        lack = [m.node for m in members if (there := known[m.node.id]) is None or there["units"] != row.units]
+        parts = segments(self._cache.listing(row.id))
+        lack = [
+            m.node
+            for m in members
+            if (there := m.looked["source"]) is None or (there["units"], m.looked["segments"]) != (row.units, parts)
+        ]
         places = engine.send(lack, self._cache.listing(row.id)) if lack else {}
         for member in members:
             arguments = {
@@ -148,12 +153,14 @@ class Work:
     def _start(self) -> bool:
         """Start samplers on nodes that have none, where there is something to draw; whether on any."""
         settled, here, started = self._settled, self._crew.members, False
-        for member in self.idle():
+        idle = self.idle()
+        most = self.size() if idle else 0  # of what is left now: a node that is lost may have left a lot
+        for member in idle:
             assert member.ready is not None
             member.begun = True
             workers = settled.options.workers
             if not settled.options.follow:
-                workers = min(workers, -(-self.left(member) // self._most))
+                workers = min(workers, -(-self.left(member) // most))
             pace = settled.pace
             if pace is not None:  # a share of it for each node
                 pace = {"path": str(Path(member.ready["place"], "pace")), "rate": pace["rate"] / len(here)}
@@ -161,7 +168,7 @@ class Work:
                 member.root,
                 member.ready["job"],
                 handed=not self.replicate,
-                units_per_shard=self._most,
+                units_per_shard=most,
                 pace=pace,
             )
             for number in range(workers):
@@ -246,18 +253,23 @@ class Split(Work):
 
     replicate = False
 
-    def plan(self) -> None:
-        """Claims so small that every node gets some, and that none is long at its last one."""
-        left, wanted = self._left(), self._settled.wanted
-        count = left if wanted is None else min(left or self._source.units, wanted)
-        self._most = max(1, min(self._most, -(-count // (_CLAIMS * len(self._crew.members)))))
-        self._target = None if self._settled.options.follow else count * self._settled.per_unit
-
     def begin(self) -> None:
         """A complete pass is followed by a new one when samples are asked for by number, as in one cache."""
         if self._settled.wanted is not None:
             with self._cache.catalog.write() as connection:
                 draws.next_turn(connection, self._settled.id)
+        self._target = None if self._settled.options.follow else self._count() * self._settled.per_unit
+
+    def size(self) -> int:
+        """Claims so small that every node gets some, and that none is long at its last one."""
+        count = self._source.units if self._settled.options.follow else self._count()
+        return max(1, min(self._settled.per_shard, -(-count // (_CLAIMS * len(self._crew.members)))))
+
+    def _count(self) -> int:
+        """Draws that are left of the pass, or of what was asked for."""
+        with self._cache.catalog.read() as connection:
+            most = job_row(connection, self._job).left
+        return self._left() if most is None else min(self._left(), most)
 
     def _left(self) -> int:
         """Draws that are left of the pass."""
@@ -286,10 +298,7 @@ class Split(Work):
 
     def left(self, member: Member) -> int:
         """Its share of what the pass, or the pull, has left."""
-        with self._cache.catalog.read() as connection:
-            most = job_row(connection, self._job).left
-        left = self._left()
-        return max(1, -(-(left if most is None else min(left, most)) // len(self._crew.members)))
+        return max(1, -(-self._count() // len(self._crew.members)))
 
     def more(self) -> bool:
         """Whether archives had fewer samples than was thought, so that more of them are drawn."""
@@ -301,47 +310,3 @@ class Split(Work):
     def drawn(self) -> tuple[int, bool]:
         """What all nodes have together."""
         return sum(member.tally.samples for member in self._crew.members), self._left() <= 0
-
-
-class Replicate(Work):
-    """The same draws on every node."""
-
-    replicate = True
-
-    def plan(self) -> None:
-        """As far as the farthest node came, and the samples that are asked for: all come to there."""
-        source, known = self._source, self._crew.known()
-        far = max((row for row, _ in known), key=lambda row: row.turn, default=source)
-        if far.turn > source.turn:
-            source = replace(source, turn=far.turn, cuts=far.cuts, past=far.past)
-        done = [drawn if row.turn == source.turn else 0 for row, drawn in known]
-        done += [0] * (len(self._crew.members) - len(known))
-        wanted = self._settled.wanted
-        if wanted is not None and min(done) >= source.units:
-            past = (*source.past, (source.turn, source.units, source.cuts))
-            source, done = replace(source, turn=source.turn + 1, cuts=(), past=past), [0]
-        if wanted is not None:
-            self._upto = min(source.units, max(done) + wanted)
-        with self._cache.catalog.write() as connection:
-            share.follow(connection, source)
-        self._source = source
-        left = sum((self._upto or source.units) - each for each in done)
-        self._target = None if self._settled.options.follow else left * self._settled.per_unit
-
-    def idle(self) -> list[Member]:
-        """Those who did not begin yet."""
-        return [member for member in self._crew.members if member.ready is not None and not member.begun]
-
-    def left(self, member: Member) -> int:
-        """What it lacks."""
-        return int((member.ready or {})["left"])
-
-    def more(self) -> bool:
-        """Whether a node that came is still about to begin."""
-        return any(member.ready is None for member in self._crew.members)
-
-    def drawn(self) -> tuple[int, bool]:
-        """What came to each node, at least."""
-        full = any(member.full for member in self._crew.members)
-        complete = not full and (self._upto is None or self._upto >= self._source.units)
-        return min(member.tally.samples for member in self._crew.members), complete

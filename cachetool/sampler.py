@@ -73,7 +73,7 @@ def draw(
 
         claims: Claims
         if handed:
-            claims = Handed(channel, opened, job=job)
+            claims = Handed(channel, opened, job=job, most=units_per_shard)
         else:
             claims = Own(cache, opened, job=job, source=source, most=units_per_shard, follow=follow, lost=lost)
 

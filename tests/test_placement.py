@@ -166,3 +166,26 @@ def test_nodes_know_how_their_samples_were_placed_though_the_catalog_of_the_whol
 
     assert {node: world.samples(node) for node in "ab"} == before
     world.pull(everything=True, placement=placement)
+
+
+def test_what_a_lost_cache_had_comes_in_shards_and_not_one_by_one(world: World) -> None:
+    world.write(0, 60)
+    world.pull(everything=True)
+    shutil.rmtree(world.folder / "b")
+    before, lost = len(world.samples("a")), 60 - sum(world.samples("a"))
+    world.pull(everything=True)
+    again = world.samples("a")[before:] + world.samples("b")
+
+    assert sum(again) == lost
+    assert len(again) <= lost // 2
+
+
+def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World) -> None:
+    world.write(0, 40)
+    world.pull(samples=16)
+    for number in range(0, 40, 5):
+        (world.source / f"{number:03d}.x.npy").unlink()
+    result = world.pull(everything=True, refresh=True)
+
+    assert result.vanished == 8
+    assert result.pass_complete

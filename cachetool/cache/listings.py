@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes
 
-__all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "take_in"]
+__all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "segments", "take_in"]
 
 _BLOCK = 4096
 
@@ -26,6 +26,11 @@ _BLOCK = 4096
 def listing_bound(listing: Path) -> int:
     """Upper bound of what a copy of this folder takes on the cache's disk, whose blocks may be larger than here."""
     return _BLOCK + sum(-(-path.stat().st_size // _BLOCK) * _BLOCK + _BLOCK for path in listing.iterdir())
+
+
+def segments(listing: Path) -> list[str]:
+    """Names of what a listing has grown by; one that only says what vanished adds no unit."""
+    return sorted(path.name for path in listing.iterdir() if path.is_dir())
 
 
 def take_in(layout: Layout, source: str, listing: Path, owner: str) -> int:
