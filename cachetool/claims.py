@@ -217,7 +217,9 @@ class Handed:
             return answer.get("wait")
         value = answer["claim"]
         held = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
-        if self.samples is None:
+        if self.samples is None or self.samples.units != held.source.units:
+            if self.samples is not None:
+                self.samples.close()  # it has grown
             self.samples = self._open(held.source)
         self._there[held.id] = tuple((start, stop) for start, stop in answer["there"])
         return held

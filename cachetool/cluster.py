@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
-from cachetool.cache.bound import PLACEMENTS, bind, refuse_other
+from cachetool.cache.bound import PLACEMENTS, bind, refuse_other, unbind
 from cachetool.cache.catalog import Connection
 from cachetool.cache.history import edged
 from cachetool.cache.jobs import close_job
@@ -28,6 +28,7 @@ from cachetool.progress import Report, silent
 from cachetool.pull import pull
 from cachetool.replicas import Replicate
 from cachetool.settled import PullResult, Settled
+from cachetool.stores import redact
 
 __all__ = ["PLACEMENTS", "pull_over"]
 
@@ -76,13 +77,25 @@ class _Placement:
         """The source as the node knows it that is farthest with it."""
         return max((row for row, _ in self._crew.known()), key=lambda row: (row.turn, row.frontier), default=None)
 
+    def refuse(self, cache: CacheDir, id: str, url: str) -> None:
+        """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
+        were filled with the other placement."""
+        for member in self._crew.members:  # they know it, whatever became of the catalog of the whole
+            refuse_other(redact(url), member.looked["replicate"], self._replicate)
+        if cache.exists:
+            with cache.catalog.read() as connection:
+                _refuse_another(connection, id, redact(url))
+
     def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""
         holder, options = cache.holder, settled.options
 
         def begin(connection: Connection) -> tuple[str, SourceRow]:
             holder.register(connection)
-            self._check(connection, settled)
+            _refuse_another(connection, settled.id, settled.found["url"])  # that began meanwhile
+            bind(connection, settled.id, settled.found["url"], replicate=self._replicate)
+            # Those that are not here are lost.
+            placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])
             wanted, room = settled.wanted, options.room
             return draws.open_job(
                 connection, settled.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
@@ -102,15 +115,11 @@ class _Placement:
             self._crew.stop()
             with cache.catalog.write() as connection:
                 placing.release(connection, job)
+                if not any(member.tally.samples or member.looked["drawn"] for member in self._crew.all):
+                    unbind(connection, settled.id)
             edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
 
-    def _check(self, connection: Connection, settled: Settled) -> None:
-        """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
-        were filled with the other placement. Nodes that are not here are lost."""
-        url = settled.found["url"]
-        if connection.execute("SELECT 1 FROM jobs WHERE source = ?", (settled.id,)).fetchone():
-            raise UsageError(f"another pull over these nodes draws from {url} at this moment; wait for its end")
-        for member in self._crew.members:  # they know it, whatever became of the catalog of the whole
-            refuse_other(url, member.looked["replicate"], self._replicate)
-        bind(connection, settled.id, url, replicate=self._replicate)
-        placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])
+
+def _refuse_another(connection: Connection, id: str, url: str) -> None:
+    if connection.execute("SELECT 1 FROM jobs WHERE source = ?", (id,)).fetchone():
+        raise UsageError(f"another pull over these nodes draws from {url} at this moment; wait for its end")

@@ -97,6 +97,11 @@ class Crew:
         return sorted(self._by_id.values(), key=lambda member: member.node.name)
 
     @property
+    def all(self) -> list[Member]:
+        """Those that are here, and those that were lost."""
+        return [*self.members, *self.lost]
+
+    @property
     def cap(self) -> int:
         """The least cap of a cache."""
         return min(int(member.looked["cap"]) for member in self.members)

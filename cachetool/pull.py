@@ -73,6 +73,8 @@ def pull(
         engine = stack.enter_context(LocalEngine())
         few = options.samples is not None and options.samples <= _FEW
         engine.expect(1 if few or elsewhere is not None else options.workers, "cachetool.sampler")
+        if elsewhere is not None:
+            elsewhere.refuse(cache, id, url)
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)

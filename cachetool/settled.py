@@ -80,6 +80,10 @@ class Elsewhere(Protocol):
         """The source as they know it, where they do."""
         ...
 
+    def refuse(self, cache: CacheDir, id: str, url: str) -> None:
+        """Raise :class:`UsageError` when nothing may be drawn now; before anything of the source is changed."""
+        ...
+
     def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
         """As a pull into ``cache`` itself does."""
         ...

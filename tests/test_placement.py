@@ -21,7 +21,8 @@ import pytest
 
 import cachetool
 from cachetool import cluster, member
-from cachetool.cache import CacheDir
+from cachetool.cache import CacheDir, Room
+from cachetool.cache.jobs import add_job
 from cachetool.cluster import pull_over
 from cachetool.engines import Task
 from cachetool.engines.child import bug
@@ -101,7 +102,7 @@ class Threads:
         return ended
 
     def stop(self, runs: Sequence[Run]) -> None:
-        for run in runs:
+        for run in [run for run in runs if not run.ended]:
             thread = self._threads[run.number]
             while thread.is_alive() and not run.ended:
                 ident = ctypes.c_ulong(thread.ident or 0)
@@ -189,3 +190,42 @@ def test_a_refresh_that_finds_only_what_vanished_reaches_the_nodes(world: World)
 
     assert result.vanished == 8
     assert result.pass_complete
+
+
+def test_a_pull_that_is_refused_beside_another_leaves_the_source_as_it_was(world: World) -> None:
+    world.write(0, 20)
+    world.pull(samples=10)
+    with CacheDir(world.folder / "driver") as whole:
+        (row,) = whole.catalog.rows("SELECT id, units FROM sources")
+        with whole.catalog.write() as connection:
+            whole.holder.register(connection)
+            add_job(connection, "other", row["id"], holder=whole.holder.id, wanted=None, room=Room())
+        world.write(20, 30)
+        with pytest.raises(cachetool.UsageError, match="another pull over these nodes"):
+            world.pull(everything=True, refresh=True)
+
+        assert whole.catalog.rows("SELECT units FROM sources")[0]["units"] == 20
+
+
+def test_a_source_that_is_replicated_can_grow(world: World) -> None:
+    world.write(0, 20)
+    world.pull(samples=10, placement="replicate")
+    world.write(20, 30)
+    world.pull(everything=True, placement="replicate", refresh=True)
+
+    assert {node: sum(world.samples(node)) for node in "ab"} == {"a": 30, "b": 30}
+
+
+def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None:
+    world.write(0, 20)
+
+    def fail(run: Run) -> None:
+        if run.task.target == "cachetool.sampler:draw":
+            run.error = cachetool.SourceError("it fails")
+
+    world.engine.started = fail
+    with pytest.raises(cachetool.SourceError, match="it fails"):
+        world.pull(everything=True, placement="replicate")
+    world.engine.started = lambda run: None
+
+    assert world.pull(everything=True).samples == 20

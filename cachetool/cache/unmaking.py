@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cachetool.cache import holders
+from cachetool.cache.bound import bound
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import drawn, source_row
 from cachetool.cache.layout import remove_tree
@@ -53,6 +54,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
     row = source_row(connection, source)
     busy = connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source,)).fetchone()
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
+    used = used or bound(connection, source) is not None  # other nodes have samples of it
     gone = (
         row is not None and not used and not busy and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
     )
