@@ -200,16 +200,18 @@ def _ask(server: Any, node: str, count: int) -> list[float]:
     """In a task: claim and report, one after another; gives the seconds of each."""
     import ray
 
-    ray.get(server.answer.remote(node, {"what": "enter", "cache": sum(node.encode())}))
+    ray.get(server.answer.remote(node, {"what": "enter", "cache": sum(node.encode()), "word": node}))
     waits = []
     for number in range(count):
         began = time.perf_counter()
-        answer = ray.get(server.answer.remote(node, {"what": "claim", "token": f"{node} {number}"}))
+        token = f"{node} {number}"
+        answer = ray.get(server.answer.remote(node, {"what": "claim", "token": token, "word": node}))
         assert "claim" in answer, answer
         claim = answer["claim"]
         message = {
             "what": "finish",
             "claim": claim,
+            "token": token,
             "upto": claim["stop"],
             "ranges": [[claim["start"], claim["stop"]]],
             "draws": claim["stop"] - claim["start"],

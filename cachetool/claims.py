@@ -207,12 +207,16 @@ class Handed:
         self.samples: Source | None = None
         self._there: dict[int, tuple[tuple[int, int], ...]] = {}
         """Of each claim that is not done, which positions need no fetch."""
+        self._tokens: dict[int, str] = {}
+        """By which word it was asked for."""
         self._unused = 0, 0
 
     def take(self) -> Claim | float | None:
         """As :meth:`Claims.take`."""
         # What was claimed is known by this word: the coordinator may be asked twice, when it died before it answered.
-        answer = self._channel.ask({"what": "claim", "token": secrets.token_hex(8), "most": self._most})
+        token = secrets.token_hex(8)
+        asked = {"what": "claim", "token": token, "word": self._job, "most": self._most}
+        answer = self._channel.ask(asked)
         if "claim" not in answer:
             return answer.get("wait")
         value = answer["claim"]
@@ -221,6 +225,7 @@ class Handed:
             if self.samples is not None:
                 self.samples.close()  # it has grown
             self.samples = self._open(held.source)
+        self._tokens[held.id] = token
         self._there[held.id] = tuple((start, stop) for start, stop in answer["there"])
         return held
 
@@ -249,6 +254,7 @@ class Handed:
             {
                 "what": "finish",
                 "claim": claim_json(held),
+                "token": self._tokens[held.id],
                 "upto": done.upto,
                 "ranges": done.ranges,
                 "draws": done.draws,
@@ -261,7 +267,7 @@ class Handed:
         )
         self._unused = answer["skipped"], answer["drawn"]
         if done.upto >= held.stop:
-            del self._there[held.id]
+            del self._there[held.id], self._tokens[held.id]
 
     def unused(self) -> tuple[int, int]:
         """As :meth:`Claims.unused`."""
@@ -271,8 +277,8 @@ class Handed:
         """As :meth:`Claims.give_back`."""
         if self.samples is not None:
             self.samples.close()
-        if self._there:
-            self._channel.ask({"what": "back", "claims": list(self._there)})
+        if self._tokens:
+            self._channel.ask({"what": "back", "claims": list(self._tokens.items())})
 
 
 def claim_json(held: Claim) -> dict[str, object]:

@@ -76,7 +76,7 @@ class Coordinator:
 
     def _enter(self, node: str, message: Message) -> Message:
         with self._cache.catalog.write() as connection:
-            placing.enter(connection, node, message["cache"], self._job, self._source)
+            placing.enter(connection, node, message["cache"], self._job, self._source, message["word"])
         return {}
 
     def _tell(self, node: str, message: Message) -> Message:
@@ -108,7 +108,7 @@ class Coordinator:
         self._asking = node, message["token"]
         self._claims.most = message.get("most", self._claims.most)
         with self._cache.catalog.read() as connection:
-            held: Claim | float | None = placing.held_by(connection, *self._asking, self._job)
+            held: Claim | float | None = placing.held_by(connection, *self._asking, self._job, message["word"])
             if isinstance(held, Claim):  # of before this process was made
                 self._claims.samples = self._claims.samples or self._open(held.source)
                 self._claims.cached.look(connection, self._claims.samples, held.source)
@@ -131,16 +131,18 @@ class Coordinator:
         counts = {name: message[name] for name in ("skipped", "vanished", "fetched")}
         with self._cache.catalog.write() as connection:
             placing.place(
-                connection, self._job, node, held, message["upto"], placed, brought=message["draws"], **counts
-            )
+                connection, self._job, node, message["token"], held, message["upto"], placed,
+                brought=message["draws"], **counts,
+            )  # fmt: skip
         skipped, drawn = self._claims.unused()
         return {"skipped": skipped, "drawn": drawn}
 
     def _back(self, node: str, message: Message) -> Message:
         with self._cache.catalog.write() as connection:
             connection.executemany(
-                "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE id = ? AND node = ?",
-                [(each, node) for each in message["claims"]],
+                "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE id = ? AND node = ?"
+                " AND token = ?",
+                [(each, node, token) for each, token in message["claims"]],
             )
         return {}
 

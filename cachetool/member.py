@@ -95,7 +95,8 @@ def attend(
         with cache.catalog.write() as connection:
             holder.register(connection)
             mine = share.identity(connection)
-        channel.ask({"what": "enter", "cache": mine})
+        part = share.part_of(job)
+        channel.ask({"what": "enter", "cache": mine, "word": part})
         known = cache.source(row.id)
         if known is None:
             stack.callback(withdraw_unused, cache, pull.dataset, row.id)
@@ -107,12 +108,13 @@ def attend(
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-"))
         with cache.catalog.write() as connection:
             bind(connection, row.id, row.url, replicate=replicate)
-        ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, job, pull.room)
+        ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, part, pull.room)
         try:
             channel.send({"ready": {**ready, "place": place}})
             return _watch(channel, cache, row.id, ready["job"], told=not replicate)
         finally:
-            edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
+            with contextlib.suppress(UsageError):  # it has ended: this node takes part anew
+                edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
 
 
 def _bound(cache: CacheDir, source: str) -> bool | None:
@@ -141,12 +143,12 @@ def _check_grown(cache: CacheDir, url: str, known: SourceRow | None, listing: Pa
     )
 
 
-def _join(channel: Asking, cache: CacheDir, row: SourceRow, job: str, room: Room) -> Message:
+def _join(channel: Asking, cache: CacheDir, row: SourceRow, part: str, room: Room) -> Message:
     """Open this node's part of the pull; tell all that it has, and give up what others have meanwhile."""
     holder = cache.holder
     with cache.catalog.write() as connection:
         holder.register(connection)
-        mine = share.join(connection, cache.layout, row, job, holder=holder.id, room=room)
+        share.join(connection, cache.layout, row, part, holder=holder.id, room=room)
         shards = share.ready_shards(connection, row.id)
         there = draws.source_row(connection, row.id)
     assert there is not None
@@ -156,7 +158,7 @@ def _join(channel: Asking, cache: CacheDir, row: SourceRow, job: str, room: Room
     _evict(cache, answer["gone"])
     with cache.catalog.write() as connection:
         share.follow(connection, SourceRow.from_json(answer["source"]))
-    return {"job": mine, **{name: answer[name] for name in ("samples", "shards", "bytes")}}
+    return {"job": part, **{name: answer[name] for name in ("samples", "shards", "bytes")}}
 
 
 def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | None) -> Message:

@@ -43,6 +43,10 @@ class Whole:
         self.cache.declare("default", Schema((Field("x", "float64", (4,)),)))
         self.cache.add_source(self.row, listing)
         self.shards: dict[str, dict[str, dict[str, Any]]] = {}
+        self.words: dict[str, str] = {}
+        """By which each node is known since it began."""
+        self.tokens: dict[int, str] = {}
+        """By which each claim was asked for."""
         self.count = 0
         self.begin(wanted)
 
@@ -70,7 +74,10 @@ class Whole:
 
     def enter(self, node: str, cache: int | None = None) -> list[str]:
         """A node begins, and gives up what it is told to."""
-        self.coordinator.answer(node, {"what": "enter", "cache": ord(node) if cache is None else cache})
+        self.count += 1
+        self.words[node] = str(self.count)
+        cache = ord(node) if cache is None else cache
+        self.coordinator.answer(node, {"what": "enter", "cache": cache, "word": self.words[node]})
         mine = self.shards.setdefault(node, {})
         here = self.now()
         told = self.coordinator.answer(node, {"what": "tell", "shards": list(mine.values()), "source": here.to_json()})
@@ -85,8 +92,11 @@ class Whole:
 
     def claim(self, node: str, token: str = "") -> dict[str, Any] | None:
         self.count += 1
-        answer = self.coordinator.answer(node, {"what": "claim", "token": token or str(self.count)})
-        return answer.get("claim")
+        asked = {"what": "claim", "token": token or str(self.count), "word": self.words[node]}
+        claim: dict[str, Any] | None = self.coordinator.answer(node, asked).get("claim")
+        if claim is not None:
+            self.tokens[claim["id"]] = asked["token"]
+        return claim
 
     def commit(self, node: str, claim: dict[str, Any]) -> dict[str, Any]:
         """The node commits a claim; what it has to tell of that."""
@@ -96,7 +106,8 @@ class Whole:
             "shard": shard, "turn": claim["turn"], "draws": ranges, "samples": size, "payload": 0, "job": self.job,
         }  # fmt: skip
         done = {"upto": claim["stop"], "ranges": ranges, "draws": size, "skipped": 0, "vanished": 0, "fetched": 1}
-        return {"what": "finish", "claim": claim, "shard": shard, "samples": size, **done}
+        token = self.tokens[claim["id"]]
+        return {"what": "finish", "claim": claim, "token": token, "shard": shard, "samples": size, **done}
 
     def draw(self, node: str) -> bool:
         if (claim := self.claim(node)) is None:
@@ -229,7 +240,8 @@ def test_what_a_living_node_evicted_stays_done_for_this_pass_and_comes_in_the_ne
     source = open_source(whole.url, whole.cache.listing("s"), units=UNITS)
     before = source.order(seed=5, turn=0)[np.arange(*lost[0])]
     fresh = []
-    while (answer := whole.coordinator.answer("a", {"what": "claim", "token": str(whole.count)})).get("claim"):
+    asked = {"what": "claim", "word": whole.words["a"]}
+    while (answer := whole.coordinator.answer("a", asked | {"token": str(whole.count)})).get("claim"):
         claim, whole.count = answer["claim"], whole.count + 1
         at = np.arange(claim["start"], claim["stop"])
         there = np.isin(at, [n for a, b in answer["there"] for n in range(a, b)])
@@ -274,7 +286,7 @@ def test_pulls_of_two_sources_over_the_same_nodes_leave_each_other_alone(whole: 
     assert whole.draw("b")
     with whole.cache.catalog.write() as connection:
         for node in ("a", "b"):
-            placing.enter(connection, node, ord(node), "another pull", "t")
+            placing.enter(connection, node, ord(node), "another pull", "t", "word")
         placing.insert(connection, "b", "t", placing.Placed("other", 0, ((0, 3),), 3, 0, "another pull"), 3)
     assert whole.draw("a")
 
@@ -292,7 +304,7 @@ def test_pulls_of_two_sources_over_the_same_nodes_leave_each_other_alone(whole: 
 
 def test_a_node_whose_cache_was_replaced_has_lost_what_it_had_of_every_source(whole: Whole) -> None:
     with whole.cache.catalog.write() as connection:
-        placing.enter(connection, "b", ord("b"), "another pull", "t")
+        placing.enter(connection, "b", ord("b"), "another pull", "t", "word")
         placing.insert(connection, "b", "t", placing.Placed("other", 0, ((0, 3),), 3, 0, "another pull"), 3)
     whole.enter("b", cache=77)
     with whole.cache.catalog.write() as connection:
@@ -351,6 +363,43 @@ def test_what_a_lost_node_had_of_an_earlier_pass_is_no_reason_to_rest(whole: Who
         assert not draws.idle(connection, "s")
 
 
+def test_what_a_node_began_before_it_was_cut_off_says_nothing_for_it_when_it_is_back(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    late = whole.claim("b")
+    assert late is not None
+    before, token = whole.words["b"], whole.tokens[late["id"]]
+    whole.lose("b")
+    whole.enter("b")
+    claim = whole.claim("b")
+    assert claim is not None
+    assert claim["id"] == late["id"], "the claim that was open again"
+
+    with pytest.raises(CacheToolError, match="given up"):
+        whole.coordinator.answer("b", {"what": "claim", "token": "late", "word": before})
+    told = whole.commit("b", late) | {"token": token}
+    del whole.shards["b"][told["shard"]]  # its cache refused it
+    with pytest.raises(CacheToolError, match="taken from it"):
+        whole.coordinator.answer("b", told)
+    whole.coordinator.answer("b", {"what": "back", "claims": [(late["id"], token)]})
+    assert whole.draw("a")
+    whole.coordinator.answer("b", whole.commit("b", claim))
+    while whole.draw("a"):
+        pass
+    assert whole.positions("a", "b") == list(range(UNITS))
+
+
+def test_a_claim_that_is_given_back_is_open_to_others(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    claim = whole.claim("b")
+    assert claim is not None
+    whole.coordinator.answer("b", {"what": "back", "claims": [(claim["id"], whole.tokens[claim["id"]])]})
+    while whole.draw("a"):
+        pass
+    assert whole.positions("a") == list(range(UNITS))
+
+
 def test_two_nodes_with_one_cache_are_refused(whole: Whole) -> None:
     whole.enter("a")
     with pytest.raises(cachetool.UsageError, match="nodes a and b have one cache folder"):
@@ -358,7 +407,7 @@ def test_two_nodes_with_one_cache_are_refused(whole: Whole) -> None:
 
 
 def test_a_cache_that_is_drawn_with_another_seed_is_refused(whole: Whole) -> None:
-    whole.coordinator.answer("a", {"what": "enter", "cache": 1})
+    whole.coordinator.answer("a", {"what": "enter", "cache": 1, "word": "x"})
     other = replace(whole.now(), seed=6)
     with pytest.raises(cachetool.UsageError, match=r"node a has .* with another seed"):
         whole.coordinator.answer("a", {"what": "tell", "shards": [], "source": other.to_json()})
@@ -387,9 +436,9 @@ def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Pa
         def join(job: str) -> str:
             with cache.catalog.write() as connection:
                 cache.holder.register(connection)
-                return share.join(
-                    connection, cache.layout, row, job, holder=cache.holder.id, room=cachetool.cache.Room()
-                )
+                part, room = share.part_of(job), cachetool.cache.Room()
+                share.join(connection, cache.layout, row, part, holder=cache.holder.id, room=room)
+                return part
 
         def settle(job: str) -> None:
             with cache.catalog.write() as connection:
@@ -401,6 +450,10 @@ def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Pa
         with pytest.raises(cachetool.CatalogError, match="taken from it"):
             settle(first)
         settle(second)
+        again = join("2")  # this node was cut off from the pull, and is back
+        with pytest.raises(cachetool.CatalogError, match="taken from it"):
+            settle(second)
+        settle(again)
         with pytest.raises(cachetool.UsageError, match="several nodes"):
             cache.pull(str(folder), samples=1)
         assert isinstance(cache, CacheDir)

@@ -62,9 +62,9 @@ class Placed:
         return min(self.samples, sum(stop - start for start, stop in self.draws))
 
 
-def enter(connection: Connection, node: str, cache: int, job: str, source: str) -> None:
+def enter(connection: Connection, node: str, cache: int, job: str, source: str, word: str) -> None:
     """A node takes part in a pull of a source with the cache of that identity. Where it had another one, what was in
-    that is lost, of all sources.
+    that is lost, of all sources. By the ``word`` its claims are known from those of an earlier time in this pull.
 
     Raises :class:`UsageError` when another node of this pull has the same cache.
     """
@@ -81,13 +81,14 @@ def enter(connection: Connection, node: str, cache: int, job: str, source: str) 
     if known is not None and known["cache"] != cache:
         lose(connection, node)
     connection.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?)", (node, cache))
-    connection.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, NULL)", (source, node, job))
+    connection.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)", (source, node, job, word))
 
 
-def held_by(connection: Connection, node: str, token: str, job: str) -> Claim | None:
-    """The claim that was made for this word already. Raises :class:`CatalogError` for a node that is none of the pull:
-    it was given up."""
-    if not connection.execute("SELECT 1 FROM members WHERE node = ? AND job = ?", (node, job)).fetchone():
+def held_by(connection: Connection, node: str, token: str, job: str, word: str) -> Claim | None:
+    """The claim that was made for this word already. Raises :class:`CatalogError` for a node that is none of the pull,
+    or came back to it since: it was given up."""
+    query = "SELECT 1 FROM members WHERE node = ? AND job = ? AND word = ?"
+    if not connection.execute(query, (node, job, word)).fetchone():
         raise CatalogError(f"node {node} was given up by the pull that it worked for; run it again")
     row = connection.execute(
         "SELECT id, turn, start, stop, source FROM claims WHERE token = ? AND holder IS NOT NULL", (token,)
@@ -106,6 +107,7 @@ def place(
     connection: Connection,
     job: str,
     node: str,
+    token: str,
     held: Claim,
     upto: int,
     placed: Placed | None,
@@ -119,7 +121,8 @@ def place(
     was told before. Raises :class:`CatalogError` when the claim was taken from the node."""
     if placed is not None and connection.execute("SELECT 1 FROM placed WHERE shard = ?", (placed.shard,)).fetchone():
         return
-    row = connection.execute("SELECT start FROM claims WHERE id = ? AND node = ?", (held.id, node)).fetchone()
+    query = "SELECT start FROM claims WHERE id = ? AND node = ? AND token = ?"  # the id may be another claim's by now
+    row = connection.execute(query, (held.id, node, token)).fetchone()
     if placed is None and (row is None or row["start"] >= upto):
         return
     if row is None:

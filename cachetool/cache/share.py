@@ -18,7 +18,7 @@ from cachetool.cache.records import write_source_record
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
 
-__all__ = ["follow", "identity", "join", "ready_shards", "settle"]
+__all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
 
 
 def identity(connection: Connection) -> int:
@@ -27,9 +27,15 @@ def identity(connection: Connection) -> int:
     return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
 
 
-def join(connection: Connection, layout: Layout, source: SourceRow, job: str, *, holder: str, room: Room) -> str:
-    """Take part in the pull ``job`` over several nodes, in the pass that ``source`` is in; gives the id of its job
-    here. From now on nothing is committed here for such a pull before.
+def part_of(job: str) -> str:
+    """The id of a node's job for its part of the pull ``job`` over several. Another one each time that it takes part:
+    what it began before it was cut off from that pull commits nothing once it is back."""
+    return f"{OVER}{job}.{secrets.token_hex(4)}"
+
+
+def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *, holder: str, room: Room) -> None:
+    """Take part in a pull over several nodes (:func:`part_of`), in the pass that ``source`` is in. From now on nothing
+    is committed here for such a pull before.
 
     Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
     """
@@ -38,11 +44,12 @@ def join(connection: Connection, layout: Layout, source: SourceRow, job: str, *,
         raise UsageError(
             f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
         )
-    add_job(connection, OVER + job, source.id, holder=holder, wanted=None, room=room)
+    add_job(connection, part, source.id, holder=holder, wanted=None, room=room)
+    before = part.partition(".")[0]
+    connection.execute("UPDATE shards SET job = ? WHERE job >= ? AND job < ?", (part, f"{before}.", f"{before}/"))
     if follow(connection, source):
         bump(connection)
         write_source_record(connection, layout, source.id)
-    return OVER + job
 
 
 def follow(connection: Connection, source: SourceRow) -> bool:
@@ -109,7 +116,7 @@ def ready_shards(connection: Connection, source: str) -> list[Placed]:
             tuple((start, stop) for start, stop in json.loads(row["draws"])),
             row["samples"],
             row["payload"],
-            str(row["job"]).removeprefix(OVER) if str(row["job"]).startswith(OVER) else None,
+            str(row["job"]).removeprefix(OVER).partition(".")[0] if str(row["job"]).startswith(OVER) else None,
         )
         for row in rows
     ]
