@@ -32,6 +32,8 @@ class Member:
     """Of its cache."""
     looked: Message
     """What :func:`cachetool.member.look` found."""
+    late: bool = False
+    """Whether it came while the pull ran."""
     attends: Run | None = None
     """:func:`cachetool.member.attend`, which runs as long as it takes part."""
     ready: Message | None = None
@@ -88,6 +90,10 @@ class Crew:
         self._cache, self._about = cache, about
         self._by_id: dict[str, Member] = {}
         self.lost: list[Member] = []
+        self._asked: list[Run] = []
+        """Nodes that came, and are looked at."""
+        self._known: set[str] = set()
+        """Those that came, by id; whoever could not take part is not asked again."""
         self._next = 0.0
         self._look(engine.nodes())
 
@@ -120,35 +126,57 @@ class Crew:
         """Nodes that joined the cluster or came back since, every other second."""
         if time.monotonic() < self._next:
             return []
+        self._next = time.monotonic() + _SEEK
         names = {member.node.name for member in self.members}  # one that came back may not be missed yet
-        ids = self._by_id.keys() | {member.node.id for member in self.lost}
+        ids = self._by_id.keys() | {member.node.id for member in self.lost} | self._known
         new = [node for node in self.engine.nodes(strict=False) if node.id not in ids and node.name not in names]
-        return self._look(new)
+        self._known |= {node.id for node in new}
+        self._asked += self._ask(new)
+        return self._answered()
+
+    def leave_out(self, node: Node, error: CacheToolError) -> None:
+        """Go on without a node that came, and cannot take part."""
+        self.notify(f"{named(error, node)}; the pull goes on without node {node.name}")
+        self._by_id.pop(node.id, None)
 
     def lose(self, member: Member) -> None:
         """Leave a member out from now on."""
         del self._by_id[member.node.id]
         self.lost.append(member)
 
-    def _look(self, nodes: Sequence[Node]) -> list[Member]:
-        roots = [cache_of(self._cache, node) for node in nodes]
+    def _ask(self, nodes: Sequence[Node]) -> list[Run]:
         target = "cachetool.member:look"
+        roots = [cache_of(self._cache, node) for node in nodes]
         tasks = [Task(target, {"root": root, **self._about}) for root in roots]
-        runs = [self.engine.start(node, task) for node, task in zip(nodes, tasks, strict=True)]
+        return [self.engine.start(node, task) for node, task in zip(nodes, tasks, strict=True)]
+
+    def _answered(self) -> list[Member]:
+        """Those who came and were looked at since; nobody waits for them."""
+        new = []
+        for run in [run for run in self._asked if run.ended]:
+            self._asked.remove(run)
+            if run.result is not None:
+                new.append(Member(run.node, cache_of(self._cache, run.node), run.result, late=True))
+            elif isinstance(run.error, NodeLost):
+                self._known.discard(run.node.id)
+            elif run.error is not None:
+                self.leave_out(run.node, run.error)
+        self._by_id |= {member.node.id: member for member in new}
+        return new
+
+    def _look(self, nodes: Sequence[Node]) -> None:
+        runs = self._ask(nodes)
         while not all(run.ended for run in runs):
             self.engine.wait()
         errors = [named(run.error, run.node) for run in runs if run.error is not None]
         for error in errors:
             if not isinstance(error, NodeLost):
                 raise error
-        new = [
-            Member(run.node, root, run.result) for run, root in zip(runs, roots, strict=True) if run.result is not None
-        ]
-        if errors and not new and not self._by_id:
+        new = [Member(run.node, cache_of(self._cache, run.node), run.result) for run in runs if run.result is not None]
+        if errors and not new:
             raise errors[0]
-        self._by_id |= {member.node.id: member for member in new}
+        self._by_id = {member.node.id: member for member in new}
         self._next = time.monotonic() + _SEEK
-        return new
 
     def stop(self) -> None:
         """End what runs: samplers first, so that what they give back is heard."""

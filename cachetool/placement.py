@@ -200,6 +200,11 @@ class Work:
             if lost is not None:
                 self._lose(member, lost)
                 continue
+            if errors and member.late and member.ready is None:
+                self._crew.leave_out(member.node, errors[0])
+                with self._cache.catalog.write() as connection:  # what it may have told of already
+                    placing.lose(connection, member.node.name, self._settled.id)
+                continue
             if errors:
                 raise errors[0]
             for run in [run for run in member.samplers if run.ended]:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool import cluster, member
+from cachetool import cluster, crew, member
 from cachetool.cache import CacheDir, Room
 from cachetool.cache.jobs import add_job
 from cachetool.cluster import pull_over
@@ -218,6 +218,8 @@ def test_a_source_that_is_replicated_can_grow(world: World) -> None:
 
 def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None:
     world.write(0, 20)
+    with cachetool.open_cache(world.folder / "driver") as whole:
+        assert whole.catalog.path.exists(), "a new one would go again, with all that it knows"
 
     def fail(run: Run) -> None:
         if run.task.target == "cachetool.sampler:draw":
@@ -229,3 +231,27 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
     world.engine.started = lambda run: None
 
     assert world.pull(everything=True).samples == 20
+
+
+@pytest.mark.parametrize("target", ["cachetool.member:look", "cachetool.member:attend"])
+def test_a_node_that_comes_and_cannot_take_part_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    world.write(0, 20)
+    monkeypatch.setattr(crew, "_SEEK", 0.0)
+    first, second = world.engine.named
+    world.engine.named = [first]
+
+    def come(run: Run) -> None:
+        if run.task.target == "cachetool.sampler:draw":
+            world.engine.named = [first, second]
+        elif run.node == second and run.task.target == target:
+            run.error = cachetool.UsageError("its folder cannot be written")
+            world.engine.said.put((run, None))
+
+    world.engine.started = come
+
+    assert world.pull(everything=True, max_rate="2kB").samples == 20
+    assert [note for note in world.notes if "node b" in note] == [
+        "node b: its folder cannot be written; the pull goes on without node b"
+    ]

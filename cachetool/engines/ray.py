@@ -100,13 +100,13 @@ class RayEngine:
     # -- nodes -------------------------------------------------------------------------------------------------------
 
     def nodes(self, *, strict: bool = True) -> list[Node]:
-        """The nodes that live now, by name. Raises :class:`UsageError` when two have one name; with ``strict`` False
-        both are left out. One that is dead is left out, though the cluster may miss it only after half a minute; with
-        ``strict`` False only where it has come back, since that asks every node."""
+        """The nodes that live now, by name. Raises :class:`UsageError` when two have one name, or one has none that
+        can be used; with ``strict`` False those are left out. One that is dead is left out, though the cluster may miss
+        it only after half a minute; with ``strict`` False only where it has come back, since that asks every node."""
         import ray
 
         with _told():
-            rows = [row for row in ray.nodes() if row["Alive"]]
+            rows = [row for row in ray.nodes() if row["Alive"] and (strict or _nameable(row))]
         twice = namesakes(map(node_of, rows))
         asked = [row for row in rows if strict or node_of(row).name in twice]
         found = [node_of(row) for row in rows if row not in asked or listens(row)]
@@ -264,6 +264,14 @@ class RayEngine:
         for run in line.runs.values():
             run.error = lost
         return list(line.runs.values())
+
+
+def _nameable(row: Message) -> bool:
+    try:
+        node_of(row)
+    except UsageError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
