@@ -201,15 +201,17 @@ def _evict(cache: CacheDir, ids: Sequence[str]) -> None:
 def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, told: bool) -> Message:
     """Tell what goes and how full it is, whenever that has changed, until this task is stopped."""
     ready: set[str] = set()
-    version = 0
+    version, took = 0, 0.0
 
     def tell() -> int:
-        nonlocal ready, version
+        nonlocal ready, version, took
+        began = time.monotonic()
         version = cache.version
         with cache.catalog.read() as connection:
             used, evicted = measure(connection, cache.layout).total, job_row(connection, job).evicted
             query = "SELECT id FROM shards WHERE source = ? AND state = 'ready'"
             now = {row["id"] for row in connection.execute(query, (source,))}
+        took = time.monotonic() - began  # not how long an answer takes, as while the coordinator is made again
         if told and ready - now:
             channel.ask({"what": "gone", "shards": sorted(ready - now)})
         ready = now
@@ -219,10 +221,10 @@ def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, told: boo
     evicted = tell()
     try:
         while True:
-            began = time.monotonic()
+            took = 0.0
             if cache.version != version:
                 evicted = tell()
-            time.sleep(max(_LOOK, 100 * (time.monotonic() - began)))
+            time.sleep(max(_LOOK, 100 * took))
     except Interrupted:
         with contextlib.suppress(CacheToolError):  # whoever stopped it may be gone
             evicted = tell()

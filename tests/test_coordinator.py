@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cachetool
+from cachetool import member
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing, share
 from cachetool.coordinator import Coordinator
-from cachetool.errors import CacheToolError
+from cachetool.errors import CacheToolError, Interrupted
 from cachetool.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 
@@ -457,3 +459,39 @@ def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Pa
         with pytest.raises(cachetool.UsageError, match="several nodes"):
             cache.pull(str(folder), samples=1)
         assert isinstance(cache, CacheDir)
+
+
+def test_a_node_is_looked_at_every_second_however_long_an_answer_takes(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was evicted while the coordinator was made again must not be told minutes later."""
+    clock, slept = [0.0], []
+
+    class Slow:
+        def send(self, message: dict[str, Any]) -> None:
+            assert "fill" in message
+
+        def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+            assert message["what"] == "gone"
+            clock[0] += 60
+            return {}
+
+    with cachetool.open_cache(tmp_path / "node", max_size="10MB") as cache:
+        assert isinstance(cache, CacheDir)
+        cache.pull(str(folder), samples=20)
+        source = cache.catalog.rows("SELECT id FROM sources")[0]["id"]
+        with cache.catalog.write() as connection:
+            cache.holder.register(connection)
+            job, _ = draws.open_job(connection, source, holder=cache.holder.id, wanted=None, seed=None)
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 1:
+                member._evict(cache, [row["id"] for row in cache.catalog.rows("SELECT id FROM shards")])
+            else:
+                raise Interrupted("stopped")
+
+        monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        member._watch(Slow(), cache, source, job, told=True)
+    assert clock[0] == 60
+    assert slept == [1.0, 1.0]
