@@ -95,7 +95,8 @@ class Coordinator:
             others = _Others(lambda: self._open(row), row, placing.placed_elsewhere(connection, row.id, node))
             gone = placing.take_in(connection, row, node, found, job=self._job, doubled=others.have)
             row = self._row(connection)
-        mine = [each for each in found if each.job == self._job and each.shard not in gone]
+        left = {each.shard for each in found}.difference(gone)
+        mine = [each for each in found if each.job == self._job and each.shard in left]
         return {
             "gone": gone,
             "source": row.to_json(),
@@ -168,16 +169,19 @@ class _Others:
     def __init__(self, open: Callable[[], Source], row: SourceRow, found: Sequence[tuple[int, Ranges]]) -> None:
         self._open, self._row = open, row
         self._ranges: dict[int, npt.NDArray[np.int64]] = {}
+        self._ends: dict[int, npt.NDArray[np.int64]] = {}
+        """How far each range of a pass, or one before it, reaches."""
         for turn in {turn for turn, _ in found}:
             mine = sorted(part for other, ranges in found if other == turn for part in ranges)
             self._ranges[turn] = np.array(mine, dtype=np.int64).reshape(-1, 2)
+            self._ends[turn] = np.maximum.accumulate(self._ranges[turn][:, 1])
         self._units: dict[int, npt.NDArray[np.int64]] = {}
         self._source: Source | None = None
 
     def have(self, placed: Placed) -> bool:
         """Whether any of a shard's samples is elsewhere as well."""
         if (ranges := self._ranges.get(placed.turn)) is not None:
-            ends = np.maximum.accumulate(ranges[:, 1])
+            ends = self._ends[placed.turn]
             for start, stop in placed.draws:
                 before = int(np.searchsorted(ranges[:, 0], stop))
                 if before and ends[before - 1] > start:

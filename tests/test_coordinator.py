@@ -427,6 +427,29 @@ def test_many_nodes_and_shards_fit_into_a_catalog_that_begins_small(whole: Whole
         assert connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0] > limit
 
 
+def test_what_a_node_tells_is_compared_by_name_once(whole: Whole) -> None:
+    """Of a hundred thousand shards each with each would take a day."""
+    compared = 0
+
+    class Id(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    found = [placing.Placed(Id(f"shard{n}"), 0, ((n, n + 1),), 1, 0, None) for n in range(UNITS)]
+    now = whole.now()
+    with whole.cache.catalog.write() as connection:
+        gone = placing.take_in(
+            connection, now, "a", found, job=whole.job, doubled=lambda each: each.draws[0][0] % 2 == 0
+        )  # fmt: skip
+    assert gone == sorted(f"shard{n}" for n in range(0, UNITS, 2))
+    assert compared < 10 * UNITS
+
+
 def test_a_commit_of_a_pull_that_was_followed_by_another_is_refused(tmp_path: Path, folder: Path) -> None:
     """A driver that was killed may have children that still write: whoever comes after it has fenced them off."""
     with cachetool.open_cache(tmp_path / "node", max_size="10MB") as cache:

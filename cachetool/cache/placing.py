@@ -219,7 +219,7 @@ def take_in(
     """What a node has, as it tells when it begins: its shards and no others. Gives the ids of those that are
     ``doubled`` and have to go there: others have the same draws, or are on them."""
     connection.execute("DELETE FROM placed WHERE node = ? AND source = ?", (node, source.id))
-    double = [each.shard for each in found if doubled(each)]
+    double = {each.shard for each in found if doubled(each)}
     for each in found:
         if each.shard in double:
             continue
@@ -236,7 +236,7 @@ def take_in(
     if double:
         next_seq(connection)
     bump(connection)
-    return double
+    return sorted(double)
 
 
 def carve(connection: Connection, source: str, turn: int, ranges: Ranges) -> bool:
