@@ -3,6 +3,7 @@
 The targets of tasks (:mod:`cachetool.engines`)::
 
     look      whether there is a cache, of which cap, and what it knows of the source      changes nothing
+    extend    a replica draws so many positions more
     attend    the cache is made, the source taken in, a job opened; {"ready": ...};
               then what is evicted is told, and how full the cache is, until it is stopped
 """
@@ -33,7 +34,7 @@ from cachetool.planning import format_of, refuse_small_cap
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions, open_source
 
-__all__ = ["attend", "look"]
+__all__ = ["attend", "extend", "look"]
 
 _LOOK = 1.0
 
@@ -115,6 +116,13 @@ def attend(
         finally:
             with contextlib.suppress(UsageError):  # it has ended: this node takes part anew
                 edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
+
+
+def extend(channel: Channel, *, root: str, job: str, by: int) -> Message:
+    """Let a replica draw ``by`` more positions."""
+    with CacheDir(Path(root)) as cache, cache.catalog.write() as connection:
+        connection.execute("UPDATE jobs SET wanted = wanted + ? WHERE id = ?", (by, job))
+    return {}
 
 
 def _bound(cache: CacheDir, source: str) -> bool | None:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from cachetool.cache import share
 from cachetool.crew import Member
+from cachetool.engines import Task
+from cachetool.engines.ray import NodeLost
 from cachetool.placement import Work
 
 __all__ = ["Replicate"]
@@ -15,6 +17,8 @@ class Replicate(Work):
     """The same draws on every node."""
 
     replicate = True
+    _added = 0
+    """Positions beyond those that were to be drawn at first."""
 
     def plan(self) -> None:
         """As far as the farthest node came, and the samples that are asked for: all come to there."""
@@ -45,8 +49,33 @@ class Replicate(Work):
         return int((member.ready or {})["left"])
 
     def more(self) -> bool:
-        """Whether a node that came is still about to begin."""
-        return any(member.ready is None for member in self._crew.members)
+        """Whether a node that came is still about to begin, or archives had fewer samples than was thought."""
+        members, wanted = self._crew.members, self._settled.options.samples
+        if any(member.ready is None for member in members):
+            return True
+        if wanted is None or self._upto is None or any(member.full for member in members):
+            return False
+        # To who was farthest all that came is what was asked for; others caught up as well.
+        first = min((m for m in members if not m.late), key=self.left, default=members[0])
+        by = (wanted - first.tally.samples) * (self.left(first) + self._added) // max(1, first.tally.samples)
+        by = min(max(1, by), self._source.units - self._upto)
+        if first.tally.samples >= wanted or by == 0:
+            return False
+        self._upto, self._added = self._upto + by, self._added + by
+        engine = self._crew.engine
+        arguments = {member.node.id: {"root": member.root, "job": (member.ready or {})["job"]} for member in members}
+        runs = [
+            engine.start(member.node, Task("cachetool.member:extend", {**arguments[member.node.id], "by": by}))
+            for member in members
+        ]
+        while not all(run.ended for run in runs):
+            engine.wait()
+        for error in [run.error for run in runs if run.error is not None]:
+            if not isinstance(error, NodeLost):  # that is found by what else runs there
+                raise error
+        for member in members:
+            member.begun = False
+        return True
 
     def drawn(self) -> tuple[int, bool]:
         """What came to each node, at least."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import itertools
 import json
 import shutil
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -255,3 +257,21 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     assert [note for note in world.notes if "node b" in note] == [
         "node b: its folder cannot be written; the pull goes on without node b"
     ]
+
+
+def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world: World) -> None:
+    for number in range(60):
+        with tarfile.open(world.source / f"{number:03d}.tar", "w") as archive:
+            for each in range(30 if number % 20 == 7 else 1):
+                buffer = io.BytesIO()
+                np.save(buffer, np.full(4, each))
+                entry = tarfile.TarInfo(f"{number:03d}_{each:03d}.x.npy")
+                entry.size = buffer.tell()
+                archive.addfile(entry, io.BytesIO(buffer.getvalue()))
+    with cachetool.open_cache(world.folder / "local", max_size="20MB") as cache:
+        alone = cache.pull(str(world.source), samples=40, seed=6, workers=1, shard_size="1kB").samples
+    result = world.pull(samples=40, seed=6, placement="replicate")
+
+    assert alone >= 40
+    assert result.samples == alone
+    assert {node: sum(world.samples(node)) for node in "ab"} == {"a": alone, "b": alone}
