@@ -8,6 +8,7 @@ The catalog of the whole is a cache without shards, where the command runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
@@ -27,6 +28,7 @@ from cachetool.planning import check_place, source_id
 from cachetool.progress import Report, silent
 from cachetool.pull import pull
 from cachetool.replicas import Replicate
+from cachetool.schema import Schema
 from cachetool.settled import PullResult, Settled
 from cachetool.stores import redact
 
@@ -85,6 +87,18 @@ class _Placement:
         if cache.exists:
             with cache.catalog.read() as connection:
                 _refuse_another(connection, id, redact(url))
+
+    def restore(self, cache: CacheDir, id: str, scratch: Path) -> None:
+        """Take the source from the node that is farthest with it, where it has grown: listed again it would have other
+        numbers."""
+        has = [member for member in self._crew.members if member.looked["segments"]]
+        if not has:
+            return
+        first = max(has, key=lambda member: (member.looked["source"]["units"], member.looked["source"]["turn"]))
+        row = SourceRow.from_json(first.looked["source"])
+        self._crew.fetch_listing(first, id, scratch)
+        cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
+        cache.add_source(replace(row, frontier=0, skipped=0), scratch, new=True)
 
     def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""

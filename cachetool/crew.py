@@ -3,9 +3,11 @@ there, what came of it, and who was lost or came since."""
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cachetool.cache import SourceRow
@@ -133,6 +135,22 @@ class Crew:
         self._known |= {node.id for node in new}
         self._asked += self._ask(new)
         return self._answered()
+
+    def fetch_listing(self, member: Member, source: str, folder: Path) -> None:
+        """Copy the listing of a source from the cache of a member into a folder here."""
+
+        def heard(message: Message) -> None:
+            path = Path(folder, message["name"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab" if message["at"] else "wb") as file:
+                file.write(base64.b64decode(message["piece"]))
+
+        task = Task("cachetool.member:listing", {"root": member.root, "source": source})
+        run = self.engine.start(member.node, task, heard)
+        while not run.ended:
+            self.engine.wait()
+        if run.error is not None:
+            raise named(run.error, run.node)
 
     def leave_out(self, node: Node, error: CacheToolError) -> None:
         """Go on without a node that came, and cannot take part."""

@@ -3,6 +3,7 @@
 The targets of tasks (:mod:`cachetool.engines`)::
 
     look      whether there is a cache, of which cap, and what it knows of the source      changes nothing
+    listing   the files of the listing of a source, in pieces
     extend    a replica draws so many positions more
     attend    the cache is made, the source taken in, a job opened; {"ready": ...};
               then what is evicted is told, and how full the cache is, until it is stopped
@@ -10,6 +11,7 @@ The targets of tasks (:mod:`cachetool.engines`)::
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import tempfile
 import time
@@ -34,9 +36,10 @@ from cachetool.planning import format_of, refuse_small_cap
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions, open_source
 
-__all__ = ["attend", "extend", "look"]
+__all__ = ["attend", "extend", "listing", "look"]
 
 _LOOK = 1.0
+_PIECE = 2**20
 
 
 def look(
@@ -56,6 +59,7 @@ def look(
             "cap": cache.max_size,
             "source": row.to_json() if row is not None and listed else None,
             "segments": segments(cache.listing(source)) if listed else [],
+            "schema": cache.schema(dataset).to_json() if listed else None,
             "format": format_of(cache, dataset),
             "drawn": _drawn(cache, row),
             "replicate": None if row is None else _bound(cache, source),
@@ -116,6 +120,18 @@ def attend(
         finally:
             with contextlib.suppress(UsageError):  # it has ended: this node takes part anew
                 edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
+
+
+def listing(channel: Channel, *, root: str, source: str) -> Message:
+    """Send the files of a listing: {"name", "at", "piece"}, the last of these in base 64."""
+    with CacheDir(Path(root)) as cache:
+        folder = cache.listing(source)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            with open(path, "rb") as file:
+                for at in range(0, max(1, path.stat().st_size), _PIECE):
+                    piece = base64.b64encode(file.read(_PIECE)).decode()
+                    channel.send({"name": str(path.relative_to(folder)), "at": at, "piece": piece})
+    return {}
 
 
 def extend(channel: Channel, *, root: str, job: str, by: int) -> Message:

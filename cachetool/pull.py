@@ -75,6 +75,10 @@ def pull(
         engine.expect(1 if few or elsewhere is not None else options.workers, "cachetool.sampler")
         if elsewhere is not None:
             elsewhere.refuse(cache, id, url)
+            if cache.source(id) is None:
+                elsewhere.restore(
+                    cache, id, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
+                )
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)

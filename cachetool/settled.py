@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from cachetool.cache import CacheDir, SourceRow
@@ -82,6 +83,10 @@ class Elsewhere(Protocol):
 
     def refuse(self, cache: CacheDir, id: str, url: str) -> None:
         """Raise :class:`UsageError` when nothing may be drawn now; before anything of the source is changed."""
+        ...
+
+    def restore(self, cache: CacheDir, id: str, scratch: Path) -> None:
+        """Give the source to a catalog that lost it, where listing it again would not make it what it is there."""
         ...
 
     def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:

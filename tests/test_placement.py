@@ -59,6 +59,7 @@ class Threads:
         self.said: SimpleQueue[tuple[Run, Message | None]] = SimpleQueue()
         self.asking = threading.Lock()
         self._threads: dict[int, threading.Thread] = {}
+        self._outcomes: dict[int, Message | CacheToolError] = {}
         self._numbers = itertools.count()
         self.started: Callable[[Run], None] = lambda run: None
 
@@ -85,11 +86,8 @@ class Threads:
             outcome = error
         except Exception as error:  # noqa: BLE001 - as in a child
             outcome = bug(error)
-        if isinstance(outcome, CacheToolError):
-            run.error = outcome
-        else:
-            run.result = outcome
-        self.said.put((run, None))
+        self._outcomes[run.number] = outcome
+        self.said.put((run, None))  # it has ended once all that it said was heard
 
     def wait(self, seconds: float = 0.05) -> list[Run]:
         ended = []
@@ -97,6 +95,11 @@ class Threads:
             while True:
                 run, message = self.said.get(timeout=seconds)
                 if message is None:
+                    outcome = self._outcomes.get(run.number, run.error)
+                    if isinstance(outcome, CacheToolError):
+                        run.error = outcome
+                    else:
+                        run.result = outcome
                     ended.append(run)
                 elif run.on_message is not None:
                     run.on_message(message)
@@ -275,3 +278,17 @@ def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world:
     assert alone >= 40
     assert result.samples == alone
     assert {node: sum(world.samples(node)) for node in "ab"} == {"a": alone, "b": alone}
+
+
+def test_a_source_that_had_grown_goes_on_though_the_catalog_of_the_whole_was_lost(world: World) -> None:
+    world.write(20, 40)
+    world.pull(samples=10)
+    world.write(0, 20)
+    world.pull(samples=10, refresh=True)
+    shutil.rmtree(world.folder / "driver")
+    before = {node: world.samples(node) for node in "ab"}
+    result = world.pull(everything=True)
+
+    assert result.pass_complete
+    assert sum(world.samples("a")) + sum(world.samples("b")) == 40
+    assert all(world.samples(node)[: len(before[node])] == before[node] for node in "ab"), "nothing is drawn twice"
