@@ -22,7 +22,7 @@ class Pulse:
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        before, said = arrivals(), (0, 0, 0)  # what it looked at is not part of what it draws
+        before, said = arrivals(), (0, retries(), 0)  # what it looked at is not part of what it draws
         while not self._stopped.wait(_PULSE):
             now = in_flight(), retries(), arrivals() - before
             if now != said:
