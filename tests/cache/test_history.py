@@ -170,6 +170,7 @@ def test_a_catalog_of_the_version_before_gets_an_empty_history(cache: CacheDir, 
     put(50_000)
     cache.close()
     with sqlite3.connect(cache.layout.catalog) as raw:
+        raw.execute("DROP TABLE members")
         raw.execute("DROP TABLE nodes")
         raw.execute("DROP TABLE placed")
         raw.execute("ALTER TABLE claims DROP COLUMN node")

@@ -100,6 +100,7 @@ def test_evictions_of_an_old_catalog_are_those_of_its_only_dataset(cache: CacheD
     put(400_000)
     cache.close()
     with sqlite3.connect(cache.layout.catalog) as raw:
+        raw.execute("DROP TABLE members")
         raw.execute("DROP TABLE nodes")
         raw.execute("DROP TABLE placed")
         raw.execute("ALTER TABLE claims DROP COLUMN node")

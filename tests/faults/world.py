@@ -434,7 +434,7 @@ def old_catalog(root: Path) -> None:
                 connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         for column in ("lost", "tried", "node", "token"):
             connection.execute(f"ALTER TABLE claims DROP COLUMN {column}")
-        for table in ("evictions", "history", "epochs", "nodes", "placed"):
+        for table in ("evictions", "history", "epochs", "members", "nodes", "placed"):
             connection.execute(f"DROP TABLE {table}")
         connection.execute("DROP TABLE pullers")
         connection.execute("DROP INDEX claims_by_source")
