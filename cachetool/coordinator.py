@@ -140,11 +140,7 @@ class Coordinator:
 
     def _back(self, node: str, message: Message) -> Message:
         with self._cache.catalog.write() as connection:
-            connection.executemany(
-                "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE id = ? AND node = ?"
-                " AND token = ?",
-                [(each, node, token) for each, token in message["claims"]],
-            )
+            placing.give_back(connection, node, message["claims"])
         return {}
 
     def _gone(self, node: str, message: Message) -> Message:

@@ -14,12 +14,13 @@ from cachetool.cache import SourceRow
 from cachetool.engines import Task
 from cachetool.engines.ray import NodeLost, RayEngine, Run
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, Interrupted
+from cachetool.errors import CacheToolError
 from cachetool.nodes import Node, cache_of
 from cachetool.progress import Progress
+from cachetool.spreading import of_node
 from cachetool.tally import Tally
 
-__all__ = ["Crew", "Member", "named"]
+__all__ = ["Crew", "Member"]
 
 _SEEK = 2.0
 """Seconds between two looks for nodes that came."""
@@ -71,14 +72,6 @@ class Member:
             "evicted_shards": self.fill.get("evicted", 0),
             "state": state,
         }
-
-
-def named(error: CacheToolError, node: Node) -> CacheToolError:
-    """The error of a task with the node's name in front."""
-    text = str(error)
-    if isinstance(error, NodeLost | Interrupted) or text.startswith("node"):
-        return error
-    return type(error)(f"node {node.name}: {text}")
 
 
 class Crew:
@@ -150,11 +143,11 @@ class Crew:
         while not run.ended:
             self.engine.wait()
         if run.error is not None:
-            raise named(run.error, run.node)
+            raise of_node(run.node.name, run.error)
 
     def leave_out(self, node: Node, error: CacheToolError) -> None:
         """Go on without a node that came, and cannot take part."""
-        self.notify(f"{named(error, node)}; the pull goes on without node {node.name}")
+        self.notify(f"{of_node(node.name, error)}; the pull goes on without node {node.name}")
         self._by_id.pop(node.id, None)
 
     def lose(self, member: Member) -> None:
@@ -186,7 +179,7 @@ class Crew:
         runs = self._ask(nodes)
         while not all(run.ended for run in runs):
             self.engine.wait()
-        errors = [named(run.error, run.node) for run in runs if run.error is not None]
+        errors = [of_node(run.node.name, run.error) for run in runs if run.error is not None]
         for error in errors:
             if not isinstance(error, NodeLost):
                 raise error

@@ -32,7 +32,7 @@ from cachetool.engines.task import Asking, Channel, Message
 from cachetool.errors import CacheToolError, Interrupted, UsageError
 from cachetool.formats import get_format
 from cachetool.options import PullOptions
-from cachetool.planning import format_of, refuse_small_cap
+from cachetool.planning import drawn_of, format_of, refuse_small_cap
 from cachetool.schema import Schema
 from cachetool.sources import SourceOptions, open_source
 
@@ -61,7 +61,7 @@ def look(
             "segments": segments(cache.listing(source)) if listed else [],
             "schema": cache.schema(dataset).to_json() if listed else None,
             "format": format_of(cache, dataset),
-            "drawn": _drawn(cache, row),
+            "drawn": 0 if row is None else drawn_of(cache, row),
             "replicate": None if row is None else _bound(cache, source),
         }
 
@@ -197,18 +197,8 @@ def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | No
         mine, _ = draws.open_job(
             connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
         )  # fmt: skip
-    left = now.units - draws_of(cache, now) if wanted is None else wanted
+    left = now.units - drawn_of(cache, now) if wanted is None else wanted
     return {"job": mine, "left": left, "samples": 0, "shards": 0, "bytes": 0}
-
-
-def draws_of(cache: CacheDir, row: SourceRow) -> int:
-    """How many draws of the present pass are done."""
-    with cache.catalog.read() as connection:
-        return draws.drawn(connection, row)
-
-
-def _drawn(cache: CacheDir, row: SourceRow | None) -> int:
-    return 0 if row is None else draws_of(cache, row)
 
 
 def _evict(cache: CacheDir, ids: Sequence[str]) -> None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from cachetool.cache import CacheDir, SourceRow, draws, placing
 from cachetool.cache.jobs import job_row
 from cachetool.cache.listings import segments
-from cachetool.crew import Crew, Member, named
+from cachetool.crew import Crew, Member
 from cachetool.engines import Task
 from cachetool.engines.ray import NodeLost
 from cachetool.engines.task import Message
@@ -28,6 +29,7 @@ from cachetool.errors import CapBlocked
 from cachetool.progress import Report
 from cachetool.pull import ask_for_more
 from cachetool.settled import PullResult, Settled, why_ended
+from cachetool.spreading import of_node
 from cachetool.text import count
 
 __all__ = ["Split", "Work"]
@@ -36,7 +38,7 @@ _CLAIMS = 4
 """Claims that a node gets at least, of a small pull: the first to begin takes two before the last has one."""
 
 
-class Work:
+class Work(ABC):
     """A pull over nodes while it runs."""
 
     replicate: bool
@@ -87,31 +89,31 @@ class Work:
 
     # -- what split and replicate do each in their own way -------------------------------------------------------------
 
-    def plan(self) -> None:
+    def plan(self) -> None:  # noqa: B027
         """Before the nodes begin."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """All nodes have told what they have."""
 
+    @abstractmethod
     def idle(self) -> list[Member]:
         """Of the members without samplers, those for whom there is work."""
-        raise NotImplementedError
 
     def size(self) -> int:
         """How many draws a claim has."""
         return self._settled.per_shard
 
+    @abstractmethod
     def left(self, member: Member) -> int:
         """About how many draws are left for one of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def more(self) -> bool:
         """Whether there is more to do although nothing is open."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drawn(self) -> tuple[int, bool]:
         """How many samples came, and whether the pass is complete."""
-        raise NotImplementedError
 
     # -- the nodes -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class Work:
         self._crew.engine.wait()
         for member in self._crew.members:
             runs = [*member.samplers, *([member.attends] if member.attends is not None else [])]
-            errors = [named(run.error, run.node) for run in runs if run.error is not None]
+            errors = [of_node(run.node.name, run.error) for run in runs if run.error is not None]
             lost = next((error for error in errors if isinstance(error, NodeLost)), None)
             if lost is not None:
                 self._lose(member, lost)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from cachetool.cache import CacheDir, SourceRow
+from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.admission import asked, refuse_full_disk
 from cachetool.cache.capping import least_cap
 from cachetool.cache.commit import folder_bound
@@ -33,6 +33,7 @@ __all__ = [
     "cap_for_all",
     "check_place",
     "drawn_as",
+    "drawn_of",
     "format_of",
     "pace",
     "prepare",
@@ -77,6 +78,12 @@ def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
                 f"{known.url} is drawn with {name} {have} in this cache; leave {name} out, or use another cache"
             )
     return known.seed, known.sequential
+
+
+def drawn_of(cache: CacheDir, source: SourceRow) -> int:
+    """How many draws of a source's present pass are done."""
+    with cache.catalog.read() as connection:
+        return draws.drawn(connection, source)
 
 
 def prepare(

@@ -32,6 +32,7 @@ from cachetool.planning import (
     cap_for_all,
     check_place,
     drawn_as,
+    drawn_of,
     format_of,
     pace,
     prepare,
@@ -152,7 +153,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
         return draws.open_job(connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=room, turn=turn)
 
     job, source = edged(cache.catalog, cache.layout, begin)
-    left = source.units - _drawn(cache, source)
+    left = source.units - drawn_of(cache, source)
     count = left if wanted is None else min(left, wanted)
     endless = options.follow or not source.whole
     workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
@@ -202,7 +203,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(id) or source
-    complete = source.whole and _drawn(cache, source) >= source.units
+    complete = source.whole and drawn_of(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
         asked = min(source.samples, count * per_unit) if options.samples is None else options.samples
         cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))
@@ -243,8 +244,3 @@ def ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) ->
         more = max(1, (wanted - samples) * now.committed // max(1, samples))
         connection.execute("UPDATE jobs SET wanted = wanted + ? WHERE id = ?", (more, job))
     return True
-
-
-def _drawn(cache: CacheDir, source: SourceRow) -> int:
-    with cache.catalog.read() as connection:
-        return draws.drawn(connection, source)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from cachetool.engines.ray import NodeLost, RayEngine, Run
 from cachetool.engines.task import Message, Task
-from cachetool.errors import CacheToolError, from_json, to_json
+from cachetool.errors import CacheToolError, Interrupted, from_json, to_json
 from cachetool.nodes import Node
 
 __all__ = ["Spread", "of_node"]
@@ -68,8 +68,8 @@ class Spread:
 
 def of_node(name: str, error: CacheToolError) -> CacheToolError:
     """The same error, saying on which node it happened."""
-    if isinstance(error, NodeLost):
-        return error  # it says so
+    if isinstance(error, NodeLost | Interrupted) or str(error).startswith("node "):
+        return error  # it says so, or is of no node
     told = to_json(error)
     return from_json(told | {"message": f"node {name}: {told['message']}"})
 

@@ -30,6 +30,7 @@ __all__ = [
     "carve",
     "enter",
     "forget_shards",
+    "give_back",
     "held_by",
     "insert",
     "lose",
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 Ranges = tuple[tuple[int, int], ...]
+
+_LET_GO = "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL"
+"""Opens claims of nodes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ def lose(connection: Connection, node: str, source_id: str | None = None) -> Non
     """Open again all that a node was on and had, of one source or of all: it is gone. What it had evicted stays done.
     Pulls of other sources see for themselves whether the node is there."""
     where, values = "node = :node AND (:source IS NULL OR source = :source)", {"node": node, "source": source_id}
-    connection.execute(f"UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE {where}", values)
+    connection.execute(f"{_LET_GO} WHERE {where}", values)
     rows = connection.execute(f"SELECT * FROM placed WHERE {where}", values).fetchall()
     for row in rows:
         source = source_row(connection, row["source"])
@@ -184,9 +188,14 @@ def lose_others(connection: Connection, source: str, here: Iterable[str]) -> Non
 
 def release(connection: Connection, job: str) -> None:
     """Open the claims that a pull leaves."""
-    connection.execute(
-        "UPDATE claims SET holder = NULL, job = NULL, node = NULL, token = NULL WHERE job = ?", (job,)
-    )  # fmt: skip
+    connection.execute(f"{_LET_GO} WHERE job = ?", (job,))
+
+
+def give_back(connection: Connection, node: str, claims: Iterable[tuple[int, str]]) -> None:
+    """Open the claims that a node does not want to work on, by their ids and tokens."""
+    connection.executemany(
+        f"{_LET_GO} WHERE id = ? AND node = ? AND token = ?", [(each, node, token) for each, token in claims]
+    )
 
 
 def forget_shards(connection: Connection, shards: Iterable[str]) -> None:
