@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -110,12 +109,11 @@ def attend(
         if folder is not None:
             _check_grown(cache, url, known, folder)
             cache.add_source(replace(row, frontier=0, skipped=0), folder, new=known is None)
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-"))
         with cache.catalog.write() as connection:
             bind(connection, row.id, row.url, replicate=replicate)
         ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, part, pull.room)
         try:
-            channel.send({"ready": {**ready, "place": place}})
+            channel.send({"ready": ready})
             return _watch(channel, cache, row.id, ready["job"], told=not replicate)
         finally:
             with contextlib.suppress(UsageError):  # it has ended: this node takes part anew

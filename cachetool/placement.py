@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws, placing
@@ -29,6 +28,7 @@ from cachetool.errors import CapBlocked
 from cachetool.progress import Report
 from cachetool.pull import ask_for_more
 from cachetool.settled import PullResult, Settled, why_ended
+from cachetool.sources.pace import shared
 from cachetool.spreading import of_node
 from cachetool.text import count
 
@@ -60,6 +60,8 @@ class Work(ABC):
         self._target: int | None = None
         """How many samples that is."""
         self._answers: Any = None
+        self._paces: dict[str, str] = {}
+        """Where on each node lies what its samplers keep to of --max-rate, by the node's id."""
 
     def run(self) -> PullResult:
         """Until no draw is open and no sampler runs."""
@@ -154,7 +156,8 @@ class Work(ABC):
 
     def _start(self) -> bool:
         """Start samplers on nodes that have none, where there is something to draw; whether on any."""
-        settled, here, started = self._settled, self._crew.members, False
+        settled, started = self._settled, False
+        self._share_rate()
         idle = self.idle()
         most = self.size() if idle else 0  # of what is left now: a node that is lost may have left a lot
         for member in idle:
@@ -164,8 +167,8 @@ class Work(ABC):
             if not settled.options.follow:
                 workers = min(workers, -(-self.left(member) // most))
             pace = settled.pace
-            if pace is not None:  # a share of it for each node
-                pace = {"path": str(Path(member.ready["place"], "pace")), "rate": pace["rate"] / len(here)}
+            if pace is not None:
+                pace = {"path": self._paces[member.node.id], "rate": pace["rate"]}
             task = settled.task(
                 member.root,
                 member.ready["job"],
@@ -179,6 +182,14 @@ class Work(ABC):
                 member.samplers.append(run)
                 started = True
         return started
+
+    def _share_rate(self) -> None:
+        """Give each node an equal part of --max-rate, anew whenever there are more or fewer of them."""
+        here = [member.node for member in self._crew.members]
+        if self._settled.pace is None or {node.id for node in here} == self._paces.keys():
+            return
+        at, share = shared(1 / len(here))
+        self._paces = {node.id: self._crew.engine.write(node, "pace", at, share) for node in here}
 
     def _heard(self, member: Member, sampler: int | None = None) -> Callable[[Message], None]:
         def heard(message: Message) -> None:

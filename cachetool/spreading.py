@@ -68,7 +68,7 @@ class Spread:
 
 def of_node(name: str, error: CacheToolError) -> CacheToolError:
     """The same error, saying on which node it happened."""
-    if isinstance(error, NodeLost | Interrupted) or str(error).startswith("node "):
+    if isinstance(error, NodeLost | Interrupted) or str(error).startswith(("node ", "nodes ")):
         return error  # it says so, or is of no node
     told = to_json(error)
     return from_json(told | {"message": f"node {name}: {told['message']}"})

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import cachetool
 from cachetool.engines import LocalEngine
+from cachetool.engines.agent import Agent
 from cachetool.engines.local import begun_early
 
 
@@ -31,6 +33,28 @@ def test_a_process_begun_early_is_the_first_of_an_engine_and_ends_if_none_takes_
     with begun_early("cachetool.sampler"):
         assert len(children() - before) == 1
     assert children() == before
+
+
+def heard(agent: Agent) -> dict[str, object]:
+    (said,) = (value for _, value in agent.hear())
+    return said
+
+
+def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(sys.argv, "0.0.9")
+    agent.begin(1, "cachetool.sampler:draw", {}, "n7", None)
+    said = heard(agent)
+    assert said["error"] == "UsageError"
+    assert said["message"] == (
+        f"node n7 has cachetool {cachetool.__version__}, the command is of 0.0.9; install the same version on both"
+    )
+
+
+def test_a_task_whose_end_comes_before_its_beginning_does_not_begin() -> None:
+    agent = Agent(sys.argv, cachetool.__version__)
+    agent.end(1)
+    agent.begin(1, "cachetool.sampler:draw", {}, "n7", None)
+    assert heard(agent)["error"] == "Interrupted"
 
 
 def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import importlib
 import io
 import itertools
 import json
+import os
 import shutil
+import struct
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +65,7 @@ class Threads:
         self._outcomes: dict[int, Message | CacheToolError] = {}
         self._numbers = itertools.count()
         self.started: Callable[[Run], None] = lambda run: None
+        self.places = tempfile.TemporaryDirectory()
 
     def nodes(self, *, strict: bool = True) -> list[Node]:
         return list(self.named)
@@ -88,6 +92,14 @@ class Threads:
             outcome = bug(error)
         self._outcomes[run.number] = outcome
         self.said.put((run, None))  # it has ended once all that it said was heard
+
+    def write(self, node: Node, name: str, at: int, piece: bytes) -> str:
+        path = Path(self.places.name, node.name, name)
+        path.parent.mkdir(exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.seek(at)
+            file.write(piece)
+        return str(path)
 
     def wait(self, seconds: float = 0.05) -> list[Run]:
         ended = []
@@ -260,6 +272,34 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     assert [note for note in world.notes if "node b" in note] == [
         "node b: its folder cannot be written; the pull goes on without node b"
     ]
+
+
+def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write(0, 30)
+    monkeypatch.setattr(crew, "_SEEK", 0.0)
+    first, second = world.engine.named
+    world.engine.named = [first]
+    parts: dict[str, list[float]] = {"a": [], "b": []}
+    write = world.engine.write
+
+    def written(node: Node, name: str, at: int, piece: bytes) -> str:
+        path = write(node, name, at, piece)
+        parts[node.name].append(struct.unpack("<dd", Path(path).read_bytes())[1])
+        return path
+
+    def come(run: Run) -> None:
+        if run.task.target == "cachetool.sampler:draw":
+            world.engine.named = [first, second]
+            assert run.task.arguments["pace"]["rate"] == 3000
+            assert run.task.arguments["pace"]["path"].endswith(f"/{run.node.name}/pace")
+
+    monkeypatch.setattr(world.engine, "write", written)
+    world.engine.started = come
+
+    assert world.pull(everything=True, max_rate="3kB").samples == 30
+    assert parts == {"a": [1.0, 0.5], "b": [0.5]}
 
 
 def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world: World) -> None:

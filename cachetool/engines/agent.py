@@ -6,11 +6,13 @@ These are the classes of Ray actors, made and called by :mod:`cachetool.engines.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from cachetool.disk import disk_error, known_error
 from cachetool.engines.child import bug
 from cachetool.engines.local import GRACE, Child, stop
 from cachetool.engines.task import Message, Task
-from cachetool.errors import CacheToolError, Interrupted, to_json
+from cachetool.errors import CacheToolError, Interrupted, UsageError, to_json
 
 __all__ = ["Agent", "Server"]
 
@@ -53,19 +55,32 @@ class Server:
 class Agent:
     """On a node: child processes for the tasks of one driver."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], wanted: str) -> None:
+        self._version = wanted
         sys.argv[:] = argv  # by which its children are known to the cache: as the program that was started
         self._children: dict[int, Child] = {}
+        self._over: set[int] = set()
+        """Tasks that are to end, by number: calls come in several threads, the end at times before the beginning."""
         self._said: list[tuple[int, Message]] = []
         self._news = threading.Condition()
         self._place: tempfile.TemporaryDirectory[str] | None = None
 
     def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
         """Start a child for a task, whose questions ``answers`` answers."""
+        if (mine := version("cachetool")) != self._version:
+            text = f"node {name} has cachetool {mine}, the command is of {self._version}"
+            self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
+            return
         try:
-            child = self._children[number] = Child(Task(target, arguments))
+            with self._news:
+                if number in self._over:
+                    raise Interrupted("stopped")
+                child = self._children[number] = Child(Task(target, arguments))
         except OSError as error:
             self._say((number, to_json(known_error(error) or bug(error))))
+            return
+        except Interrupted as error:
+            self._say((number, to_json(error)))
             return
         threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
 
@@ -80,7 +95,10 @@ class Agent:
 
     def end(self, number: int) -> None:
         """Tell a task to give back what it holds and to end."""
-        if (child := self._children.get(number)) is not None:
+        with self._news:
+            self._over.add(number)
+            child = self._children.get(number)
+        if child is not None:
             child.process.terminate()
             threading.Timer(GRACE, child.process.kill).start()
 
@@ -95,7 +113,8 @@ class Agent:
         """Put a piece of a file into that folder, from byte ``at`` on."""
         path = Path(self.place(), name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "r+b" if at else "wb") as file:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC), 0o600)
+        with open(fd, "wb") as file:
             file.seek(at)
             file.write(memoryview(piece))
 

@@ -1,4 +1,4 @@
-"""A limit on bytes a second, one for all processes of a pull: one number in a file that they share.
+"""A limit on bytes a second, one for all processes of a pull: two numbers in a file that they share.
 
 ::
 
@@ -7,7 +7,8 @@
 
 So there is no burst after a pause, no share that lies idle with a slow process, and no drift: what was granted up to
 any moment is the rate times the time, and at most one object more. The clock is the system's monotonic one, which is
-the same in all processes of a machine.
+the same in all processes of a machine. The other number is their part of the rate, all of it when the file has none: of
+a pull over several nodes whoever knows how many there are writes it (:func:`shared`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ from pathlib import Path
 from cachetool.stores import Object, Store
 from cachetool.stores.base import Pages
 
-__all__ = ["Pace", "grant", "paced"]
+__all__ = ["Pace", "grant", "paced", "shared"]
 
 _DUE = struct.Struct("<d")
+_SHARE = struct.Struct("<d")
 
 
 def grant(due: float, now: float, nbytes: int, rate: float) -> tuple[float, float]:
     """When ``nbytes`` may begin, and the new ``due``; times in seconds, ``rate`` in bytes a second."""
     begin = max(due, now)
     return begin, begin + nbytes / rate
+
+
+def shared(share: float) -> tuple[int, bytes]:
+    """Where in the file, and as which bytes, it says that a part of the rate, above 0 and up to 1, is theirs."""
+    return _DUE.size, _SHARE.pack(share)
 
 
 class Pace:
@@ -60,8 +67,10 @@ class Pace:
             fcntl.lockf(fd, fcntl.LOCK_EX)
             try:
                 now = self._clock()
-                found = os.pread(fd, _DUE.size, 0)
-                begin, due = grant(_DUE.unpack(found)[0] if found else now, now, nbytes, self._rate)
+                found = os.pread(fd, _DUE.size + _SHARE.size, 0)
+                due = _DUE.unpack_from(found)[0] if found else now
+                share = _SHARE.unpack_from(found, _DUE.size)[0] if len(found) > _DUE.size else 1.0
+                begin, due = grant(due, now, nbytes, self._rate * share)
                 os.pwrite(fd, _DUE.pack(due), 0)
             finally:
                 fcntl.lockf(fd, fcntl.LOCK_UN)

@@ -8,13 +8,21 @@ import pytest
 from ray._private import services
 
 from cachetool.engines import raylink
-from cachetool.errors import UsageError
+from cachetool.errors import Unreachable, UsageError
 from cachetool.loaders.ray import batches
 
 
 def test_a_program_that_is_not_connected_is_told_how() -> None:
     with pytest.raises(UsageError, match=r"Ray is not connected; call ray\.init"):
         batches("cache", batch_size=5)
+
+
+def test_an_address_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raylink, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(Unreachable, match=rf"^no Ray cluster answers at {address}: timed out; "):
+            raylink._init(address)
 
 
 @pytest.fixture

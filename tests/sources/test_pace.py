@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.sources.pace import Pace, grant
+from cachetool.sources.pace import Pace, grant, shared
 
 RATE = 1000.0
 
@@ -45,6 +45,22 @@ def test_a_worker_that_never_rests_gets_the_whole_rate(sizes: list[int]) -> None
     for nbytes in sizes:
         now, due = grant(due, now, nbytes, RATE)
     assert due == pytest.approx(sum(sizes) / RATE)
+
+
+def test_a_part_of_the_rate_is_kept_to_from_the_moment_it_is_written(tmp_path: Path) -> None:
+    clock = Clock()
+    pace = Pace(tmp_path / "due", RATE, clock=lambda: clock.now, sleep=clock.sleep)
+    for share in (1.0, 0.25, 0.5):
+        at, piece = shared(share)
+        with open(tmp_path / "due", "r+b") as file:
+            file.seek(at)
+            file.write(piece)
+        pace(0)
+        began = clock.now
+        for _ in range(10):
+            pace(100)
+        pace(0)  # once they have passed
+        assert clock.now - began == pytest.approx(1000 / (RATE * share))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
