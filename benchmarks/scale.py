@@ -13,13 +13,14 @@ listing is for each key; and a pull from a store that answers as slowly as is sa
                     latency, CPU, the node's and the store's        wait until the coordinator
                     bandwidth: whichever takes longest              has answered those before
 
-The coordinator answers one after another, so its queue is simulated exactly: worker by worker, claim by claim. All else
-is arithmetic over means.
+The coordinator answers all that was asked while it wrote its last answers down, up to 64 questions, and writes once for
+them. Its queue is simulated exactly: worker by worker, question by question. All else is arithmetic over means.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 DAY = 86400.0
+GROUP = 64
+"""Questions that the coordinator answers at once, at most."""
 UNEVEN = 0.1
 """Standard deviation of the time that a shard takes, of its mean."""
 Rows = list[dict[str, Any]]
@@ -57,8 +60,10 @@ class World:
     byte_cpu: float = 2.3e-9
     """Of a worker, for an object and for a byte: RESULTS.md, pulling 64 KiB and 16 MiB."""
     shard_bytes: int = 64_000_000
-    claim: float = 0.023
-    """What the coordinator takes to note a commit and hand out the next claim. Measured."""
+    answer: float = 0.002
+    """What the coordinator takes to answer a question; a claim is two, the commit before it is the other. Measured."""
+    write: float = 0.010
+    """What it takes to write down the answers to all that was asked at once. Measured."""
     commit: float = 0.073
     """What a commit takes on the node. Measured."""
     record: int = 110
@@ -94,6 +99,11 @@ class World:
         return -(-self.samples // self.per_claim)
 
     @property
+    def most_claims(self) -> float:
+        """That the coordinator hands out in a second when more is asked than it can answer."""
+        return GROUP / (2 * (self.write + GROUP * self.answer))
+
+    @property
     def customers(self) -> int:
         """Workers that ask the coordinator."""
         return self.nodes * self.workers
@@ -112,7 +122,7 @@ class World:
 def think(world: World, rng: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
     """Seconds between an answer of the coordinator and the next question of that worker, (count,).
 
-    Nearly normal, as a sum of many latencies is, and never below half of what bounds it: :func:`queue` relies on that.
+    Nearly normal, as a sum of many latencies is, and never below half of what bounds it.
     """
     bounds = world.bounds()
     relative = UNEVEN
@@ -122,38 +132,41 @@ def think(world: World, rng: np.random.Generator, count: int) -> npt.NDArray[np.
 
 
 def queue(world: World, claims: int, *, seed: int = 0) -> dict[str, float]:
-    """What waits for the coordinator, simulated for so many claims in a steady state.
-
-    A worker that was answered asks again no earlier than the shortest think time. So all questions of a window that
-    long are known at its beginning, and are answered in one go: answer i ends at ``max_j<=i (asked_j + (i - j + 1) s)``
-    for s seconds an answer (Lindley's recursion, as a running maximum).
-    """
+    """What waits for the coordinator, simulated for so many claims in a steady state: a worker asks both questions of a
+    claim, one after the other, then works for its think time."""
     rng = np.random.default_rng(seed)
     customers = min(world.customers, world.claims)
     mean = max(world.bounds().values()) + world.commit
-    asked = np.sort(rng.uniform(0.0, mean, customers))  # past the herd of the first minute
-    shortest = 0.5 * max(world.bounds().values()) + world.commit
-    waits, free, done, began = [], 0.0, 0, 0.0
+    # Of each worker: when it asks, when it asked the first of the two questions, whether this is the second.
+    asked = [(at, at, False) for at in rng.uniform(0.0, mean, customers).tolist()]
+    heapq.heapify(asked)
     skip = 2 * customers  # until the queue is what it stays
+    thinks = iter(think(world, rng, claims + skip + 2 * GROUP).tolist())
+    waits: list[float] = []
+    free, done, began, busy = 0.0, 0, 0.0, 0.0
     while done < claims + skip:
-        upto = int(np.searchsorted(asked, asked[0] + shortest, side="right"))
-        now, asked = asked[:upto], asked[upto:]
-        steps = world.claim * np.arange(1, upto + 1)
-        ends = np.maximum(np.maximum.accumulate(now - steps + world.claim), free) + steps
-        if done < skip:
-            began = float(ends[-1])
-        else:
-            waits.append(ends - now)
-        free = float(ends[-1])
-        done += upto
-        asked = np.sort(np.concatenate([asked, ends + think(world, rng, upto)]), kind="stable")
-    wait = np.concatenate(waits)
-    rate = len(wait) / (free - began)
+        start = max(free, asked[0][0])
+        now = []
+        while asked and asked[0][0] <= start and len(now) < GROUP:
+            now.append(heapq.heappop(asked))
+        free = start + world.write + len(now) * world.answer
+        busy += free - start if done >= skip else 0.0
+        for _, since, second in now:
+            if not second:
+                heapq.heappush(asked, (free, since, True))
+                continue
+            if done == skip:
+                began = free
+            if done >= skip:
+                waits.append(free - since)
+            done += 1
+            then = free + next(thinks)
+            heapq.heappush(asked, (then, then, False))
     return {
-        "rate": rate,
-        "busy": rate * world.claim,
-        "median": float(np.median(wait)),
-        "p99": float(np.quantile(wait, 0.99)),
+        "rate": len(waits) / (free - began),
+        "busy": min(1.0, busy / (free - began)),
+        "median": float(np.median(waits)),
+        "p99": float(np.quantile(waits, 0.99)),
     }
 
 
@@ -164,7 +177,8 @@ def pulling(world: World, counts: list[int], claims: int) -> Rows:
         here = replace(world, nodes=nodes)
         found, bounds = queue(here, claims), here.bounds()
         rate = min(found["rate"] * here.per_claim, here.samples / max(bounds.values()))
-        bounds["coordinator"] = here.claim * here.customers
+        asking = min(GROUP, here.customers)
+        bounds["coordinator"] = 2 * (here.write + asking * here.answer) * here.customers / asking
         rows.append(
             {
                 "sample": _binary(world.sample_bytes),
@@ -242,7 +256,8 @@ def sizes(world: World) -> Rows:
     held = min(world.cap, float(world.samples) * world.sample_bytes / world.nodes)
     packed = max(1, world.shard_bytes // world.sample_bytes)
     alone = max(value for name, value in world.bounds().items() if name != "store")
-    saturated = (alone + world.commit + world.claim) / world.claim / world.workers
+    waiting = 2 * (world.write + GROUP * world.answer)
+    saturated = (alone + world.commit + waiting) * world.most_claims / world.workers
     return [
         {"what": "listing, an object a sample", "figure": _size(world.samples * world.key)},
         {"what": "listing, samples in files of a shard's size", "figure": _size(world.samples // packed * world.key)},
@@ -300,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--nodes", default="2,10,100,1000")
-    parser.add_argument("--claims", type=int, default=100_000, help="simulated for each row")
+    parser.add_argument("--claims", type=int, default=20_000, help="simulated for each row")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ __all__ = ["main"]
 def main() -> NoReturn:
     """Run the command line of this process and exit; Ctrl-C while the program still loads ends it as any other."""
     arguments = sys.argv[1:]
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads would wait for work by spinning
     try:
         with _first_worker(arguments):
             from cachetool.cli.app import run

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import cache_option
 from cachetool.cache.opening import open_root
-from cachetool.conversion import ConvertOptions, ConvertResult
-from cachetool.conversion import convert as convert_into
 from cachetool.engines.task import Engine
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
@@ -22,6 +20,9 @@ from cachetool.progress import Report, silent
 from cachetool.pull import PullResult
 from cachetool.pull import pull as pull_source
 from cachetool.sources.files import FileOptions
+
+if TYPE_CHECKING:
+    from cachetool.conversion import ConvertResult
 
 __all__ = ["Cache", "convert", "elsewhere", "find_shard", "open_cache", "read_sample"]
 
@@ -135,8 +136,12 @@ class Cache(CacheDir):
         into ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, resize, key,
         value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
         """
-        options = ConvertOptions(to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files))
-        return convert_into(options, cache=self, source=source, out=_path(out), report=progress)
+        from cachetool import conversion
+
+        options = conversion.ConvertOptions(
+            to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files)
+        )
+        return conversion.convert(options, cache=self, source=source, out=_path(out), report=progress)
 
 
 def _path(name: str | Path | None) -> Path | None:
@@ -203,8 +208,10 @@ def convert(
         assert out is not None
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
-        made = ConvertOptions(to, files=FileOptions(**options), **known)
-        return convert_into(made, source=source, out=out, report=report, engine=engine)
+        from cachetool import conversion
+
+        made = conversion.ConvertOptions(to, files=FileOptions(**options), **known)
+        return conversion.convert(made, source=source, out=out, report=report, engine=engine)
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:

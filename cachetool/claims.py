@@ -110,16 +110,22 @@ class Own:
         self.cached = Cached()
         self._row = cache.source(source)
 
+    def look(self) -> None:
+        """Most of the work of a claim, before others must wait for it."""
+        if self._row is None:
+            return
+        if self.samples is None or self.samples.units != self._row.units:
+            if self.samples is not None:
+                self.samples.close()  # it has grown
+            self.samples = self._open(self._row)
+        with self._cache.catalog.read() as connection:
+            self.cached.look(connection, self.samples, self._row)
+
     def take(self) -> Claim | float | None:
         """As :meth:`Claims.take`; with ``follow`` the next pass begins when this one is complete."""
         while self._row is not None:
-            if self.samples is None or self.samples.units != self._row.units:
-                if self.samples is not None:
-                    self.samples.close()  # it has grown
-                self.samples = self._open(self._row)
-            with self._cache.catalog.read() as connection:
-                # Most of the work, before others must wait for it.
-                self.cached.look(connection, self.samples, self._row)
+            self.look()
+            assert self.samples is not None
             with self._cache.catalog.write() as connection:
                 self._cache.holder.register(connection)
                 now, self._row = self._row, draws.source_row(connection, self._source)

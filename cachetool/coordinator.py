@@ -15,7 +15,8 @@ again from the same arguments. So each question may come twice, and has the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,13 @@ class Coordinator:
         self._claims = Own(
             self._cache, self._open, job=job, source=source, most=most, follow=follow, holder=holder, note=self._note
         )
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around the answers to several questions: they are written down at once, before any of them is given."""
+        self._claims.look()
+        with self._cache.catalog.together():
+            yield
 
     def answer(self, node: str, message: Message) -> Message:
         """The answer to what a task on ``node`` asks. Raises what the verbs of the catalog raise."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 import subprocess
@@ -90,27 +89,30 @@ def test_a_suite_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
         main(["run", "--suite", "gather", "--folder", str(tmp_path), "--peers", "all"])
 
 
-@pytest.mark.parametrize("nodes", [1, 5, 400])
-def test_the_queue_of_the_model_is_that_of_one_worker_after_another(nodes: int) -> None:
-    """The windows of the model, beside a plain simulation of who asks first is answered first."""
-    world = World(nodes=nodes, claim=0.02, commit=0.1)
-    found = queue(world, 4000, seed=1)
+def worked(world: World) -> float:
+    """The mean think time."""
+    return float(think(world, np.random.default_rng(0), 20_000).mean())
 
-    rng = np.random.default_rng(2)
-    asked = [(at, 0) for at in rng.uniform(0, 1, world.customers)]
-    heapq.heapify(asked)
-    free, waits, began = 0.0, [], 0.0
-    for number in range(4000 + 2 * world.customers):
-        at, _ = heapq.heappop(asked)
-        free = max(free, at) + world.claim
-        waits.append(free - at)
-        began = free if number == 2 * world.customers else began
-        heapq.heappush(asked, (free + float(think(world, rng, 1)[0]), 0))
 
-    assert found["rate"] == pytest.approx(4000 / (free - began), rel=0.03)
-    assert found["median"] == pytest.approx(float(np.median(waits[2 * world.customers :])), rel=0.1, abs=0.002)
-    assert found["busy"] == pytest.approx(found["rate"] * world.claim)
-    assert found["busy"] <= 1.001
+def test_who_asks_the_coordinator_alone_waits_for_its_own_two_answers() -> None:
+    world = World(nodes=1, workers=1)
+    found = queue(world, 1000)
+
+    assert found["p99"] == pytest.approx(2 * (world.write + world.answer))
+    assert found["rate"] == pytest.approx(1 / (worked(world) + found["median"]), rel=0.02)
+
+
+@pytest.mark.parametrize("nodes", [5, 40, 2000])
+def test_all_workers_of_the_model_are_at_work_or_wait_and_the_coordinator_gives_what_it_can(nodes: int) -> None:
+    """Little's law."""
+    world = World(nodes=nodes, answer=0.003, write=0.02)
+    found = queue(world, 20_000)
+
+    assert found["rate"] * (worked(world) + found["median"]) == pytest.approx(world.customers, rel=0.05)
+    assert found["rate"] < 1.01 * world.most_claims
+    if nodes == 2000:
+        assert found["rate"] == pytest.approx(world.most_claims, rel=0.02)
+        assert found["busy"] == pytest.approx(1.0)
 
 
 def test_a_table_holds_rows_of_different_columns_and_no_row_breaks_it() -> None:

@@ -5,6 +5,9 @@ Whatever is asked twice, forgotten or told late: no draw is on two living nodes,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +20,11 @@ import cachetool
 from cachetool import member
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing, share
 from cachetool.coordinator import Coordinator
+from cachetool.engines.agent import Server
 from cachetool.errors import CacheToolError, Interrupted
 from cachetool.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
+from tests.loaders.processes import until
 
 UNITS = 60
 
@@ -69,10 +74,11 @@ class Whole:
 
     def die(self) -> None:
         """The coordinator is killed, and made again from the same arguments."""
-        self.coordinator = Coordinator(
-            root=str(self.cache.root), url=self.url, options=SourceOptions().to_json(), job=self.job, source="s",
-            holder=self.cache.holder.id, most=10, follow=False,
-        )  # fmt: skip
+        self.arguments: dict[str, Any] = {
+            "root": str(self.cache.root), "url": self.url, "options": SourceOptions().to_json(), "job": self.job,
+            "source": "s", "holder": self.cache.holder.id, "most": 10, "follow": False,
+        }  # fmt: skip
+        self.coordinator = Coordinator(**self.arguments)
 
     def enter(self, node: str, cache: int | None = None) -> list[str]:
         """A node begins, and gives up what it is told to."""
@@ -117,6 +123,19 @@ class Whole:
         self.coordinator.answer(node, self.commit(node, claim))
         return True
 
+    def at_once(self, server: Server, questions: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The answers to questions that come while the server is at another."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            with server._turn:
+                asked = [pool.submit(server.answer, node, message) for node, message in questions]
+                until(lambda: server._asked.qsize() == len(questions))
+            return [each.result() for each in asked]
+
+    def transactions(self) -> int:
+        """How many changed the catalog: the file change counter, https://www.sqlite.org/fileformat2.html."""
+        with open(self.cache.layout.catalog, "rb") as file:
+            return int.from_bytes(file.read(28)[24:])
+
     def lose(self, node: str) -> None:
         with self.cache.catalog.write() as connection:
             placing.lose(connection, node, "s")
@@ -143,6 +162,53 @@ def test_a_claim_that_is_asked_for_twice_is_one_claim_though_the_coordinator_die
 
     assert positions(whole.claim("a", "word")) == positions(first)
     assert positions(whole.claim("a", "other")) != positions(first)
+
+
+def asked(whole: Whole, node: str, token: str) -> tuple[str, dict[str, Any]]:
+    return node, {"what": "claim", "token": token, "word": whole.words.get(node, "")}
+
+
+def test_what_is_asked_at_once_is_written_at_once_and_an_error_is_that_of_one_question(whole: Whole) -> None:
+    whole.enter("a")
+    whole.enter("b")
+    claim = whole.claim("b")
+    assert claim is not None
+    server = Server("cachetool.coordinator:Coordinator", whole.arguments)
+    questions = [*(asked(whole, "a", f"a{at}") for at in range(3)), asked(whole, "z", "z"), asked(whole, "b", "b0")]
+    before = whole.transactions()
+    answers = whole.at_once(server, [*questions, ("b", whole.commit("b", claim))])
+
+    assert whole.transactions() == before + 1
+    assert answers[3]["error"] == "CatalogError"
+    assert "given up" in answers[3]["message"]
+    assert answers[5] == {"skipped": 0, "drawn": 10}
+    held = [answers[at]["claim"] for at in (0, 1, 2, 4)]
+    assert sorted(each["start"] for each in held) == [10, 20, 30, 40]
+    for node, each, token in zip("aaab", held, ("a0", "a1", "a2", "b0"), strict=True):
+        whole.tokens[each["id"]] = token
+        assert "error" not in server.answer(node, whole.commit(node, each))
+    while whole.draw("a"):
+        pass
+    assert whole.positions("a", "b") == list(range(UNITS))
+
+
+def test_answers_that_could_not_be_written_are_given_to_nobody(whole: Whole) -> None:
+    whole.enter("a")
+    server = Server("cachetool.coordinator:Coordinator", whole.arguments)
+    assert "claim" in server.answer(*asked(whole, "a", "first"))
+    together = server._served.together
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        with together():
+            yield
+            raise cachetool.CapacityError("no room on the disk")
+
+    server._served.together = full
+    refused = whole.at_once(server, [asked(whole, "a", "second"), asked(whole, "a", "third")])
+    assert [each["error"] for each in refused] == ["CapacityError", "CapacityError"]
+    claim = server.answer(*asked(whole, "a", "fourth"))["claim"]  # by one that was made anew
+    assert (claim["start"], claim["stop"]) == (10, 20)
 
 
 def test_a_commit_that_is_told_twice_counts_once(whole: Whole) -> None:

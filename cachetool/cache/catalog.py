@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.layout import cache_option
-from cachetool.cache.migrations import MIGRATIONS
+from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.errors import CapacityError, CatalogError
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
@@ -37,9 +37,6 @@ PAGE_BYTES = 4096
 FIRST_PAGES = 128
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
 MAX_EVENTS = 1000
-
-SCHEMA_VERSION = len(MIGRATIONS)
-
 
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What the library raises: the second when a damaged file holds text, or its own message names it, that is none."""
@@ -74,6 +71,8 @@ class Catalog:
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
+        self._whole: sqlite3.Connection | None = None
+        """In a transaction of :meth:`together`."""
         self.make_again: Callable[[], None] | None = None
         """Called when the folder is found gone, in place of an error: makes it, and calls :meth:`create`."""
 
@@ -188,8 +187,22 @@ class Catalog:
         """
         yield from self._transaction("BEGIN IMMEDIATE")
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """One transaction of all that this thread writes in the body, so that it waits for the disk once: each
+        :meth:`write` in it is a part, which is undone by itself when it raises."""
+        with self.write() as connection:
+            self._whole = connection
+            try:
+                yield
+            finally:
+                self._whole = None
+
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         with self._turn():
+            if self._whole is not None:
+                yield from self._part(self._whole)
+                return
             connection: sqlite3.Connection | None = None
             try:
                 connection = self._open()
@@ -211,6 +224,19 @@ class Catalog:
             except BaseException:  # a signal's exception too, which may come between any two lines
                 self._rollback(connection)
                 raise
+
+    def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+        connection.execute("SAVEPOINT part")
+        try:
+            yield connection
+        except BaseException as error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK TO part")
+                connection.execute("RELEASE part")
+            if isinstance(error, _FAILURES):
+                raise self._error(error) from error
+            raise
+        connection.execute("RELEASE part")
 
     def _is_there(self) -> bool:
         try:
@@ -264,7 +290,7 @@ class Catalog:
                 f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
         if found < SCHEMA_VERSION:
-            _migrate(connection, meta or {})
+            migrate(connection, meta or {})
         _limit_pages(connection)
 
     def _mend(self) -> str:
@@ -287,24 +313,6 @@ class Catalog:
         if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
             return CatalogError(f"catalog {self.path}: {error}; {self._mend()}")
         return CatalogError(f"catalog {self.path}: {error}")
-
-
-def _migrate(connection: sqlite3.Connection, meta: Mapping[str, int]) -> None:
-    """Bring the tables to the newest schema, all or nothing: another process may be doing the same."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        for script in MIGRATIONS[found:]:
-            for statement in script.split(";"):
-                connection.execute(statement)
-        if not found:
-            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 def bump(connection: sqlite3.Connection) -> int:

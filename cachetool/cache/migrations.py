@@ -4,7 +4,13 @@ lacks. A step that was ever released is not changed any more; the number of step
 
 from __future__ import annotations
 
-__all__ = ["MIGRATIONS"]
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cachetool.cache.catalog import Connection
+
+__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "migrate"]
 
 MIGRATIONS = (
     """
@@ -107,3 +113,23 @@ MIGRATIONS = (
     ) WITHOUT ROWID
     """,
 )
+
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+def migrate(connection: Connection, meta: Mapping[str, int]) -> None:
+    """Bring the tables to the newest schema, all or nothing: another process may be doing the same."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        for script in MIGRATIONS[found:]:
+            for statement in script.split(";"):
+                connection.execute(statement)
+        if not found:
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

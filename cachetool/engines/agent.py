@@ -12,8 +12,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from cachetool.disk import disk_error, known_error
@@ -29,27 +31,59 @@ GATHER = 0.2
 _LISTEN = 5.0
 
 
+@dataclass(eq=False, slots=True)
+class _Question:
+    node: str
+    message: Message
+    answer: Message | None = None
+
+
 class Server:
-    """Whatever answers, in its own process."""
+    """Whatever answers, in its own process. Calls come in many threads; one of them answers all that have come."""
 
     def __init__(self, target: str, arguments: Message) -> None:
         self._target, self._arguments = target, arguments
         self._served: Any = None
+        self._asked: SimpleQueue[_Question] = SimpleQueue()
+        self._turn = threading.Lock()
 
     def answer(self, node: str, message: Message) -> Message:
         """The answer to what a task on ``node`` asks, or an error in its JSON form."""
+        mine = _Question(node, message)
+        self._asked.put(mine)
+        with self._turn:
+            if mine.answer is None:
+                self._answer([self._asked.get() for _ in range(self._asked.qsize())])
+        assert mine.answer is not None
+        return mine.answer
+
+    def _answer(self, questions: Sequence[_Question]) -> None:
         try:
             if self._served is None:
                 module, _, name = self._target.partition(":")
                 if not module.startswith("cachetool."):
                     raise CacheToolError(f"not a part of cachetool: {self._target}")
                 self._served = getattr(importlib.import_module(module), name)(**self._arguments)
-            answer: Message = self._served.answer(node, message)
-            return answer
-        except CacheToolError as error:
-            return to_json(disk_error(error) or error)
+            with self._served.together():
+                for each in questions:
+                    each.answer = self._one(each)
         except Exception as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
-            return to_json(known_error(error) or bug(error))
+            self._served = None  # what it knows may be ahead of what was written
+            for each in questions:
+                each.answer = _error_json(error)
+
+    def _one(self, question: _Question) -> Message:
+        try:
+            answer: Message = self._served.answer(question.node, question.message)
+            return answer
+        except Exception as error:  # noqa: BLE001 - the others have answers all the same
+            return _error_json(error)
+
+
+def _error_json(error: Exception) -> Message:
+    if isinstance(error, CacheToolError):
+        return to_json(disk_error(error) or error)
+    return to_json(known_error(error) or bug(error))
 
 
 class Agent:

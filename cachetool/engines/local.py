@@ -76,7 +76,7 @@ class LocalEngine:
         stay = self._keeps and not last
         try:
             for task in tasks:
-                children.append(self._idle.pop() if self._idle else Child())
+                children.append(self._idle.pop(0) if self._idle else Child())  # the first begun has loaded most
                 children[-1].begin(task, stay=stay)
             if last:
                 self.dismiss()

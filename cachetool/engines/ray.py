@@ -33,6 +33,8 @@ from cachetool.nodes import Node, namesakes, node_of
 __all__ = ["NodeLost", "RayEngine", "Run", "connect"]
 
 _PIECE = 8 * 2**20
+_ASKING = 64
+"""Questions that are answered at once, at most."""
 _RETRIES = -1
 """A question is asked again, and whoever answers is started again, as often as it takes."""
 
@@ -197,7 +199,8 @@ class RayEngine:
         """Something that answers the questions of tasks: an object of the class ``module:Class`` in a process of its
         own on this node, made anew from the same arguments whenever it dies.
 
-        Its ``answer(node, message)`` gives a message, or raises an error; it may be asked the same twice.
+        Its ``answer(node, message)`` gives a message, or raises an error; it may be asked the same twice. What is asked
+        at once is answered one after another inside of one ``together()``; the answers are given when that has ended.
         """
         made = self._actor(Server, self._here, restarts=_RETRIES).remote(target, arguments)
         self._served.append(made)
@@ -259,7 +262,7 @@ class RayEngine:
             num_cpus=0,  # it waits; how many of its children run is what the user says with --workers
             max_restarts=restarts,
             max_task_retries=restarts,
-            max_concurrency=1 if restarts else 8,
+            max_concurrency=_ASKING if restarts else 8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
 

@@ -33,6 +33,10 @@ _PATIENCE = 5.0
 """Seconds in which a cluster must take a connection, and then say that it speaks its protocol."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
+_SETTINGS, _WINDOW = 4, 8
+"""Kinds of frames: section 6 of it."""
+_UNIMPLEMENTED = b"grpc-status\x0212"
+"""In the headers of an answer: there is no such call."""
 
 
 @contextlib.contextmanager
@@ -121,13 +125,48 @@ def _greet(address: str) -> None:
             line.settimeout(_PATIENCE)
             line.sendall(_GREETING)
             head = line.recv(9, socket.MSG_WAITALL)
+            if len(head) == 9 and head[3] == _SETTINGS and _knows_clusters(line, head):
+                return
     except OSError as error:
         why = str(error) if error.strerror is None else error.strerror
         raise Unreachable(
             f"no Ray cluster answers at {address}: {why}; see: ray status, or leave --address out"
         ) from error
-    if len(head) < 9 or head[3] != 4:  # the first frame is SETTINGS
-        raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+    raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+
+
+def _knows_clusters(line: socket.socket, head: bytes) -> bool:
+    """Whether it does not say that it never heard of the question with which Ray's own client begins. Other servers of
+    a cluster, those of its nodes among them, speak the same protocol; of them Ray would ask it for 20 s."""
+    from ray.core.generated import gcs_service_pb2
+
+    service = gcs_service_pb2.DESCRIPTOR.services_by_name.get("NodeInfoGcsService")
+    if service is None or "GetClusterId" not in service.methods_by_name:
+        return True  # this Ray begins in another way
+    line.sendall(_question(f"/{service.full_name}/GetClusterId"))
+    with contextlib.suppress(TimeoutError):
+        while len(head) == 9:
+            length, kind, stream = int.from_bytes(head[:3]), head[3], int.from_bytes(head[5:])
+            body = line.recv(length, socket.MSG_WAITALL) if length else b""
+            if stream == 1 and kind != _WINDOW:
+                return _UNIMPLEMENTED not in body
+            head = line.recv(9, socket.MSG_WAITALL)
+    return True
+
+
+def _question(path: str) -> bytes:
+    """A call of gRPC without arguments, on stream 1: its headers, as RFC 7541 has them, and an empty message."""
+
+    def text(value: str) -> bytes:
+        return bytes((len(value),)) + value.encode()
+
+    fields = b"\x83\x86\x04" + text(path) + b"\x01" + text("ray")  # POST, http, :path, :authority
+    fields += b"\x0f\x10" + text("application/grpc") + b"\x00" + text("te") + text("trailers")  # content-type
+    return _frame(1, 4, fields) + _frame(0, 1, bytes(5))
+
+
+def _frame(kind: int, flags: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3) + bytes((kind, flags, 0, 0, 0, 1)) + body
 
 
 def listens(row: Mapping[str, Any]) -> bool:
