@@ -60,11 +60,11 @@ class World:
     byte_cpu: float = 2.3e-9
     """Of a worker, for an object and for a byte: RESULTS.md, pulling 64 KiB and 16 MiB."""
     shard_bytes: int = 64_000_000
-    answer: float = 0.002
+    answer: float = 0.0018
     """What the coordinator takes to answer a question; a claim is two, the commit before it is the other. Measured."""
-    write: float = 0.010
+    write: float = 0.0011
     """What it takes to write down the answers to all that was asked at once. Measured."""
-    commit: float = 0.073
+    commit: float = 0.011
     """What a commit takes on the node. Measured."""
     record: int = 110
     """Bytes of the driver's catalog for a commit. Measured."""

@@ -49,7 +49,7 @@ class Cached:
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""
-        found = [copy for copy in copies(connection, row.id) if copy.turn != row.turn] + promised(connection, row.id)
+        found = copies(connection, row.id, but=row.turn) + promised(connection, row.id)
         if self._by_shard.keys() == {copy.shard for copy in found}:
             return
         self._by_shard = {

@@ -21,18 +21,24 @@ class Copies:
 
     shard: str
     turn: int
-    ranges: tuple[tuple[int, int], ...]
-    """Positions of that turn."""
+    draws: str
+    """As in the catalog: of thousands few are looked into."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Positions of that turn."""
+        return tuple((start, stop) for start, stop in json.loads(self.draws))
 
 
-def copies(connection: Connection, source: str) -> list[Copies]:
-    """What snapshots to come have of ``source``; a retiring shard is in none of these."""
+def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
+    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
+    these."""
     rows = connection.execute(
-        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready'"
-        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source",
-        {"source": source},
+        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
+        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
+        {"source": source, "but": but},
     )
-    return [Copies(row["id"], row["turn"], tuple((a, b) for a, b in json.loads(row["draws"]))) for row in rows]
+    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
 
 
 def promised(connection: Connection, source: str) -> list[Copies]:
@@ -44,7 +50,7 @@ def promised(connection: Connection, source: str) -> list[Copies]:
         (source,),
     )
     return [
-        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], ((row["start"], row["stop"]),))
+        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
         for row in rows
     ]
 

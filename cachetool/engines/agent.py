@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,29 +36,32 @@ _LISTEN = 5.0
 class _Question:
     node: str
     message: Message
-    answer: Message | None = None
+    answer: Future[Message] = field(default_factory=Future)
 
 
 class Server:
-    """Whatever answers, in its own process. Calls come in many threads; one of them answers all that have come."""
+    """Whatever answers, in its own process. Calls come in many threads; one more answers all that have come."""
 
     def __init__(self, target: str, arguments: Message) -> None:
         self._target, self._arguments = target, arguments
         self._served: Any = None
         self._asked: SimpleQueue[_Question] = SimpleQueue()
-        self._turn = threading.Lock()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def answer(self, node: str, message: Message) -> Message:
         """The answer to what a task on ``node`` asks, or an error in its JSON form."""
         mine = _Question(node, message)
         self._asked.put(mine)
-        with self._turn:
-            if mine.answer is None:
-                self._answer([self._asked.get() for _ in range(self._asked.qsize())])
-        assert mine.answer is not None
-        return mine.answer
+        return mine.answer.result()
 
-    def _answer(self, questions: Sequence[_Question]) -> None:
+    def _serve(self) -> None:
+        while True:
+            first = self._asked.get()
+            questions = [first, *(self._asked.get() for _ in range(self._asked.qsize()))]
+            for each, answer in zip(questions, self._answers(questions), strict=True):
+                each.answer.set_result(answer)
+
+    def _answers(self, questions: Sequence[_Question]) -> list[Message]:
         try:
             if self._served is None:
                 module, _, name = self._target.partition(":")
@@ -65,12 +69,10 @@ class Server:
                     raise CacheToolError(f"not a part of cachetool: {self._target}")
                 self._served = getattr(importlib.import_module(module), name)(**self._arguments)
             with self._served.together():
-                for each in questions:
-                    each.answer = self._one(each)
+                return [self._one(each) for each in questions]
         except Exception as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
             self._served = None  # what it knows may be ahead of what was written
-            for each in questions:
-                each.answer = _error_json(error)
+            return [_error_json(error)] * len(questions)
 
     def _one(self, question: _Question) -> Message:
         try:
