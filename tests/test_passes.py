@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import cachetool
 from cachetool import passes
 from cachetool.cache.agreement import contradiction
-from cachetool.cache.copies import copies
+from cachetool.cache.copies import Copies, copies
 from cachetool.errors import CapBlocked
 from cachetool.passes import Cached, runs
 from cachetool.permutation import SegmentedOrder
+from cachetool.sources import open_source
 from cachetool.verify import verify
 from tests.test_background import until
 from tests.test_growing import drawn, write
@@ -58,6 +59,22 @@ def test_a_claim_brings_as_many_draws_as_asked_for_and_no_more_ranges_than_are_k
     assert len(runs(start, flags)) <= most
     if held and len(runs(start, flags)) < most:
         assert flags.sum() == min(wanted, count - start) or stop == count
+
+
+def test_a_claim_of_a_pass_looks_into_no_shard_of_that_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it costs the same however many there are."""
+    remote = tmp_path / "remote"
+    write(remote, range(40))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=30, shard_size=160)
+        (source,) = cache.catalog.rows("SELECT id FROM sources")
+        row = cache.source(source["id"])
+        assert row is not None
+        opened = open_source(str(remote), cache.listing(row.id), units=row.units)
+        with contextlib.closing(opened), cache.catalog.read() as connection:
+            assert len(copies(connection, row.id)) > 1
+            monkeypatch.setattr(Copies, "ranges", property(lambda copy: pytest.fail("looked into")))
+            Cached().look(connection, opened, row)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

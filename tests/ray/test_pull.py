@@ -13,6 +13,7 @@ import pytest
 
 import cachetool
 from cachetool.cache.agreement import contradiction
+from cachetool.loaders.numpy import Loader
 from tests.ray.nodes import NAMES, Nodes, command, committed, keys, keys_at, until, write_numbers
 
 COUNT = 5200
@@ -172,6 +173,34 @@ def test_a_further_pass_goes_around_what_any_node_has(few: Path, tmp_path: Path,
 
     assert told.samples == lacking
     once(tmp_path, 400)
+
+
+@pytest.mark.soak
+def test_follow_renews_the_caches_of_all_nodes_until_it_is_stopped(
+    numbers: Path, tmp_path: Path, cluster: Nodes
+) -> None:
+    words = ["--follow", "--renew", "0.5", "--shard-size", "4kB", "--workers", "1", "--max-size", "1900kB"]
+    process = run(command(numbers, tmp_path / "{node}", cluster.address, *words))
+
+    def evicted(name: str) -> int:
+        """Of a node that trains an epoch when its cache is full."""
+        if keys_at(tmp_path / name):
+            with Loader(tmp_path / name, batch_size=64, workers=0, rank=0, world_size=1) as loader:
+                assert sum(len(batch["x"]) for batch in loader) > 0
+        with cachetool.open_cache(tmp_path / name) as cache:
+            return cache.stats().evicted
+
+    until(lambda: min(map(evicted, NAMES)) > 3 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate()
+
+    assert process.returncode == 130, error
+    found = [key for keys in each(tmp_path).values() for key in keys]
+    assert len(found) == len(set(found))
+    for name in NAMES:
+        with cachetool.open_cache(tmp_path / name, create=False) as cache:
+            assert cache.usage().total <= 1_900_000
+            assert contradiction(cache.catalog, cache.layout) is None
 
 
 def test_nodes_that_share_a_folder_are_refused_in_one_line(few: Path, tmp_path: Path, cluster: Nodes) -> None:
