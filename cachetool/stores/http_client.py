@@ -26,6 +26,8 @@ from email.message import Message
 from typing import BinaryIO
 from urllib.parse import urljoin, urlsplit
 
+import numpy as np
+
 from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
@@ -41,6 +43,8 @@ _AGAIN = (408, 429, 500, 502, 503, 504)
 _FLAP = 5.0
 """Seconds that a name which does not resolve or a port where nobody listens is given to come back."""
 _CHUNK = 2**20
+_AT_ONCE = 2**28
+"""Bytes of memory that are taken when a server says that so many come; more when they do."""
 _MOST = 2**32
 """Bytes of a body whose size nobody told."""
 _USER_AGENT = "cachetool"
@@ -58,6 +62,35 @@ class Response:
     """Where it came from in the end."""
 
 
+class _Body:
+    """Memory for a body: what comes is read into its place."""
+
+    def __init__(self) -> None:
+        self._memory, self._filled = memoryview(b""), 0
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def take(self, answer: http.client.HTTPResponse, nbytes: int, wanted: int | None) -> int:
+        """Read up to ``nbytes`` of an answer that brings ``wanted`` in all; gives how many came."""
+        if self._filled + nbytes > len(self._memory):
+            grown = max(self._filled + nbytes, 2 * len(self._memory), min(wanted or 0, _AT_ONCE))
+            memory = np.empty(grown if wanted is None else min(grown, wanted), dtype=np.uint8).data
+            memory[: self._filled] = self._memory[: self._filled]
+            self._memory = memory
+        came = answer.readinto(self._memory[self._filled : self._filled + nbytes])
+        self._filled += came
+        return came
+
+    def clear(self) -> None:
+        """Begin again."""
+        self._filled = 0
+
+    def whole(self) -> memoryview:
+        """What came."""
+        return self._memory[: self._filled].toreadonly()
+
+
 class Sink:
     """A file where a body goes instead of memory."""
 
@@ -68,10 +101,12 @@ class Sink:
     def __len__(self) -> int:
         return self._file.tell()
 
-    def extend(self, part: bytes) -> None:
-        """What comes next."""
+    def take(self, answer: http.client.HTTPResponse, nbytes: int, wanted: int | None) -> int:
+        """Write up to ``nbytes`` of an answer behind what is there; gives how many came."""
+        part = answer.read(nbytes)
         self._file.write(part)
         self._progress(len(self))
+        return len(part)
 
     def clear(self) -> None:
         """Begin again."""
@@ -83,7 +118,7 @@ class Sink:
 class _Partial:
     """What has come of a body so far, over several attempts."""
 
-    data: bytearray | Sink = field(default_factory=bytearray)
+    data: _Body | Sink = field(default_factory=_Body)
     validator: str = ""
     """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
 
@@ -234,7 +269,7 @@ class HttpClient:
         partial.validator = etag if etag.startswith('"') else ""
         wanted = None if length is None else len(partial.data) + length
         _read(answer, partial.data, wanted, _limit(size, most, answer.status), url)
-        return memoryview(partial.data).toreadonly() if isinstance(partial.data, bytearray) else memoryview(b"")
+        return partial.data.whole() if isinstance(partial.data, _Body) else memoryview(b"")
 
     def close(self) -> None:
         """Close every connection. May be called twice."""
@@ -243,13 +278,11 @@ class HttpClient:
                 connection.close()
 
 
-def _read(answer: http.client.HTTPResponse, data: bytearray | Sink, wanted: int | None, most: int, url: str) -> None:
+def _read(answer: http.client.HTTPResponse, data: _Body | Sink, wanted: int | None, most: int, url: str) -> None:
     """Append the rest of the body to ``data``: up to ``wanted`` bytes in all, or to its end; never beyond ``most``."""
     while wanted is None or len(data) < wanted:
-        part = answer.read(_CHUNK if wanted is None else min(_CHUNK, wanted - len(data)))
-        if not part:
+        if not data.take(answer, _CHUNK if wanted is None else min(_CHUNK, wanted - len(data)), wanted):
             break
-        data.extend(part)
         if len(data) > most:
             raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
     if wanted is not None and len(data) < wanted:

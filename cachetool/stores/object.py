@@ -18,6 +18,7 @@ from cachetool.stores.base import Limits, Object, Pages, check_identity, check_l
 from cachetool.stores.credentials import Options, azure_options, gcs_options, s3_options
 from cachetool.stores.failures import as_our_error
 from cachetool.stores.redact import redact, split_url
+from cachetool.stores.signed import LEAST, Signed
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -86,7 +87,19 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         except _errors() as error:
             raise as_our_error(error, place=place) from None
 
-    return ObjectStore(make(limits.silence), lambda: make(limits.listing), place)
+    reading = make(limits.silence)
+    signed = None
+    if "allow_http" in client and scheme in ("s3", "s3a"):
+        from obstore import sign
+
+        def signed_url(key: str) -> str:
+            try:
+                return str(sign(reading, "GET", key, timedelta(hours=1)))
+            except _errors() as error:
+                raise as_our_error(error, place=place, key=key) from None
+
+        signed = Signed(signed_url, limits)
+    return ObjectStore(reading, lambda: make(limits.listing), place, signed)
 
 
 def _read(path: str) -> bytes:
@@ -108,13 +121,13 @@ class ObjectStore:
 
     concurrency = 32
 
-    def __init__(self, reading: Any, listing: Callable[[], Any], url: str) -> None:
-        """A store of obstore's, what makes another one with the limits that suit a listing, and the URL as it may be
-        shown.
+    def __init__(self, reading: Any, listing: Callable[[], Any], url: str, signed: Signed | None = None) -> None:
+        """A store of obstore's, what makes another one with the limits that suit a listing, the URL as it may be shown,
+        and a faster way to large objects, where there is one.
 
         Made by :func:`open_object_store`.
         """
-        self._reading, self._listing = reading, listing
+        self._reading, self._listing, self._signed = reading, listing, signed
         self.url = url
         self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
@@ -172,6 +185,10 @@ class ObjectStore:
 
     def get(self, item: Object) -> memoryview:
         """The whole object."""
+        if self._signed is not None and item.size >= LEAST:
+            self._refuse_fork()
+            if (body := self._signed.get(item)) is not None:
+                return body
         return self._get(item, None, item.size)
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
@@ -210,7 +227,9 @@ class ObjectStore:
         return body
 
     def close(self) -> None:
-        """Connections belong to obstore, which drops idle ones by itself."""
+        """Other connections belong to obstore, which drops idle ones by itself."""
+        if self._signed is not None:
+            self._signed.close()
 
 
 class _Circle:
