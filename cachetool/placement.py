@@ -24,7 +24,7 @@ from cachetool.crew import Crew, Member
 from cachetool.engines import Task
 from cachetool.engines.ray import NodeLost
 from cachetool.engines.task import Message
-from cachetool.errors import CapBlocked
+from cachetool.errors import CacheToolError, CapBlocked
 from cachetool.progress import Report
 from cachetool.pull import ask_for_more
 from cachetool.settled import PullResult, Settled, why_ended
@@ -185,11 +185,18 @@ class Work(ABC):
 
     def _share_rate(self) -> None:
         """Give each node an equal part of --max-rate, anew whenever there are more or fewer of them."""
-        here = [member.node for member in self._crew.members]
-        if self._settled.pace is None or {node.id for node in here} == self._paces.keys():
+        here = self._crew.members
+        if self._settled.pace is None or {member.node.id for member in here} == self._paces.keys():
             return
         at, share = shared(1 / len(here))
-        self._paces = {node.id: self._crew.engine.write(node, "pace", at, share) for node in here}
+        self._paces = {}
+        for member in here:
+            try:
+                self._paces[member.node.id] = self._crew.engine.write(member.node, "pace", at, share)
+            except CacheToolError as error:
+                if not member.late or member.begun:
+                    raise of_node(member.node.name, error) from error
+                self._leave_out(member, error)
 
     def _heard(self, member: Member, sampler: int | None = None) -> Callable[[Message], None]:
         def heard(message: Message) -> None:
@@ -214,15 +221,19 @@ class Work(ABC):
                 self._lose(member, lost)
                 continue
             if errors and member.late and member.ready is None:
-                self._crew.leave_out(member.node, errors[0])
-                with self._cache.catalog.write() as connection:  # what it may have told of already
-                    placing.lose(connection, member.node.name, self._settled.id)
+                self._leave_out(member, errors[0])
                 continue
             if errors:
                 raise errors[0]
             for run in [run for run in member.samplers if run.ended]:
                 member.samplers.remove(run)
                 member.full = member.full or (run.result or {}).get("full") or ""
+
+    def _leave_out(self, member: Member, error: CacheToolError) -> None:
+        self._crew.leave_out(member.node, error)
+        self._crew.engine.stop([member.attends] if member.attends is not None else [])
+        with self._cache.catalog.write() as connection:  # what it may have told of already
+            placing.lose(connection, member.node.name, self._settled.id)
 
     def _lose(self, member: Member, error: NodeLost) -> None:
         self._crew.lose(member)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import cachetool
 from cachetool.engines import LocalEngine
-from cachetool.engines.agent import Agent
+from cachetool.engines import agent as agent_module
+from cachetool.engines.agent import Agent, Server, version_here
 from cachetool.engines.local import begun_early
 
 
@@ -55,6 +57,32 @@ def test_a_task_whose_end_comes_before_its_beginning_does_not_begin() -> None:
     agent.end(1)
     agent.begin(1, "cachetool.sampler:draw", {}, "n7", None)
     assert heard(agent)["error"] == "Interrupted"
+
+
+def test_a_node_where_the_package_is_used_without_being_installed_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(agent_module, "version", nowhere)
+    agent = Agent(sys.argv, version_here())
+    agent.begin(1, "cachetool.nowhere:at_all", {}, "n7", None)
+    assert "ModuleNotFoundError" in str(heard(agent)["message"])
+
+
+class Panic(BaseException):
+    """As a library of Rust raises it."""
+
+
+def test_a_server_answers_whatever_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("cachetool.nowhere:at_all", {})
+    assert "ModuleNotFoundError" in server.answer("a", {})["message"]
+
+    def panic(name: str) -> None:
+        raise Panic
+
+    monkeypatch.setattr(agent_module.importlib, "import_module", panic)
+    assert "RuntimeError: Panic" in server.answer("a", {})["message"]
+    assert "RuntimeError: Panic" in server.answer("a", {})["message"]
 
 
 def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:

@@ -302,6 +302,31 @@ def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
     assert parts == {"a": [1.0, 0.5], "b": [0.5]}
 
 
+def test_a_node_that_comes_and_has_no_room_for_its_part_of_the_rate_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.write(0, 30)
+    monkeypatch.setattr(crew, "_SEEK", 0.0)
+    first, second = world.engine.named
+    world.engine.named = [first]
+    write = world.engine.write
+
+    def full(node: Node, name: str, at: int, piece: bytes) -> str:
+        if node == second:
+            raise cachetool.CapacityError("/tmp: the disk is full")
+        return write(node, name, at, piece)
+
+    def come(run: Run) -> None:
+        if run.task.target == "cachetool.sampler:draw":
+            world.engine.named = [first, second]
+
+    monkeypatch.setattr(world.engine, "write", full)
+    world.engine.started = come
+
+    assert world.pull(everything=True, max_rate="3kB").samples == 30
+    assert "node b: /tmp: the disk is full; the pull goes on without node b" in world.notes
+
+
 def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world: World) -> None:
     for number in range(60):
         with tarfile.open(world.source / f"{number:03d}.tar", "w") as archive:

@@ -73,6 +73,8 @@ class Catalog:
         self._owner = os.getpid()
         self._whole: sqlite3.Connection | None = None
         """In a transaction of :meth:`together`."""
+        self._undone: Exception | None = None
+        """Why SQLite gave up that transaction by itself, as it does when the disk is full."""
         self.make_again: Callable[[], None] | None = None
         """Called when the folder is found gone, in place of an error: makes it, and calls :meth:`create`."""
 
@@ -192,9 +194,11 @@ class Catalog:
         """One transaction of all that this thread writes in the body, so that it waits for the disk once: each
         :meth:`write` in it is a part, which is undone by itself when it raises."""
         with self.write() as connection:
-            self._whole = connection
+            self._whole, self._undone = connection, None
             try:
                 yield
+                if self._undone is not None:
+                    raise self._undone
             finally:
                 self._whole = None
 
@@ -226,17 +230,22 @@ class Catalog:
                 raise
 
     def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-        connection.execute("SAVEPOINT part")
+        if self._undone is not None:  # else what comes now would be a transaction of its own
+            raise self._undone
         try:
+            connection.execute("SAVEPOINT part")
             yield connection
+            connection.execute("RELEASE part")
         except BaseException as error:
+            ours = self._error(error) if isinstance(error, _FAILURES) else error
             if connection.in_transaction:
                 connection.execute("ROLLBACK TO part")
                 connection.execute("RELEASE part")
-            if isinstance(error, _FAILURES):
-                raise self._error(error) from error
-            raise
-        connection.execute("RELEASE part")
+            elif isinstance(ours, Exception):
+                self._undone = ours
+            if ours is error:
+                raise
+            raise ours from error
 
     def _is_there(self) -> bool:
         try:

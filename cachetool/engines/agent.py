@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +25,7 @@ from cachetool.engines.local import GRACE, Child, stop
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, Interrupted, UsageError, to_json
 
-__all__ = ["Agent", "Server"]
+__all__ = ["Agent", "Server", "version_here"]
 
 GATHER = 0.2
 """Seconds for which an agent gathers what its children say before it passes it on."""
@@ -70,7 +70,7 @@ class Server:
                 self._served = getattr(importlib.import_module(module), name)(**self._arguments)
             with self._served.together():
                 return [self._one(each) for each in questions]
-        except Exception as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
+        except BaseException as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
             self._served = None  # what it knows may be ahead of what was written
             return [_error_json(error)] * len(questions)
 
@@ -82,10 +82,20 @@ class Server:
             return _error_json(error)
 
 
-def _error_json(error: Exception) -> Message:
+def _error_json(error: BaseException) -> Message:
     if isinstance(error, CacheToolError):
         return to_json(disk_error(error) or error)
-    return to_json(known_error(error) or bug(error))
+    plain = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+    plain.__traceback__ = error.__traceback__
+    return to_json(known_error(plain) or bug(plain))
+
+
+def version_here() -> str:
+    """Of the package; empty where it is used without being installed."""
+    try:
+        return version("cachetool")
+    except PackageNotFoundError:
+        return ""
 
 
 class Agent:
@@ -103,7 +113,7 @@ class Agent:
 
     def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
         """Start a child for a task, whose questions ``answers`` answers."""
-        if (mine := version("cachetool")) != self._version:
+        if (mine := version_here()) != self._version and mine and self._version:
             text = f"node {name} has cachetool {mine}, the command is of {self._version}"
             self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
             return
@@ -112,11 +122,8 @@ class Agent:
                 if number in self._over:
                     raise Interrupted("stopped")
                 child = self._children[number] = Child(Task(target, arguments))
-        except OSError as error:
-            self._say((number, to_json(known_error(error) or bug(error))))
-            return
-        except Interrupted as error:
-            self._say((number, to_json(error)))
+        except Exception as error:  # noqa: BLE001 - the driver would wait for ever
+            self._say((number, _error_json(error)))
             return
         threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
 

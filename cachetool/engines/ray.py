@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from cachetool.disk import known_error
-from cachetool.engines.agent import Agent, Server
+from cachetool.engines.agent import Agent, Server, version_here
 from cachetool.engines.local import GRACE
 from cachetool.engines.raylink import listens, opened
 from cachetool.engines.task import Message, Task
@@ -35,6 +34,8 @@ __all__ = ["NodeLost", "RayEngine", "Run", "connect"]
 _PIECE = 8 * 2**20
 _ASKING = 64
 """Questions that are answered at once, at most."""
+_SENT = "sent"
+"""Where in the folder of an agent :meth:`RayEngine.send` puts files."""
 _RETRIES = -1
 """A question is asked again, and whoever answers is started again, as often as it takes."""
 
@@ -217,26 +218,30 @@ class RayEngine:
         for path in files:
             for at in range(0, max(1, path.stat().st_size), _PIECE):
                 piece = ray.put(_piece(path, at))
-                name = str(path.relative_to(folder))
+                name = str(Path(_SENT, path.relative_to(folder)))
                 done = [line.agent.write.remote(name, at, piece) for line in lines]
                 for ref in done:  # one piece at a time in the object store
                     _written(ref)
         found = {}
         for id, ref in places.items():
             with contextlib.suppress(ray.exceptions.RayError):
-                found[id] = str(ray.get(ref))
+                found[id] = str(Path(ray.get(ref), _SENT))
         return found
 
     def write(self, node: Node, name: str, at: int, piece: bytes) -> str:
-        """Write over the bytes from ``at`` on of a file on a node, which is made when it is not there. Its path."""
+        """Write over the bytes from ``at`` on of a file on a node, which is made when it is not there. Gives its path,
+        an empty one for a node that was lost, which is found by whoever waits for more of it."""
         import ray
 
         agent = self._line(node).agent
-        with contextlib.suppress(ray.exceptions.RayError):
+        try:
             folder = agent.place.remote()
             _written(agent.write.remote(name, at, piece))
             return str(Path(ray.get(folder), name))
-        return ""  # that it was lost is found by whoever waits for more of it
+        except ray.exceptions.RayTaskError as error:
+            raise known_error(error.cause) or error from error
+        except ray.exceptions.RayError:
+            return ""
 
     def close(self) -> None:
         """End whatever runs, and the agents."""
@@ -251,7 +256,7 @@ class RayEngine:
 
     def _line(self, node: Node) -> _Line:
         if node.id not in self._lines:
-            self._lines[node.id] = _Line(node, self._actor(Agent, node.id).remote(sys.argv[:2], version("cachetool")))
+            self._lines[node.id] = _Line(node, self._actor(Agent, node.id).remote(sys.argv[:2], version_here()))
         return self._lines[node.id]
 
     def _actor(self, kind: type, node: str, *, restarts: int = 0) -> Any:

@@ -18,6 +18,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -33,10 +34,11 @@ _PATIENCE = 5.0
 """Seconds in which a cluster must take a connection, and then say that it speaks its protocol."""
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
-_SETTINGS, _WINDOW = 4, 8
-"""Kinds of frames: section 6 of it."""
-_UNIMPLEMENTED = b"grpc-status\x0212"
-"""In the headers of an answer: there is no such call."""
+_DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
+"""Kinds of frames: section 6 of it; and the flag of the last one of an answer."""
+_END = 1
+_UNAUTHENTICATED = b"grpc-status\x0216"
+"""In the headers of an answer: only who is known has one."""
 
 
 @contextlib.contextmanager
@@ -117,17 +119,15 @@ def _init(address: str) -> None:
 
 
 def _greet(address: str) -> None:
-    """Raise :class:`Unreachable` unless something at the address speaks the protocol: Ray itself would wait for a
+    """Raise :class:`Unreachable` unless something at the address answers as Ray does: Ray itself would wait for a
     minute, and then write about it."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as line:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return  # that it listens is all that can be seen from outside
-            line.settimeout(_PATIENCE)
             line.sendall(_GREETING)
-            head = line.recv(9, socket.MSG_WAITALL)
-            if len(head) == 9 and head[3] == _SETTINGS and _knows_clusters(line, head):
+            if _knows_clusters(line, time.monotonic() + _PATIENCE):
                 return
     except OSError as error:
         why = str(error) if error.strerror is None else error.strerror
@@ -137,23 +137,50 @@ def _greet(address: str) -> None:
     raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
 
 
-def _knows_clusters(line: socket.socket, head: bytes) -> bool:
-    """Whether it does not say that it never heard of the question with which Ray's own client begins. Other servers of
-    a cluster, those of its nodes among them, speak the same protocol; of them Ray would ask it for 20 s."""
-    from ray.core.generated import gcs_service_pb2
+def _knows_clusters(line: socket.socket, deadline: float) -> bool:
+    """Whether it answers the question with which Ray's own client begins, or wants to know first who asks. Others, the
+    servers of a cluster's nodes among them, speak the same protocol; of them Ray would ask it for 20 s."""
+    path = _first_question()
+    asked = False
+    while head := _exactly(line, 9, deadline):
+        length, kind, flags, stream = int.from_bytes(head[:3]), head[3], head[4], int.from_bytes(head[5:])
+        if not asked:
+            if kind != _SETTINGS:  # with which all that is HTTP/2 begins
+                return False
+            if path is None:
+                return True
+            line.sendall(_question(path))
+            asked = True
+        body = _exactly(line, length, deadline)
+        if kind == _GO_AWAY or (stream == 1 and kind == _RESET):
+            return False
+        if stream == 1 and kind == _HEADERS and flags & _END:
+            return _UNAUTHENTICATED in body
+        if stream == 1 and kind == _DATA:  # a message of gRPC, not the page of a web server
+            return body[:1] == b"\0" and int.from_bytes(body[1:5]) == len(body) - 5
+    return False
 
+
+def _first_question() -> str | None:
+    """The path of the call; None where this Ray begins in another way."""
+    try:
+        from ray.core.generated import gcs_service_pb2
+    except ImportError:
+        return None
     service = gcs_service_pb2.DESCRIPTOR.services_by_name.get("NodeInfoGcsService")
-    if service is None or "GetClusterId" not in service.methods_by_name:
-        return True  # this Ray begins in another way
-    line.sendall(_question(f"/{service.full_name}/GetClusterId"))
-    with contextlib.suppress(TimeoutError):
-        while len(head) == 9:
-            length, kind, stream = int.from_bytes(head[:3]), head[3], int.from_bytes(head[5:])
-            body = line.recv(length, socket.MSG_WAITALL) if length else b""
-            if stream == 1 and kind != _WINDOW:
-                return _UNIMPLEMENTED not in body
-            head = line.recv(9, socket.MSG_WAITALL)
-    return True
+    known = service is not None and "GetClusterId" in service.methods_by_name
+    return f"/{service.full_name}/GetClusterId" if known else None
+
+
+def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes; fewer, or none, where the connection ends. Raises :class:`TimeoutError`."""
+    found = b""
+    while len(found) < count:
+        line.settimeout(max(1e-3, deadline - time.monotonic()))
+        if not (part := line.recv(count - len(found))):
+            break
+        found += part
+    return found if len(found) == count else b""
 
 
 def _question(path: str) -> bytes:

@@ -44,8 +44,6 @@ _TASK_BYTES = 128 * 2**10
 _TASK_UNITS = 32
 _PROBED_BYTES, _PROBED_LEAST = 64 * 2**20, 8
 """Of samples that must be read whole to be probed no more than these bytes, the smallest first, but a few anyway."""
-_ALIKE = 16
-"""Where so many samples have one shape, and the listing one size for all that were to be probed, the others are not."""
 _HEADS = 256 * 2**10
 """Larger arrays and bytes are not read to be probed: their beginning, or their size, says it all."""
 _GUESS = 256 * 2**10
@@ -101,18 +99,26 @@ class ObjectsSource:
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""
         samples: list[_Shapes] = []
-        errors: list[BadObject | NotFound] = []
+        first_error: Exception | None = None
+        fetched = 0
         units = np.asarray(units, dtype=np.int64)
         sizes, wanted = self._listing.unit_bytes(units, unknown=_GUESS), self._to_probe(units)
-        probed, listed = units[wanted], set(self._listing.unit_bytes(units).tolist())
-        first = _ALIKE if len(listed) == 1 and 0 not in listed else len(probed)
-        self._probe_some(probed[:first], samples, errors, skip_bad=skip_bad)
-        if any(each.shapes != samples[0].shapes for each in samples) or not samples:
-            self._probe_some(probed[first:], samples, errors, skip_bad=skip_bad)
-        if not samples:  # the others stand in for those that are all bad
-            self._probe_some(units[~wanted], samples, errors, skip_bad=skip_bad)
+        for some in (units[wanted], units[~wanted]):
+            if samples:
+                break  # the others stand in for samples that are all bad
+            tasks = self._tasks(some, self._probing.threads)
+            with contextlib.closing(self._probing.run(tasks, ahead=AHEAD, size=_size)) as fetching:
+                for sample in itertools.chain.from_iterable(fetching):
+                    if sample.error is None:
+                        samples.append(sample)
+                    elif not skip_bad:
+                        raise sample.error
+                    first_error = first_error or sample.error
+                    fetched += sample.fetched
+                    if fetched > _PROBED_BYTES and len(samples) >= _PROBED_LEAST:
+                        break  # a server without ranges, from which beginnings come with all that follows
         if not samples:
-            raise errors[0] if errors else NotFound(f"no samples under {self.url}")
+            raise first_error or NotFound(f"no samples under {self.url}")
         pairs = [(sample.key, sample.shapes) for sample in samples]
         schema = common_schema(majority(pairs) if skip_bad else pairs, self._options.fields)
         for name in self._options.fields or ():
@@ -130,23 +136,6 @@ class ObjectsSource:
         if wanted.any() and sizes[wanted].any():
             mean *= sizes.mean() / sizes[wanted].mean()
         return Probe(schema, math.ceil(mean))
-
-    def _probe_some(
-        self, units: _Units, samples: list[_Shapes], errors: list[BadObject | NotFound], *, skip_bad: bool
-    ) -> None:
-        fetched = 0
-        tasks = self._tasks(units, self._probing.threads)
-        with contextlib.closing(self._probing.run(tasks, ahead=AHEAD, size=_size)) as fetching:
-            for sample in itertools.chain.from_iterable(fetching):
-                if sample.error is None:
-                    samples.append(sample)
-                elif skip_bad:
-                    errors.append(sample.error)
-                else:
-                    raise sample.error
-                fetched += sample.fetched
-                if fetched > _PROBED_BYTES and len(samples) >= _PROBED_LEAST:
-                    break  # a server without ranges, from which beginnings come with all that follows
 
     def _to_probe(self, units: _Units) -> npt.NDArray[np.bool_]:
         """Which of these units: all, unless what must be read of them is much."""

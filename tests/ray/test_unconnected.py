@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from ray._private import services
@@ -23,6 +25,52 @@ def test_an_address_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(Unreachable, match=rf"^no Ray cluster answers at {address}: timed out; "):
             raylink._init(address)
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + body
+
+
+SETTINGS = frame(4, 0, 0, b"")
+NOBODY = "what answers at"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (frame(1, 4, 1, b"\x88") + frame(0, 0, 1, b"\0\0\0\0\x02ok"), None),  # a head node
+        (frame(8, 0, 0, bytes(4)) + frame(1, 5, 1, b"\x88\x40\x0bgrpc-status\x0216"), None),  # it wants a token
+        (frame(1, 5, 1, b"\x88\x40\x0bgrpc-status\x0212"), NOBODY),  # another server of a cluster
+        (frame(1, 5, 1, b"\x88\x40\x88\x9a\xca\xc8\xb2\x12\x34\xda\x8f\x82\x08\x9f"), NOBODY),  # the same, packed
+        (frame(1, 4, 1, b"\x8d") + frame(0, 1, 1, b"<html>not found"), NOBODY),
+        (frame(7, 0, 0, bytes(8)), NOBODY),
+        (frame(3, 0, 1, bytes(4)), NOBODY),
+        (b"", NOBODY),
+    ],
+)
+def test_what_is_no_head_node_of_ray_is_known_by_its_first_answer(answer: bytes, says: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            line, _ = server.accept()
+            with line:
+                for byte in SETTINGS:  # in as many pieces as can be
+                    line.sendall(bytes((byte,)))
+                line.recv(65536)
+                line.sendall(answer)
+
+        with ThreadPoolExecutor() as pool:
+            served = pool.submit(serve)
+            refused = contextlib.nullcontext() if says is None else pytest.raises(Unreachable, match=says)
+            with refused:
+                raylink._greet(f"127.0.0.1:{server.getsockname()[1]}")
+            served.result()
+
+
+def test_of_a_head_node_with_tls_only_the_port_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        raylink._greet(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.fixture

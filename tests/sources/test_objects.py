@@ -296,25 +296,6 @@ def test_of_large_objects_few_are_probed(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(got) == 8
 
 
-@pytest.mark.parametrize(
-    ("odd", "probed"),
-    [
-        (None, 16),
-        ({40: np.zeros((2, 4), dtype="<f8")}, 60),  # another size
-        ({3: np.zeros((3, 2), dtype="<f8")}, 60),  # another shape
-    ],
-)
-def test_of_samples_that_are_alike_few_are_probed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: dict[int, Any] | None, probed: int
-) -> None:
-    files = {f"{n:02d}.x.npy": (odd or {}).get(n, np.zeros((2, 3), dtype="<f8")) for n in range(60)}
-    with opened(tmp_path, files) as source:
-        got, real = [], source._store.get
-        monkeypatch.setattr(source._store, "get", lambda item: got.append(item.key) or real(item))
-        source.probe(np.arange(60))
-        assert len(got) == probed
-
-
 def test_others_are_probed_when_the_first_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cachetool.sources.objects._PROBED_BYTES", 1)
     files: dict[str, Any] = {f"{n}.x.npy": b"no array" if n < 3 else np.zeros(4, dtype="<f8") for n in range(6)}
