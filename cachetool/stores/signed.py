@@ -8,6 +8,7 @@ the faster one. Whatever does not come as it should is left to obstore, which kn
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ __all__ = ["LEAST", "Signed"]
 
 LEAST = 2**20
 """Bytes of an object from which on it pays: signing takes a tenth of a millisecond."""
+_PATIENCE = 8
+"""Objects that may fail to come; then all others are left to obstore, too."""
 _PROXIES = ("http_proxy", "all_proxy")
 
 
@@ -29,6 +32,8 @@ class Signed:
         self._sign = sign
         self._limits = replace(limits, retry=1e-3, throttle=1e-3)  # one attempt
         self._client: HttpClient | None = None
+        self._lock = threading.Lock()
+        self._failures = 0
         self._usable = not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
 
     def get(self, item: Object) -> memoryview | None:
@@ -38,13 +43,15 @@ class Signed:
             return None
         try:
             url = self._sign(item.key)
-            if self._client is None:
-                self._client = HttpClient(url, self._limits)
-            response = self._client.fetch(url, size=item.size)
+            with self._lock:
+                self._client = client = self._client or HttpClient(url, self._limits)
+            response = client.fetch(url, size=item.size)
         except CacheToolError:
+            self._failures += 1
+            self._usable = self._failures < _PATIENCE
             return None
         if response.status != 200:
-            self._usable = False  # a server that wants more than a signature
+            self._usable = False  # it wants more than a signature
             return None
         check_identity(item, size=len(response.body), etag=response.headers.get("ETag", "").strip('"') or None)
         return response.body
