@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
+    options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for name in options.cases.split(","):
             case = CASES[name]
