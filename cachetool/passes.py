@@ -49,8 +49,6 @@ class Cached:
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""
-        if not row.past and not self._by_shard:
-            return  # the first pass, however many shards it has
         found = copies(connection, row.id, but=row.turn) + promised(connection, row.id)
         if self._by_shard.keys() == {copy.shard for copy in found}:
             return

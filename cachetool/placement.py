@@ -197,6 +197,9 @@ class Work(ABC):
                 if not member.late or member.begun:
                     raise of_node(member.node.name, error) from error
                 self._leave_out(member, error)
+                self._paces = {}
+                self._share_rate()  # among those who are left
+                return
 
     def _heard(self, member: Member, sampler: int | None = None) -> Callable[[Message], None]:
         def heard(message: Message) -> None:

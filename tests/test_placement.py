@@ -277,54 +277,57 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
 def test_a_node_that_comes_gets_its_part_of_the_rate_from_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.write(0, 30)
-    monkeypatch.setattr(crew, "_SEEK", 0.0)
-    first, second = world.engine.named
-    world.engine.named = [first]
     parts: dict[str, list[float]] = {"a": [], "b": []}
-    write = world.engine.write
 
-    def written(node: Node, name: str, at: int, piece: bytes) -> str:
-        path = write(node, name, at, piece)
+    def written(node: Node, path: str) -> None:
         parts[node.name].append(struct.unpack("<dd", Path(path).read_bytes())[1])
-        return path
 
-    def come(run: Run) -> None:
-        if run.task.target == "cachetool.sampler:draw":
-            world.engine.named = [first, second]
-            assert run.task.arguments["pace"]["rate"] == 3000
-            assert run.task.arguments["pace"]["path"].endswith(f"/{run.node.name}/pace")
-
-    monkeypatch.setattr(world.engine, "write", written)
-    world.engine.started = come
-
-    assert world.pull(everything=True, max_rate="3kB").samples == 30
+    tasks = pulled_with_a_rate_while_b_comes(world, monkeypatch, written)
     assert parts == {"a": [1.0, 0.5], "b": [0.5]}
+    for run in tasks:
+        assert run.task.arguments["pace"]["rate"] == 3000
+        assert run.task.arguments["pace"]["path"].endswith(f"/{run.node.name}/pace")
 
 
 def test_a_node_that_comes_and_has_no_room_for_its_part_of_the_rate_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    parts = []
+
+    def full(node: Node, path: str) -> None:
+        if node.name == "b":
+            raise cachetool.CapacityError("/tmp: the disk is full")
+        parts.append(struct.unpack("<dd", Path(path).read_bytes())[1])
+
+    pulled_with_a_rate_while_b_comes(world, monkeypatch, full)
+    assert "node b: /tmp: the disk is full; the pull goes on without node b" in world.notes
+    assert parts == [1.0, 0.5, 1.0]
+
+
+def pulled_with_a_rate_while_b_comes(
+    world: World, monkeypatch: pytest.MonkeyPatch, written: Callable[[Node, str], None]
+) -> list[Run]:
+    """Node b comes when a draws; ``written`` hears what is written on the nodes. Gives the tasks that drew."""
     world.write(0, 30)
     monkeypatch.setattr(crew, "_SEEK", 0.0)
     first, second = world.engine.named
     world.engine.named = [first]
-    write = world.engine.write
+    write, drew = world.engine.write, []
 
-    def full(node: Node, name: str, at: int, piece: bytes) -> str:
-        if node == second:
-            raise cachetool.CapacityError("/tmp: the disk is full")
-        return write(node, name, at, piece)
+    def writes(node: Node, name: str, at: int, piece: bytes) -> str:
+        path = write(node, name, at, piece)
+        written(node, path)
+        return path
 
     def come(run: Run) -> None:
         if run.task.target == "cachetool.sampler:draw":
             world.engine.named = [first, second]
+            drew.append(run)
 
-    monkeypatch.setattr(world.engine, "write", full)
+    monkeypatch.setattr(world.engine, "write", writes)
     world.engine.started = come
-
     assert world.pull(everything=True, max_rate="3kB").samples == 30
-    assert "node b: /tmp: the disk is full; the pull goes on without node b" in world.notes
+    return drew
 
 
 def test_replicas_of_archives_have_the_samples_asked_for_as_one_cache_has(world: World) -> None:

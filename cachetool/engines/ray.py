@@ -234,12 +234,10 @@ class RayEngine:
         import ray
 
         agent = self._line(node).agent
+        folder = agent.place.remote()
+        _written(agent.write.remote(name, at, piece))
         try:
-            folder = agent.place.remote()
-            _written(agent.write.remote(name, at, piece))
             return str(Path(ray.get(folder), name))
-        except ray.exceptions.RayTaskError as error:
-            raise known_error(error.cause) or error from error
         except ray.exceptions.RayError:
             return ""
 

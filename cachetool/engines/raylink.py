@@ -35,8 +35,9 @@ _PATIENCE = 5.0
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
 _DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
-"""Kinds of frames: section 6 of it; and the flag of the last one of an answer."""
+"""Kinds of frames: section 6 of it."""
 _END = 1
+"""The flag of the last one of an answer."""
 _UNAUTHENTICATED = b"grpc-status\x0216"
 """In the headers of an answer: only who is known has one."""
 
@@ -173,7 +174,7 @@ def _first_question() -> str | None:
 
 
 def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes; fewer, or none, where the connection ends. Raises :class:`TimeoutError`."""
+    """So many bytes; none where the connection ends before. Raises :class:`TimeoutError`."""
     found = b""
     while len(found) < count:
         line.settimeout(max(1e-3, deadline - time.monotonic()))

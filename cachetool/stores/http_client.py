@@ -87,8 +87,9 @@ class _Body:
         self._filled = 0
 
     def whole(self) -> memoryview:
-        """What came."""
-        return self._memory[: self._filled].toreadonly()
+        """What came; of memory that was taken for much more, a copy."""
+        body = self._memory[: self._filled]
+        return memoryview(bytes(body)) if 2 * self._filled < len(self._memory) else body.toreadonly()
 
 
 class Sink:

@@ -11,14 +11,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cachetool.errors import CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import Options, azure_options, gcs_options, s3_options
 from cachetool.stores.failures import as_our_error
 from cachetool.stores.redact import redact, split_url
-from cachetool.stores.signed import LEAST, Signed
+
+if TYPE_CHECKING:
+    from cachetool.stores.signed import Signed
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -91,6 +93,8 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
     signed = None
     if "allow_http" in client and scheme in ("s3", "s3a"):
         from obstore import sign
+
+        from cachetool.stores.signed import Signed
 
         def signed_url(key: str) -> str:
             try:
@@ -185,7 +189,7 @@ class ObjectStore:
 
     def get(self, item: Object) -> memoryview:
         """The whole object."""
-        if self._signed is not None and item.size >= LEAST:
+        if self._signed is not None:
             self._refuse_fork()
             if (body := self._signed.get(item)) is not None:
                 return body

@@ -16,9 +16,9 @@ from cachetool.errors import CacheToolError
 from cachetool.stores.base import Limits, Object, check_identity
 from cachetool.stores.http_client import HttpClient
 
-__all__ = ["LEAST", "Signed"]
+__all__ = ["Signed"]
 
-LEAST = 2**20
+_LEAST = 2**20
 """Bytes of an object from which on it pays: signing takes a tenth of a millisecond."""
 _PATIENCE = 8
 """Objects that may fail to come; then all others are left to obstore, too."""
@@ -39,7 +39,7 @@ class Signed:
     def get(self, item: Object) -> memoryview | None:
         """The whole object; None when it should be asked for in another way. Raises :class:`BadObject` when it is not
         the listed one."""
-        if not self._usable:
+        if not self._usable or item.size < _LEAST:
             return None
         try:
             url = self._sign(item.key)
