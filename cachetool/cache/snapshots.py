@@ -102,13 +102,16 @@ class Snapshot:
 
     def __init__(
         self, catalog: Catalog, layout: Layout, holder: Holder, *, lease: int, version: int, dataset: str,
-        schema: Schema, shards: tuple[Shard, ...],
+        schema: Schema, shards: tuple[Shard, ...], newest: int, seen: int | None,
     ) -> None:  # fmt: skip
         self.version = version
+        self.newest = newest
+        """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
         self.dataset = dataset
         self.schema = schema
         self.shards = shards
         self._lease: int | None = lease
+        self._seen = seen
         self._catalog, self._layout, self._holder = catalog, layout, holder
 
     @property
@@ -150,9 +153,10 @@ class Snapshot:
 
         noting(self._catalog, count, note)
 
-    def release(self) -> None:
+    def release(self, *, unread: bool = False) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.
 
+        If it went ``unread``, what it was the first to contain counts as not shown yet, unless somebody took one since.
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
         lease, self._lease = self._lease, None
@@ -161,6 +165,10 @@ class Snapshot:
         with contextlib.suppress(CapacityError):
             with self._catalog.write() as connection:
                 connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+                if unread and self._seen is not None:
+                    connection.execute(
+                        "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?", (self._seen, self.version)
+                    )
                 trash = sweep(connection, self._holder)
             delete_trash(self._catalog, self._layout, trash)
 
@@ -187,11 +195,12 @@ def take(
             shared = connection.execute(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
-        if shared is None:
-            if not peek:
-                top_up(connection, layout)
-            shared = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
-        version = int(shared[0])
+        known = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'seen')").fetchall())
+        newest, seen = int(known["version"]), int(known.get("seen", 0))
+        if shared is not None:
+            version = newest = int(shared[0])
+        else:
+            version = newest if peek else top_up(connection, layout, dataset, newest)
         cursor = connection.execute(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
             (holder.id, run, epoch, version, dataset, time.time()),
@@ -205,5 +214,5 @@ def take(
             )
     return Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
-        shards=shards,
+        shards=shards, newest=max(newest, version), seen=None if peek or seen >= version else seen,
     )  # fmt: skip

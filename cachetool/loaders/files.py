@@ -60,7 +60,7 @@ class FileSubscription:
     def served(self, delivered: Delivered | None = None) -> None:
         """Nobody counts."""
 
-    def release(self) -> None:
+    def release(self, *, unread: bool = False) -> None:
         """Nothing to give back."""
 
     def close(self) -> None:

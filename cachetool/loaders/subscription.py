@@ -52,8 +52,8 @@ class Subscription(Protocol):
         """Count one epoch for the parts of the leased view, and how it went where that is known."""
         ...
 
-    def release(self) -> None:
-        """Give the lease back; another can be taken."""
+    def release(self, *, unread: bool = False) -> None:
+        """Give the lease back; another can be taken. ``unread``: no epoch was read from it after all."""
         ...
 
     def close(self) -> None:
@@ -140,9 +140,10 @@ class CacheSubscription:
 
     def moved(self, view: View) -> bool:
         """Whether anything was committed or evicted since."""
-        return self._open().version != view.version
+        own = self._snapshot
+        return self._open().version != (own.newest if own and own.version == view.version else view.version)
 
-    def release(self) -> None:
+    def release(self, *, unread: bool = False) -> None:
         """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""
         if self._pid != os.getpid():
             return
@@ -150,7 +151,7 @@ class CacheSubscription:
             self._finalizer.detach()
         snapshot, self._snapshot, self._finalizer = self._snapshot, None, None
         if snapshot is not None:
-            snapshot.release()
+            snapshot.release(unread=unread)
 
     def close(self) -> None:
         """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""

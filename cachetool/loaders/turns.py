@@ -225,7 +225,7 @@ class Turns:
             self._short = None
             return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
         except BaseException:
-            lease.release()
+            lease.release(unread=True)
             self._free.append(lease)
             raise
 
@@ -300,7 +300,7 @@ class Turns:
     def _drop_ahead(self) -> None:
         turn, self._ahead = self._ahead, None
         if turn is not None:
-            turn.lease.release()
+            turn.lease.release(unread=True)
             self._free.append(turn.lease)
 
 

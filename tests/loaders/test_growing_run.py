@@ -24,8 +24,9 @@ SHORT, WHOLE = (400, 8192, 8), (8000, 32768, 10)
 )
 @pytest.mark.timeout(1800)
 def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, count: int, tmp_path: Path) -> None:
-    """Each epoch shows all that was committed before it began, each sample once. The set grows until the cap, then
-    renews its share whenever the puller had the time for it; a frozen puller stops no epoch; the cap holds."""
+    """Each epoch shows all that was committed before it began, each sample once, but for the share that the first of a
+    full cache may leave for the next. The set grows until the cap, then renews its share whenever the puller had the
+    time for it; a frozen puller stops no epoch; the cap holds."""
     source = tmp_path / "source"
     source.mkdir()
     array = np.zeros(values, dtype=np.float32)
@@ -41,13 +42,14 @@ def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, c
     assert max(found["used"] + found["disk"]) <= cap
     seen: set[int] = set()
     fresh = []
-    for epoch, committed in zip(epochs, found["committed"], strict=True):
+    full = found["full"].index(True)
+    for number, (epoch, committed) in enumerate(zip(epochs, found["committed"], strict=True)):
         fresh.append(len(epoch - seen))
         seen |= epoch
         # Nothing is evicted that no epoch has had; only a source that was drawn to its end brings the same again.
-        assert len(seen) >= min(committed, samples)
+        assert len(seen) >= min(committed, samples) - (1.2 * share if number == full else 0)
     shares = [len(after - before) / len(after) for before, after in pairwise(epochs)]
-    assert min(shares[found["full"].index(True) + 1 :]) >= 0.8 * RENEW
+    assert min(shares[full:]) >= 0.8 * RENEW
     assert len(seen) > len(max(epochs, key=len))
     with_puller, alone = np.median(found["steps"][1:]), found["alone"]["steps"][0]
     print(
