@@ -29,12 +29,13 @@ import numpy as np
 from cachetool.formats.files import open_plain
 from cachetool.formats.runs import Bytes, Int64s
 
-__all__ = ["Arena", "map_at", "open_arena", "reserve"]
+__all__ = ["HUGE", "Arena", "huge_pages", "map_at", "open_arena", "reserve"]
 
 _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
 _MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), gaps between files count too
-_HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
+HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _FIXED = 0x10  # MAP_FIXED of Linux on every processor
 _FAILED = ctypes.c_void_p(-1).value
 _ANYWHERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -59,6 +60,12 @@ def _libc_mmap() -> Callable[[int, int, int, int, int, int], int]:
 def map_at(address: int, length: int, protection: int, flags: int, fd: int, offset: int = 0) -> bool:
     """Map a file over part of a range that :func:`reserve` gave; False when the kernel refuses."""
     return _libc_mmap()(address, length, protection, flags | _FIXED, fd, offset) != _FAILED
+
+
+def huge_pages(address: int, nbytes: int) -> None:
+    """Make huge pages of new shared memory, as far as it fills any: each of 512 pages costs whoever touches it first a
+    fault, and whoever looks at one byte of it a walk through the tables. A kernel that does not is none the worse."""
+    _libc("madvise")(address, nbytes & -HUGE, _COLLAPSE)
 
 
 def reserve(nbytes: int) -> Bytes:
@@ -86,7 +93,7 @@ class Arena:
         self.bytes: Bytes = reserve(nbytes)
         """The whole range, read-only."""
         self._base = int(self.bytes.ctypes.data)
-        self._next = -self._base % _HUGE
+        self._next = -self._base % HUGE
         self._lengths: dict[int, int] = {}
 
     @property
@@ -106,7 +113,7 @@ class Arena:
         """
         fd, size = open_plain(path)
         try:
-            at, length = self._next, max(1, -(-size // _HUGE)) * _HUGE
+            at, length = self._next, max(1, -(-size // HUGE)) * HUGE
             if at + length > len(self.bytes) or len(self._lengths) >= _MOST:
                 return None
             if size and not map_at(self._base + at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):

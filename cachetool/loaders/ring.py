@@ -18,12 +18,12 @@ import numpy as np
 
 from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
+from cachetool.loaders.arena import HUGE, huge_pages
 from cachetool.loaders.forks import Inherited, watch
 from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, Head, Owner, library, wait
 
 __all__ = ["Ring", "RingWriter", "Slot"]
 
-_HUGE = 2**21
 _PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _LOOKS = 16  # slots in use that are looked at when a batch is taken: thousands may be kept
 
@@ -200,7 +200,7 @@ class RingWriter:
     def __init__(self, fd: int) -> None:
         self._head = Head(fd)
         self._library = library(keeps_gil=False)
-        self._end = -(-HEAD // _HUGE) * _HUGE
+        self._end = HEAD
         self._slots = 0
         self._committed = 0
         self._regions: dict[int, tuple[int, Bytes]] = {}
@@ -236,11 +236,14 @@ class RingWriter:
         if nbytes <= len(memory):
             return memory
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        at = self._end
-        self._end += -(-size // _HUGE) * _HUGE if size >= _HUGE else size
+        at = -(-self._end // HUGE) * HUGE if size >= HUGE else self._end
+        self._end = at + size
         os.ftruncate(self._head.fd, self._end)
         self._head.table[2 * slot], self._head.table[2 * slot + 1] = at, size
         new = self._head.region(slot)
+        if size >= HUGE:
+            new[1][::HUGE] = 0  # where nothing is, Linux makes none
+            huge_pages(new[1].ctypes.data, size)
         new[1][:keep] = memory[:keep]
         if start:  # nobody looks there any more: the memory goes back
             self._library.fallocate(self._head.fd, _PUNCH, start, len(memory))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cachetool.formats.runs import Bytes
-from cachetool.loaders.arena import map_at, reserve
+from cachetool.loaders.arena import HUGE, map_at, reserve
 
 __all__ = ["HEAD", "IDLE", "IN_USE", "MOST", "Head", "Owner", "library", "supported", "wait"]
 
@@ -99,8 +99,10 @@ class Head:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         reserved = _reserved()
-        self._base = int(reserved.ctypes.data)
-        interface = {"data": (self._base, False), "shape": reserved.shape, "typestr": "|u1", "version": 3}
+        start = int(reserved.ctypes.data)
+        self._base = -(-start // HUGE) * HUGE
+        shape = (len(reserved) - (self._base - start),)
+        interface = {"data": (self._base, False), "shape": shape, "typestr": "|u1", "version": 3}
         self._whole: Bytes = np.asarray(Owner(interface, reserved))  # writable, which Python's map is not
         self._map(0, HEAD)
         whole = self._whole[:HEAD].data
