@@ -1,0 +1,71 @@
+"""The memory of a ring: where slots lie, and in what pages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cachetool.loaders.arena import HUGE
+from cachetool.loaders.ring import Ring, RingWriter
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Ring, RingWriter]]:
+    """Both ends of a ring, in one process."""
+    ring = Ring()
+    writer = RingWriter(ring.fd)
+    writer.permit(4)
+    yield ring, writer
+    ring.close()
+
+
+def in_huge_pages(address: int) -> int:
+    """Bytes of the map around ``address`` that are mapped by huge pages."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(each, 16) for each in first.split("-"))
+            here = start <= address < end
+        elif here and first == "ShmemPmdMapped:":
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def send(ends: tuple[Ring, RingWriter], *sizes: int) -> memoryview:
+    """A slot that was made larger and larger, filled with 7, as the reader sees it."""
+    ring, writer = ends
+    slot = writer.acquire()
+    kept = 0
+    for size in sizes:
+        memory = writer.memory(slot, size, keep=kept)
+        memory[kept:size] = 7
+        kept = size
+    writer.commit(slot)
+    assert ring.wait(1)
+    return ring.take().memory
+
+
+@pytest.mark.skipif(
+    tuple(int(each) for each in os.uname().release.split(".")[:2]) < (6, 1), reason="MADV_COLLAPSE came with Linux 6.1"
+)
+@pytest.mark.parametrize("before", [(), (5000,), (5000, HUGE + 5000)])
+def test_large_batches_lie_in_huge_pages_for_both_ends(ends: tuple[Ring, RingWriter], before: tuple[int, ...]) -> None:
+    """Whatever the slot was before, and with small slots beside it."""
+    send(ends, 5000)
+    memory = send(ends, *before, 2 * HUGE + 5000)
+    address = memory.obj.ctypes.data  # type: ignore[attr-defined]
+    assert address % HUGE == 0
+    assert bytes(memory[: 2 * HUGE + 5000]) == b"\7" * (2 * HUGE + 5000)
+    assert in_huge_pages(address) >= 2 * HUGE
+
+
+def test_slots_do_not_share_bytes_whatever_their_sizes(ends: tuple[Ring, RingWriter]) -> None:
+    sizes = [4096, HUGE, 3 * 4096, HUGE + 4096]
+    slots = [send(ends, size) for size in sizes]
+    for number, slot in enumerate(slots):
+        slot[:] = bytes([number]) * len(slot)
+    assert [(len(slot), set(slot)) for slot in slots] == [(size, {number}) for number, size in enumerate(sizes)]
