@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -35,6 +34,7 @@ from cachetool.inputs import describe
 from cachetool.parts import DATASET_FILE
 from cachetool.planning import check_place
 from cachetool.progress import Progress, Report
+from cachetool.scratch import scratch
 from cachetool.sources import list_source, open_source
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.files import FileOptions, kind_of_name, kind_of_names
@@ -87,35 +87,16 @@ def described(source: str | Path, options: FileOptions, *, beside: Path | None, 
 @contextlib.contextmanager
 def _folder(beside: Path | None) -> Iterator[Path]:
     """A new folder beside ``beside``, or where temporary files go when nothing can be made there."""
-    try:
-        if beside is None:
-            raise PermissionError
-        parent, prefix = beside.absolute().parent, f".{beside.name}.input-"
-        parent.mkdir(parents=True, exist_ok=True)
-        _sweep(parent, prefix)
-        made = tempfile.mkdtemp(prefix=prefix, dir=parent)
-    except PermissionError:
-        made = tempfile.mkdtemp(prefix="cachetool-")
-    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Another process may sweep between mkdtemp and this: then the folder is gone, and what is written to it fails.
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield Path(made)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        os.close(fd)
-
-
-def _sweep(parent: Path, prefix: str) -> None:
-    """Delete folders of processes that were killed: nobody holds their lock."""
-    for path in parent.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # another process sweeps as well, or it is in use
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-            finally:
-                os.close(fd)
+    with contextlib.ExitStack() as stack:
+        try:
+            if beside is None:
+                raise PermissionError
+            parent = beside.absolute().parent
+            parent.mkdir(parents=True, exist_ok=True)
+            made = stack.enter_context(scratch(parent, f".{beside.name}.input-"))
+        except PermissionError:
+            made = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
+        yield made
 
 
 def bring(channel: Channel, *, url: str, folder: str, options: Message) -> Message:

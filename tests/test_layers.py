@@ -20,6 +20,7 @@ BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
     "disk": VALUES,
+    "scratch": VALUES,
     "cache": VALUES | {"disk"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,

@@ -27,6 +27,7 @@ from cachetool.block import Block
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import BadObject, CapacityError, NotFound, UsageError
 from cachetool.inputs import describe, open_input
+from cachetool.scratch import scratch
 from cachetool.sources.files import FileOptions
 from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
 
@@ -338,3 +339,15 @@ def test_a_folder_that_another_conversion_uses_is_not_swept(tmp_path: Path) -> N
 def test_missing_is_told_as_the_store_says_it(web: Http, tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFound, match=r"nothing.*not found"):
         bring(f"{web.url}/{name}", tmp_path / "in")
+
+
+def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -> None:
+    """Of its own kind, and nothing of anybody else."""
+    code = "import os, sys, pathlib, cachetool.scratch as s; held = s.scratch(pathlib.Path(sys.argv[1]), 'a-');"
+    subprocess.run([sys.executable, "-c", code + "held.__enter__(); os._exit(0)", tmp_path], check=True)
+    (tmp_path / "b-1").mkdir()
+    left = os.listdir(tmp_path)
+    with scratch(tmp_path, "a-") as made, scratch(tmp_path, "a-") as another:
+        assert sorted(os.listdir(tmp_path)) == sorted([made.name, another.name, "b-1"])
+    assert len(left) == 2
+    assert os.listdir(tmp_path) == ["b-1"]

@@ -5,6 +5,7 @@ These are the classes of Ray actors, made and called by :mod:`cachetool.engines.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -24,6 +25,7 @@ from cachetool.engines.child import bug
 from cachetool.engines.local import GRACE, Child, stop
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, Interrupted, UsageError, to_json
+from cachetool.scratch import scratch
 
 __all__ = ["Agent", "Server", "version_here"]
 
@@ -109,7 +111,8 @@ class Agent:
         """Tasks that are to end, by number: calls come in several threads, the end at times before the beginning."""
         self._said: list[tuple[int, Message]] = []
         self._news = threading.Condition()
-        self._place: tempfile.TemporaryDirectory[str] | None = None
+        self._place = ""
+        self._places = contextlib.ExitStack()
 
     def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
         """Start a child for a task, whose questions ``answers`` answers."""
@@ -146,11 +149,16 @@ class Agent:
             threading.Timer(GRACE, child.process.kill).start()
 
     def place(self) -> str:
-        """A folder for files of the driver, until this process ends."""
+        """A folder for files of the driver, until :meth:`leave`; that of a killed agent goes with the next one."""
         with self._news:  # calls come in several threads
-            if self._place is None:
-                self._place = tempfile.TemporaryDirectory(prefix="cachetool-")
-            return self._place.name
+            if not self._place:
+                self._place = str(self._places.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-node-")))
+            return self._place
+
+    def leave(self) -> None:
+        """Delete that folder: this process is about to be killed."""
+        with self._news:
+            self._places.close()
 
     def write(self, name: str, at: int, piece: Any) -> None:
         """Put a piece of a file into that folder, from byte ``at`` on."""

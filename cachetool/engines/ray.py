@@ -247,7 +247,10 @@ class RayEngine:
 
         with contextlib.suppress(ray.exceptions.RayError):
             self.stop([run for line in self._lines.values() for run in line.runs.values()])
-        for actor in [*(line.agent for line in self._lines.values()), *self._served]:
+        agents = [line.agent for line in self._lines.values()]
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # none was needed
+            ray.wait([agent.leave.remote() for agent in agents], num_returns=len(agents), timeout=GRACE)
+        for actor in [*agents, *self._served]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor)
         self._lines, self._served = {}, []

@@ -10,6 +10,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import open_cache
+from cachetool.engines.ray import RayEngine
 from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
 
@@ -153,3 +154,17 @@ def test_stats_refuse_what_looks_at_one_cache(command: Command, filled: Path, op
 def _used(root: Path) -> int:
     with cachetool.open_cache(root) as cache:
         return cache.stats().used
+
+
+def test_the_nodes_keep_no_file_of_a_driver_that_left(joined: str, tmp_path: Path) -> None:
+    (tmp_path / "listing").write_bytes(bytes(1000))
+    engine = RayEngine("")
+    try:
+        nodes = engine.nodes()
+        places = [Path(place) for place in engine.send(nodes, tmp_path).values()]
+        places += [Path(engine.write(node, "pace", 0, b"1")) for node in nodes]
+        assert [place.stat().st_size for place in places if place.is_file()] == [1, 1, 1]
+        assert all((place / "listing").read_bytes() == bytes(1000) for place in places[:3])
+    finally:
+        engine.close()
+    assert [place for place in places if place.exists() or place.parent.exists()] == []

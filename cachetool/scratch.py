@@ -1,0 +1,43 @@
+"""Folders for the time of a process::
+
+PREFIX3f2a/    locked while it is in use: what a killed process left is swept by the next one of that prefix
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["scratch"]
+
+
+@contextlib.contextmanager
+def scratch(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in ``parent``, deleted at the end. Raises OSError when none can be made there."""
+    _sweep(parent, prefix)
+    made = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Another process may sweep between mkdtemp and this: then the folder is gone, and what is written to it fails.
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(fd)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    """Delete folders of processes that were killed: nobody holds their lock."""
+    for path in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another process sweeps as well, it is in use, or somebody else's
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(fd)
