@@ -61,7 +61,6 @@ def test_batches_are_made_where_the_cache_is_and_read_there_without_a_copy(joine
     with batches(tmp_path / "{node}", batch_size=4, node="b", fields=["volume", "number"], shuffle=False) as refs:
         first = next(refs)
         assert refs.node.name == "b"
-        where = ray.experimental.get_object_locations([first])[first]
 
         @ray.remote(num_cpus=0)
         def looked(batch: dict[str, Any]) -> tuple[str, list[int], bool, bool]:
@@ -78,6 +77,7 @@ def test_batches_are_made_where_the_cache_is_and_read_there_without_a_copy(joine
                 scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(refs.node.id, False)
             ).remote(first)
         )
+        where = ray.experimental.get_object_locations([first])[first]  # what whoever made it learned meanwhile
         assert where["node_ids"] == [refs.node.id]
         assert (node, numbers) == (refs.node.id, [0, 1, 2, 3])
         assert (writeable, owned) == (False, False), "a view of the object store"
