@@ -4,18 +4,20 @@
                                      [--json] [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
-Warm and shuffled, fields ``x`` and ``y``. Of every case and format a cache is written into FOLDER; then rounds
-alternate between ``np.take`` of the same order from memory into one reused batch and the loader, first alone (*idle*),
-then with a pure-Python thread spinning in this process (*busy*). The consumer touches one byte of every page of every
-batch without letting go of the GIL. Shares are medians over pairs of the same round. A rate is that of epochs of 1.5 GB
-together, with their beginnings, after one epoch that does not count: what was made ready beforehand is used up then.
+Warm and shuffled, fields ``x`` and ``y``. Of every case a cache in each format is written into FOLDER; then every
+round goes through the formats in random order, each time ``np.take`` of a shuffled order from memory into one reused
+batch and then the loader, first alone (*idle*), then with a pure-Python thread spinning in this process (*busy*). The
+consumer touches one byte of every page of every batch without letting go of the GIL. Shares are medians over pairs of
+the same round. A rate is that of epochs of 1.5 GB together, with their beginnings, after one epoch that does not
+count: what was made ready beforehand is used up then. *Of fastest format* is the share of the fastest one in the same
+round.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
 *by touching alone* is the same with batches that were there before, so the rest of it is the loader's.
 
 With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
-FOLDER must have about 1.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
+FOLDER must have about 3 GB free, and the machine about 5 GB of memory; what is written is deleted again.
 """
 
 from __future__ import annotations
@@ -89,42 +91,60 @@ def sustained(loader: Loader, case: Case) -> float:
     return rate(lambda: sum(touched(loader) for _ in range(-(-beside.SUSTAINED // (case.samples * case.nbytes)))))
 
 
-def measure(loader: Loader, block: Block, case: Case, *, rounds: int) -> dict[str, Any]:
-    """What a loader over ``block`` comes to."""
+def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int) -> list[dict[str, Any]]:
+    """What a loader over ``block`` in each of the formats comes to: in every round all of them, each beside np.take."""
     rng = np.random.default_rng(1)
-    for _ in range(2):  # fills the page tables
-        touched(loader)
+    for loader in loaders.values():
+        for _ in range(2):  # fills the page tables
+            touched(loader)
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in loaders}
 
-    def pairs(busy: bool) -> tuple[list[float], list[float], list[float]]:
-        takes, feeds, blocked = [], [], []
+    def note(name: str, **values: float) -> None:
+        for what, value in values.items():
+            found[name].setdefault(what, []).append(value)
+
+    def turns() -> Iterator[tuple[str, Loader]]:
         for _ in range(rounds):
+            for name in rng.permutation(list(loaders)).tolist():
+                yield name, loaders[name]
+
+    for busy in (False, True):
+        for name, loader in turns():
             order = rng.permutation(case.samples)
             with Spinner() if busy else contextlib.nullcontext():
-                takes.append(rate(lambda order=order: touched(taken(block, case.batch, order))))
+                take = rate(lambda order=order: touched(taken(block, case.batch, order)))
             with Spinner() if busy else contextlib.nullcontext() as spinner:
-                feeds.append(sustained(loader, case))
-            if spinner is not None:
-                blocked.append(spinner.blocked)
-        return takes, feeds, blocked
-
-    takes, idle, _ = pairs(busy=False)
-    _, busy, blocked = pairs(busy=True)
-    held = [{name: np.array(column) for name, column in batch.items()} for batch in loader]
-    paced, own = [], []
-    for _ in range(rounds):
-        for batches, into in ((loader, paced), (held, own)):
+                feed = sustained(loader, case)
+            if spinner is None:
+                note(name, take=take, idle=feed, share=feed / take)
+            else:
+                note(name, busy=feed, blocked=spinner.blocked)
+    held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
+    for name, loader in turns():
+        for batches, what in ((loader, "paced"), (held, "own")):
             with Spinner() as spinner:
                 touched(batches, PACE)
-            into.append(spinner.blocked)
+            note(name, **{what: spinner.blocked})
+    for number in range(rounds):
+        fastest = max(each["idle"][number] for each in found.values())
+        for name, each in found.items():
+            note(name, fastest=each["idle"][number] / fastest)
+    return [_row(name, each) for name, each in found.items()]
+
+
+def _row(name: str, values: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {what: statistics.median(each) for what, each in values.items()}
     return {
-        "np.take MB/s": round(statistics.median(takes)),
-        "MB/s": round(statistics.median(idle)),
-        "of np.take": round(statistics.median(b / a for a, b in zip(takes, idle, strict=True)), 2),
-        "busy MB/s": round(statistics.median(busy)),
-        "of idle": round(statistics.median(busy) / statistics.median(idle), 2),
-        "blocked": round(statistics.median(blocked), 3),
-        "blocked, paced": round(statistics.median(paced), 3),
-        "by touching alone": round(statistics.median(own), 3),
+        "format": name,
+        "np.take MB/s": round(medians["take"]),
+        "MB/s": round(medians["idle"]),
+        "of np.take": round(medians["share"], 2),
+        "of fastest format": round(medians["fastest"], 2),
+        "busy MB/s": round(medians["busy"]),
+        "of idle": round(medians["busy"] / medians["idle"], 2),
+        "blocked": round(medians["blocked"], 3),
+        "blocked, paced": round(medians["paced"], 3),
+        "by touching alone": round(medians["own"], 3),
     }
 
 
@@ -153,20 +173,22 @@ def main() -> None:
     for title in options.cases.split(","):
         case = CASES[title].scaled(options.scale)
         block = make(case)
-        for name in options.formats.split(","):
-            with contextlib.ExitStack() as stack:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
-                cache = stack.enter_context(open_cache(folder / "cache", max_size="20GB"))
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
+            loaders = {}
+            for name in options.formats.split(","):
+                cache = stack.enter_context(open_cache(folder / name, max_size="20GB"))
                 fill(cache, name, block, case.shards)
                 own = {"batch_size": case.batch, "workers": options.workers, "drop_last": True}
-                loader = stack.enter_context(Loader(cache, **own))
-                row = measure(loader, block, case, rounds=options.rounds)
-                found.append({"case": title, "target": case.target, "busy target": case.busy, "format": name, **row})
-                if options.peers_dir and name == options.formats.split(",")[0]:
-                    job = [case.samples, case.nbytes, case.batch, options.workers]
-                    names = options.peers.split(";") if options.peers else list(LOADERS)
-                    rows = beside.measure(loader, folder, options.peers_dir, job, names=names, rounds=options.rounds)
-                    peers += [{"case": title, **each} for each in rows]
+                loaders[name] = stack.enter_context(Loader(cache, **own))
+            rows = measure(loaders, block, case, rounds=options.rounds)
+            found += [{"case": title, "target": case.target, "busy target": case.busy, **row} for row in rows]
+            if options.peers_dir:
+                job = [case.samples, case.nbytes, case.batch, options.workers]
+                names = options.peers.split(";") if options.peers else list(LOADERS)
+                first = next(iter(loaders.values()))
+                rows = beside.measure(first, folder, options.peers_dir, job, names=names, rounds=options.rounds)
+                peers += [{"case": title, **each} for each in rows]
     tables = {"feed": found, "beside peers": peers} if peers else {"feed": found}
     finish(tables, as_json=options.json, rounds=options.rounds, workers=options.workers)
 
