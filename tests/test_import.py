@@ -94,7 +94,9 @@ def test_public_names_exist_and_are_documented(name: str) -> None:
             assert inspect.getdoc(value), f"{name}.{public} has no docstring"
 
 
-@pytest.mark.parametrize(("module", "library"), [("torch", "torch"), ("tensorflow", "tensorflow"), ("ray", "ray")])
+@pytest.mark.parametrize(
+    ("module", "library"), [("torch", "torch"), ("tensorflow", "tensorflow"), ("ray", "ray"), ("jax", "jax")]
+)
 def test_a_loader_without_its_library_names_the_extra(module: str, library: str) -> None:
     code = f"import sys; sys.modules[{library!r}] = None; import cachetool.loaders.{module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -81,8 +81,8 @@ def open_root(
         least = layout.fixed_bytes() + allowance(FIRST_PAGES)
         if size < least:
             raise CapTooSmall(
-                f"{what} is {format_size(size)}: the cache's own files need {least} bytes before any shard, and it must"
-                " hold one"
+                f"{what} is {format_size(size)}: the cache's own files need {format_size(least)} before any shard, and"
+                f" it must hold one; {'raise it' if what == '--max-size' else 'free some space'}"
             )
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     try:

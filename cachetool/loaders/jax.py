@@ -18,11 +18,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
-from cachetool.errors import UsageError
+from cachetool.errors import UsageError, without
 from cachetool.loaders.base import Epoch
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    raise without("jax", "jax", error) from None
 
 __all__ = ["prefetch_to_device"]
 
