@@ -20,15 +20,26 @@ __all__ = ["scratch"]
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder in ``parent``, deleted at the end. Raises OSError when none can be made there."""
     _sweep(parent, prefix)
-    made = tempfile.mkdtemp(prefix=prefix, dir=parent)
-    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    while (fd := _held(made := tempfile.mkdtemp(prefix=prefix, dir=parent))) is None:
+        pass  # somebody else swept it
     try:
-        # Another process may sweep between mkdtemp and this: then the folder is gone, and what is written to it fails.
-        fcntl.flock(fd, fcntl.LOCK_EX)
         yield Path(made)
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(fd)
+
+
+def _held(folder: str) -> int | None:
+    """Lock a folder; None when it is gone by then."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if os.path.exists(folder):
+        return fd
+    os.close(fd)
+    return None
 
 
 def _sweep(parent: Path, prefix: str) -> None:

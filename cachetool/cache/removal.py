@@ -118,7 +118,8 @@ _UNHELD = "holder NOT IN (SELECT id FROM holders)"
 _ORPHANED = f"state IN ('staging', 'trash') AND {_UNHELD}"
 _UNREAD = (
     "state = 'retiring' AND NOT EXISTS"
-    " (SELECT 1 FROM leases WHERE leases.version < shards.until AND leases.dataset = shards.dataset)"
+    " (SELECT 1 FROM leases WHERE leases.version < shards.until AND leases.version >= shards.since"
+    " AND leases.dataset = shards.dataset)"
 )
 
 

@@ -10,9 +10,9 @@ With shards of a sixteenth of the cap, a tenth would otherwise come to one shard
 share is one of what shards may take: of a small cap, a third may be the catalog's.
 
 What no snapshot contained yet stays: this one is to show it. Where nearly all is such, as in a cache that was filled
-before anybody read from it, nothing can go, and the epoch after this one would see nothing new. Then the snapshot shows
-an older version instead: the newest shards, up to the share, are left for the next one, before which this one has
-shown what the next can let go.
+before anybody read from it, nothing can go, and the epoch after this one would see nothing new. Then an epoch that can
+do with less (``sparing``) is of an older version: the newest shards, up to the share, are left for the next one, before
+which this one has shown what the next can let go.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cachetool.cache.usage import measure
 __all__ = ["top_up"]
 
 
-def top_up(connection: Connection, layout: Layout, dataset: str, current: int) -> int:
-    """The version that a new snapshot of ``dataset`` is to lease, inside the transaction that takes it; mostly the
-    ``current`` one.
+def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str | None) -> int:
+    """The version that a new snapshot is to lease, inside the transaction that takes it; mostly the ``current`` one.
 
     Before, shards are retired for the hungriest live pull: at least one when none is leaving, never the last ready
-    one. Where too few were shown for that, the version is an older one, without the newest shards.
+    one. Where too few were shown for that, the version is an older one, without the newest shards of the dataset
+    ``sparing``.
     """
     job = connection.execute(
         "SELECT id, renew, policy, min_epochs, keep_own, hungry FROM jobs WHERE hungry > 0 ORDER BY renew DESC LIMIT 1"
@@ -47,8 +47,10 @@ def top_up(connection: Connection, layout: Layout, dataset: str, current: int) -
     if lack <= 0:
         return current
     shown = candidates(connection, seen=True)
-    if sum(row.bytes for row in shown) < lack and (older := _holding_back(connection, dataset, lack)) is not None:
-        return older
+    if sparing is not None and not job["keep_own"] and sum(row.bytes for row in shown) < lack:
+        older = _holding_back(connection, sparing, job["renew"], lack)
+        if older is not None:
+            return older
     ready = connection.execute("SELECT count(*) FROM shards WHERE state = 'ready'").fetchone()[0]
     victims = choose(
         shown,
@@ -61,23 +63,30 @@ def top_up(connection: Connection, layout: Layout, dataset: str, current: int) -
     return retire(connection, chosen, reason="renewal", policy=job["policy"], job=job["id"]) or current
 
 
-def _holding_back(connection: Connection, dataset: str, share: int) -> int | None:
-    """The newest version before the last ``share`` bytes of what no snapshot contained; None where there is none that
-    still shows something, and shows nothing that was taken out of the cache since (it may have been corrupt)."""
-    unseen = connection.execute(
-        "SELECT since, bytes FROM shards WHERE state = 'ready' AND dataset = ?"
-        " AND since > coalesce((SELECT value FROM meta WHERE key = 'seen'), 0) ORDER BY since DESC",
+def _holding_back(connection: Connection, dataset: str, renew: float, lack: int) -> int | None:
+    """The newest version before the last of what no snapshot contained, up to the dataset's part of the share.
+
+    None where there is none that shows something new, shows most of the dataset, and shows nothing that was taken out
+    of the cache since: it may have been corrupt.
+    """
+    rows = connection.execute(
+        "SELECT since, bytes, since > coalesce((SELECT value FROM meta WHERE key = 'seen'), 0) FROM shards"
+        " WHERE state = 'ready' AND dataset = ? ORDER BY since DESC",
         (dataset,),
-    )
-    for since, nbytes in unseen:
-        share -= nbytes
-        if share <= 0:
-            older = int(since) - 1
+    ).fetchall()
+    whole = sum(nbytes for _, nbytes, _ in rows)
+    share, left, older = min(lack, int(renew * whole)), 0, None
+    for since, nbytes, unseen in rows:
+        if not unseen:
+            return None  # nothing new would be left to show
+        if older is not None and since <= older:
             break
+        left += nbytes
+        older = int(since) - 1 if left >= share else None
     else:
         return None
-    shown, gone = (
-        connection.execute(f"SELECT 1 FROM shards WHERE dataset = ? AND {which} LIMIT 1", (dataset, older)).fetchone()
-        for which in ("state = 'ready' AND since <= ?", "state = 'retiring' AND until > ?")
-    )
-    return older if shown and not gone else None
+    largest = max(nbytes for _, nbytes, _ in rows)
+    gone = connection.execute(
+        "SELECT 1 FROM shards WHERE dataset = ? AND state = 'retiring' AND until > ? LIMIT 1", (dataset, older)
+    ).fetchone()
+    return older if left < share + largest and not gone else None

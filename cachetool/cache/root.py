@@ -208,16 +208,18 @@ class CacheDir:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(
-        self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False
-    ) -> Snapshot:
+        self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
+        sparing: bool = False,
+    ) -> Snapshot:  # fmt: skip
         """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
 
-        ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read."""
+        ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read. ``sparing``: in a full
+        cache of which little was read, the newest shards may be left for the next one."""
         name = self.dataset(dataset)
         self.recover()
         return snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek,
+            peek=peek, sparing=sparing,
         )  # fmt: skip
 
     # -- writing -------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class Snapshot:
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.
 
-        If it went ``unread``, what it was the first to contain counts as not shown yet, unless somebody took one since.
+        If it went ``unread``, what it was the first to contain counts as not shown yet, unless others have it too.
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
         lease, self._lease = self._lease, None
@@ -167,7 +167,9 @@ class Snapshot:
                 connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
                 if unread and self._seen is not None:
                     connection.execute(
-                        "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?", (self._seen, self.version)
+                        "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?"
+                        " AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
+                        (self._seen, self.version, self.version),
                     )
                 trash = sweep(connection, self._holder)
             delete_trash(self._catalog, self._layout, trash)
@@ -183,10 +185,12 @@ def take(
     run: str | None = None,
     epoch: int | None = None,
     peek: bool = False,
+    sparing: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
-    Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read.
+    Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
+    may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     """
     with catalog.write() as connection:
         holder.register(connection)
@@ -200,7 +204,7 @@ def take(
         if shared is not None:
             version = newest = int(shared[0])
         else:
-            version = newest if peek else top_up(connection, layout, dataset, newest)
+            version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)
         cursor = connection.execute(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
             (holder.id, run, epoch, version, dataset, time.time()),

@@ -162,9 +162,11 @@ class Agent:
 
     def write(self, name: str, at: int, piece: Any) -> None:
         """Put a piece of a file into that folder, from byte ``at`` on."""
-        path = Path(self.place(), name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC), 0o600)
+        path = Path(self.place())
+        for part in Path(name).parts[:-1]:  # never the place itself: nobody would hold that
+            path /= part
+            path.mkdir(exist_ok=True)
+        fd = os.open(path / Path(name).name, os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC), 0o600)
         with open(fd, "wb") as file:
             file.seek(at)
             file.write(memoryview(piece))

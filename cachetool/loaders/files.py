@@ -37,7 +37,9 @@ class FileSubscription:
     def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
         self._view = View(1, "", schema, parts)
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
+    def newest(
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
+    ) -> View:
         """The view."""
         return self._view
 
@@ -52,6 +54,11 @@ class FileSubscription:
     def origins(self, view: View) -> list[dict[str, Any]]:
         """None."""
         return []
+
+    @property
+    def spared(self) -> bool:
+        """Never."""
+        return False
 
     def moved(self, view: View) -> bool:
         """Never."""

@@ -200,10 +200,12 @@ class RingWriter:
     def __init__(self, fd: int) -> None:
         self._head = Head(fd)
         self._library = library(keeps_gil=False)
-        self._end = HEAD
+        self._end = -(-HEAD // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slots = 0
         self._committed = 0
         self._regions: dict[int, tuple[int, Bytes]] = {}
+        self._huge: dict[int, int] = {}
+        """How many bytes of each slot are in huge pages."""
 
     def permit(self, slots: int) -> None:
         """Allow so many slots more."""
@@ -241,14 +243,21 @@ class RingWriter:
         os.ftruncate(self._head.fd, self._end)
         self._head.table[2 * slot], self._head.table[2 * slot + 1] = at, size
         new = self._head.region(slot)
-        if size >= HUGE:
-            new[1][::HUGE] = 0  # where nothing is, Linux makes none
-            huge_pages(new[1].ctypes.data, size)
+        self._huge[slot] = 0
         new[1][:keep] = memory[:keep]
         if start:  # nobody looks there any more: the memory goes back
             self._library.fallocate(self._head.fd, _PUNCH, start, len(memory))
         self._regions[slot] = new
         return new[1]
+
+    def fill(self, slot: int, stop: int) -> None:
+        """The slot is about to be filled up to ``stop``: as far as it was not before, in huge pages."""
+        start, whole = self._huge[slot], stop & -HUGE
+        if start < whole:
+            memory = self._regions[slot][1][start:whole]
+            memory[::HUGE] |= 0  # written as it is: where nothing is, Linux makes none
+            huge_pages(memory.ctypes.data, whole - start)
+            self._huge[slot] = whole
 
     def commit(self, slot: int) -> None:
         """Hand the slot over."""

@@ -110,6 +110,7 @@ class SlotWriter:
             # Room for the rest of a batch like the one before, so that the slot is not moved once a field.
             memory = self._ring.memory(self._slot, max(stop, self._largest), keep=self._used)
         self._used = stop
+        self._ring.fill(self._slot, stop)
         return (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:

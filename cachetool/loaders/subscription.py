@@ -27,9 +27,12 @@ __all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 class Subscription(Protocol):
     """Where a loader gets its views from."""
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
+    def newest(
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
+    ) -> View:
         """The newest view, leased; the one before it is given back. Those that ask for the same ``epoch`` of the same
-        ``run`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet."""
+        ``run`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet. ``sparing``:
+        the newest shards may be left for the next epoch, where that would have nothing new."""
         ...
 
     def now(self) -> View:
@@ -42,6 +45,11 @@ class Subscription(Protocol):
 
     def origins(self, view: View) -> list[dict[str, Any]]:
         """Where the shards of the view were pulled from, as plain values; none for files."""
+        ...
+
+    @property
+    def spared(self) -> bool:
+        """Whether the leased view leaves something for the next one."""
         ...
 
     def moved(self, view: View) -> bool:
@@ -98,11 +106,16 @@ class CacheSubscription:
             self._cache, self._pid = CacheDir(self.root), os.getpid()
         return self._cache
 
-    def newest(self, *, epoch: int | None = None, run: str | None = None, peek: bool = False) -> View:
+    def newest(
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
+    ) -> View:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         cache = self._open()
         run = None if epoch is None else run or self.run
-        before, after = self._snapshot, cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek)
+        before, after = (
+            self._snapshot,
+            cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing),
+        )
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after
@@ -137,6 +150,11 @@ class CacheSubscription:
             (self.dataset,),
         )
         return [{**dict(row), "draws": json.loads(row["draws"] or "[]")} for row in rows if row["id"] in here]
+
+    @property
+    def spared(self) -> bool:
+        """Whether the newest shards were left out of the leased snapshot."""
+        return self._snapshot is not None and self._snapshot.version < self._snapshot.newest
 
     def moved(self, view: View) -> bool:
         """Whether anything was committed or evicted since."""

@@ -108,7 +108,7 @@ def make_dataset(
     def epoch() -> Iterator[tuple[list[Any], ...]]:
         number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
         try:
-            view = mine.newest(epoch=None if run is None else number)
+            view = mine.newest(epoch=None if run is None else number, sparing=True)
             columns = _files(view, sides, where)
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]

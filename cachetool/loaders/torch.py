@@ -76,16 +76,18 @@ class _MapDataset(Dataset[Sample]):
         """The version of the catalog that plain indices mean; 1 for plain files."""
         return self._views.version
 
-    def refresh(self, *, epoch: int | None = None) -> int:
+    def refresh(self, *, epoch: int | None = None, sparing: bool = False) -> int:
         """Take the newest snapshot, give the one before it back, and return the number of samples.
 
         To be called between epochs, where the dataset was made; :class:`EpochSampler` does it by itself. Processes of
-        one ``run`` get the same snapshot for the same ``epoch``. Raises :class:`UsageError` in a DataLoader's worker.
+        one ``run`` get the same snapshot for the same ``epoch``. ``sparing``: the newest samples of a full cache that
+        nobody read yet may be left for the next snapshot, which would have nothing new. Raises :class:`UsageError` in a
+        DataLoader's worker.
         """
         if get_worker_info() is not None:
             raise UsageError("refresh() belongs to the process that made the dataset, not to a worker of a DataLoader")
         self._require_open()
-        return self._views.refresh(epoch=epoch).samples
+        return self._views.refresh(epoch=epoch, sparing=sparing).samples
 
     def __len__(self) -> int:
         return self._views.plain().samples
@@ -238,7 +240,7 @@ class EpochSampler(Sampler[int]):
         # A generator: the old snapshot stays leased until the first index is asked for, when workers of an epoch that
         # was broken off have finished what was still in flight.
         epoch, self.epoch = self.epoch, self.epoch + 1
-        samples = self._dataset.refresh(epoch=epoch if self.world_size > 1 else None)
+        samples = self._dataset.refresh(epoch=epoch if self.world_size > 1 else None, sparing=True)
         if samples < self.world_size:
             raise UsageError(f"{samples} samples are too few for {self.world_size} processes; pull more first")
         base = encode(self._dataset.version, 0)

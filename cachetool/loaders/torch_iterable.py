@@ -166,8 +166,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
         # Who asks for the same epoch of the same run gets the same snapshot while anyone has it.
         run = f"{self._token} {key}"
         if worker == 0:
-            epoch = calls.next_epoch if epoch is None else epoch
-            view = subscription.newest(epoch=epoch, run=run)
+            fresh, epoch = epoch is None, calls.next_epoch if epoch is None else epoch
+            view = subscription.newest(epoch=epoch, run=run, sparing=fresh)
             calls.begin(key, Call(epoch, view.version, view.fingerprint))
             return epoch, view
         call = calls.join(key, worker)

@@ -217,17 +217,28 @@ class Turns:
                 raise self._short[1]
             if resume is not None and self._settings.missing == "refetch":
                 self._refetch(lease, resume)
-            view = self._same(lease.newest(epoch=epoch))
             if resume is not None:
+                view = self._same(lease.newest(epoch=epoch))
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
-            samples = self._count(view)
-            self._require(view, samples)
+            view, samples = self._enough(lease, epoch)
             self._short = None
             return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
         except BaseException:
             lease.release(unread=True)
             self._free.append(lease)
             raise
+
+    def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
+        """The newest view and its samples; one that leaves some for the next epoch only if it is enough."""
+        view = self._same(lease.newest(epoch=epoch, sparing=True))
+        if lease.spared:
+            with contextlib.suppress(NotYet):
+                self._require(view, samples := self._count(view))
+                return view, samples
+            lease.release(unread=True)
+            view = self._same(lease.newest(epoch=epoch))
+        self._require(view, samples := self._count(view))
+        return view, samples
 
     def _same(self, view: View) -> View:
         """One object for as long as nothing changes: feeders then have its parts open already."""

@@ -47,11 +47,11 @@ class Views:
         """Version of the snapshot that this process took last."""
         return self._view.version
 
-    def refresh(self, *, epoch: int | None = None) -> View:
-        """Take the newest snapshot; give the one before it back."""
+    def refresh(self, *, epoch: int | None = None, sparing: bool = False) -> View:
+        """Take the newest snapshot; give the one before it back. ``sparing`` may leave some for the next epoch."""
         if self._owner != os.getpid():  # a copy goes its own way from here: it must not write the owner's board
             self._board, self._owner = Board(), os.getpid()
-        self._view = self._take(self._subscription.newest(epoch=epoch))
+        self._view = self._take(self._subscription.newest(epoch=epoch, sparing=sparing))
         return self._view
 
     def plain(self) -> View:

@@ -87,16 +87,57 @@ def test_where_too_little_was_shown_the_newest_shards_are_left_for_the_next(
     hungry(cache, job)
     fill(cache, put)
     full = cache.shards()
-    with cache.snapshot() as one:
+    with cache.snapshot(sparing=True) as one:
         assert cache.shards() == full, "nothing was given up that no snapshot contained"
         later = full[len(one.shards) :]
         share = sum(shard.bytes for shard in later)
         assert list(one.shards) == full[: len(one.shards)]
         assert share >= 0.25 * room(cache) - (cache.max_size - cache.usage().total) > share - full[0].bytes
-        with cache.snapshot() as two:
+        with cache.snapshot(sparing=True) as two:
             assert two.shards[-len(later) :] == tuple(later)
             assert len(two.shards) < len(full), "now some of the others may go"
         assert all(shard.path.exists() for shard in one.shards)
+
+
+@pytest.mark.parametrize("renew", [0.1, 0.25, 0.6, 0.9])
+def test_every_epoch_of_a_full_cache_has_something_new_as_long_as_there_is_any(
+    cache: CacheDir, put: Put, job: str, renew: float
+) -> None:
+    """Whatever the share, and with the writer that waits taking what became free."""
+    hungry(cache, job)
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE jobs SET renew = ?", (renew,))
+    fill(cache, put)
+    before: set[str] = set()
+    for _ in range(6):
+        with cache.snapshot(sparing=True) as snapshot:
+            shown = {shard.id for shard in snapshot.shards}
+            assert shown - before
+            before = shown
+        fill(cache, put)
+
+
+def test_a_dataset_that_others_fill_the_cache_beside_is_shown_whole_but_for_its_part(
+    cache: CacheDir, put: Put, job: str
+) -> None:
+    cache.declare("other", SCHEMA)
+    hungry(cache, job)
+    few = {put(100_000, dataset="other") for _ in range(8)}
+    fill(cache, put)
+    seen: set[str] = set()
+    for least in (6, 8):
+        with cache.snapshot(dataset="other", sparing=True) as snapshot:
+            seen |= {shard.id for shard in snapshot.shards}
+            assert len(seen) >= least
+    assert seen == few
+
+
+def test_whoever_asks_for_all_gets_all(cache: CacheDir, put: Put, job: str) -> None:
+    """To resume, or for as many samples as there are."""
+    hungry(cache, job)
+    fill(cache, put)
+    with cache.snapshot() as whole:
+        assert list(whole.shards) == cache.shards()
 
 
 def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: Put, job: str) -> None:
@@ -104,11 +145,16 @@ def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: P
     hungry(cache, job)
     fill(cache, put)
     full = cache.shards()
-    first = cache.snapshot()
+    first = cache.snapshot(sparing=True)
     first.release(unread=True)
-    with cache.snapshot() as second:
+    with cache.snapshot(sparing=True) as second:
         assert second.shards == first.shards
         assert cache.shards() == full
+        other = cache.snapshot(sparing=True)
+    provisional = cache.snapshot(sparing=True)
+    provisional.release(unread=True)
+    assert cache.catalog.meta("seen") >= other.version, "others had it"
+    other.release()
 
 
 def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: CacheDir, put: Put, job: str) -> None:
@@ -117,7 +163,7 @@ def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: 
     bad = cache.shards()[0]
     with cache.snapshot(peek=True), cache.catalog.write() as connection:
         retire(connection, [bad.id], reason="corrupt", policy="verify")
-    with cache.snapshot() as snapshot:
+    with cache.snapshot(sparing=True) as snapshot:
         assert bad not in snapshot.shards
 
 

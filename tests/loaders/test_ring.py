@@ -42,6 +42,7 @@ def send(ends: tuple[Ring, RingWriter], *sizes: int) -> memoryview:
     kept = 0
     for size in sizes:
         memory = writer.memory(slot, size, keep=kept)
+        writer.fill(slot, size)
         memory[kept:size] = 7
         kept = size
     writer.commit(slot)
@@ -69,3 +70,15 @@ def test_slots_do_not_share_bytes_whatever_their_sizes(ends: tuple[Ring, RingWri
     for number, slot in enumerate(slots):
         slot[:] = bytes([number]) * len(slot)
     assert [(len(slot), set(slot)) for slot in slots] == [(size, {number}) for number, size in enumerate(sizes)]
+
+
+def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWriter]) -> None:
+    """Slots are as large as the largest batch."""
+    ring, writer = ends
+    slot = writer.acquire()
+    writer.memory(slot, 32 * HUGE)
+    writer.fill(slot, HUGE + 5000)
+    blocks = os.fstat(ring.fd).st_blocks * 512
+    writer.fill(slot, 3 * HUGE)
+    assert blocks <= 2 * HUGE
+    assert os.fstat(ring.fd).st_blocks * 512 <= 4 * HUGE

@@ -1,0 +1,68 @@
+"""Loaders over a full cache that nobody read yet, beside a pull that wants room: the newest shards may come later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
+from cachetool.loaders.numpy import Loader
+from cachetool.schema import Field, Schema
+from tests.loaders.numbered import put
+
+LARGE = Schema((Field("x", "<f8", (12_500,)), Field("number", "<i8")))
+COUNT = 20
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[CacheDir]:
+    with open_cache(tmp_path / "cache", max_size="4MB") as cache:
+        for number in range(COUNT):
+            put(cache, [number], schema=LARGE)
+        (tmp_path / "listing").mkdir()
+        cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 99, 99, 0, 0, 0, 0), tmp_path / "listing")
+        with cache.catalog.write() as connection:
+            cache.holder.register(connection)
+            room = Room(evict=True, renew=0.25)
+            job = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
+            connection.execute("UPDATE jobs SET hungry = ? WHERE id = ?", (cache.max_size, job))
+        yield cache
+
+
+def numbers(batches: Iterable[dict[str, Any]]) -> list[int]:
+    return sorted(int(number) for batch in batches for number in batch["number"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_epoch_leaves_some_for_the_second(workers: int, full: CacheDir) -> None:
+    with Loader(full, batch_size=2, fields=["number"], workers=workers) as loader:
+        first, second = numbers(loader), numbers(loader)
+
+    assert COUNT / 2 < len(first) < COUNT
+    assert first == list(range(len(first)))
+    assert second[-1] == COUNT - 1
+    assert sorted({*first, *second}) == list(range(COUNT))
+
+
+def test_who_wants_as_many_as_there_are_gets_them_at_once(full: CacheDir) -> None:
+    with Loader(full, batch_size=2, fields=["number"], workers=0, min_samples=COUNT, wait=5) as loader:
+        assert numbers(loader) == list(range(COUNT))
+
+
+def test_an_epoch_is_resumed_from_all_that_is_there(full: CacheDir) -> None:
+    with full.catalog.write() as connection:
+        connection.execute("UPDATE jobs SET hungry = 0")
+    with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
+        epoch = iter(loader)
+        before = numbers([next(epoch), next(epoch)])
+        state = loader.state_dict()
+        del epoch
+    with full.catalog.write() as connection:  # as after a repair, which knows nothing of what was read
+        connection.execute("DELETE FROM meta WHERE key = 'seen'")
+        connection.execute("UPDATE jobs SET hungry = ?", (full.max_size,))
+    with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
+        loader.load_state_dict(state)
+        assert sorted(before + numbers(loader)) == list(range(COUNT))
