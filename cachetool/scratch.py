@@ -1,6 +1,5 @@
-"""Folders for the time of a process::
-
-PREFIX3f2a/    locked while it is in use: what a killed process left is swept by the next one of that prefix
+"""Folders for the time of a process, locked while they are in use: what a killed one left is swept by the next process
+that makes a folder of the same prefix.
 """
 
 from __future__ import annotations

@@ -112,10 +112,8 @@ class CacheSubscription:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         cache = self._open()
         run = None if epoch is None else run or self.run
-        before, after = (
-            self._snapshot,
-            cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing),
-        )
+        before = self._snapshot
+        after = cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after

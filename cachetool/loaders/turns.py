@@ -215,9 +215,9 @@ class Turns:
         try:
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
-            if resume is not None and self._settings.missing == "refetch":
-                self._refetch(lease, resume)
             if resume is not None:
+                if self._settings.missing == "refetch":
+                    self._refetch(lease, resume)
                 view = self._same(lease.newest(epoch=epoch))
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
             view, samples = self._enough(lease, epoch)
