@@ -8,9 +8,9 @@ Warm and shuffled, fields ``x`` and ``y``. Of every case a cache in each format 
 round goes through the formats in random order, each time ``np.take`` of a shuffled order from memory into one reused
 batch and then the loader, first alone (*idle*), then with a pure-Python thread spinning in this process (*busy*). The
 consumer touches one byte of every page of every batch without letting go of the GIL. Shares are medians over pairs of
-the same round. A rate is that of epochs of 1.5 GB together, with their beginnings, after one epoch that does not
-count: what was made ready beforehand is used up then. *Of fastest format* is the share of the fastest one in the same
-round.
+the same round. A rate is that of epochs of 1.5 GB together, the loader's with their beginnings and after one epoch that
+does not count: what was made ready beforehand is used up then. *Of fastest format* is the share of the fastest one in
+the same round.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
@@ -56,6 +56,11 @@ class Case:
     target: float
     busy: float
 
+    @property
+    def epochs(self) -> int:
+        """How many are measured together."""
+        return -(-beside.SUSTAINED // (self.samples * self.nbytes))
+
     def scaled(self, share: float) -> Case:
         """With a share of the samples: at least a batch, and one a shard."""
         return replace(self, samples=max(self.batch, self.shards, int(self.samples * share)))
@@ -88,7 +93,7 @@ def taken(block: Block, size: int, order: np.ndarray) -> Iterator[dict[str, Any]
 def sustained(loader: Loader, case: Case) -> float:
     """MB/s of epochs one after another, once what was ready is used up."""
     touched(loader)
-    return rate(lambda: sum(touched(loader) for _ in range(-(-beside.SUSTAINED // (case.samples * case.nbytes)))))
+    return rate(lambda: sum(touched(loader) for _ in range(case.epochs)))
 
 
 def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int) -> list[dict[str, Any]]:
@@ -108,17 +113,15 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
             for name in rng.permutation(list(loaders)).tolist():
                 yield name, loaders[name]
 
-    for busy in (False, True):
-        for name, loader in turns():
-            order = rng.permutation(case.samples)
-            with Spinner() if busy else contextlib.nullcontext():
-                take = rate(lambda order=order: touched(taken(block, case.batch, order)))
-            with Spinner() if busy else contextlib.nullcontext() as spinner:
-                feed = sustained(loader, case)
-            if spinner is None:
-                note(name, take=take, idle=feed, share=feed / take)
-            else:
-                note(name, busy=feed, blocked=spinner.blocked)
+    for name, loader in turns():
+        orders = [rng.permutation(case.samples) for _ in range(case.epochs)]
+        take = rate(lambda orders=orders: sum(touched(taken(block, case.batch, order)) for order in orders))
+        feed = sustained(loader, case)
+        note(name, take=take, idle=feed, share=feed / take)
+    for name, loader in turns():
+        with Spinner() as spinner:
+            feed = sustained(loader, case)
+        note(name, busy=feed, blocked=spinner.blocked)
     held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
     for name, loader in turns():
         for batches, what in ((loader, "paced"), (held, "own")):

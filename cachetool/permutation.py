@@ -33,7 +33,7 @@ class Permutation:
     outside ``0 .. 2**40``, ``IndexError`` for a position outside ``0 .. n - 1``.
     """
 
-    __slots__ = ("_half", "_keys", "n")
+    __slots__ = ("_half", "_keys", "_tables", "n")
 
     def __init__(self, n: int, *, seed: int = 0, turn: int = 0, part: int = 0) -> None:
         if not 0 <= n <= MAX_N:
@@ -44,6 +44,7 @@ class Permutation:
         digest = hashlib.sha256(name.encode()).digest()
         digest += hashlib.sha256(digest).digest()
         self._keys = np.frombuffer(digest[: 8 * _ROUNDS], dtype="<u8").astype(np.uint64)
+        self._tables: list[npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return self.n
@@ -52,10 +53,10 @@ class Permutation:
         at = np.asarray(positions, dtype=np.int64)
         if at.size and (int(at.min()) < 0 or int(at.max()) >= self.n):
             raise IndexError(f"position outside 0 .. {self.n - 1}")
-        out = self._walk(np.atleast_1d(at).astype(np.uint64)).astype(np.int64)
+        out = self._walk(np.atleast_1d(at))
         return int(out[0]) if at.ndim == 0 else out
 
-    def _walk(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _walk(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         out = self._network(values)
         outside = np.nonzero(out >= self.n)
         while outside[0].size:
@@ -64,17 +65,25 @@ class Permutation:
             outside = tuple(axis[again >= self.n] for axis in outside)
         return out
 
-    def _network(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        half = np.uint64(self._half)
-        mask = np.uint64((1 << self._half) - 1)
+    def _network(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        half, mask = self._half, (1 << self._half) - 1
+        if self._tables is None and values.size > 4 * mask:  # then a table of each round costs less than the round
+            every = np.arange(mask + 1, dtype=np.int64)
+            self._tables = [self._mixed(number, every) for number in range(_ROUNDS)]
         left, right = values >> half, values & mask
-        for key in self._keys:
-            mixed = right + key
-            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            mixed ^= mixed >> np.uint64(31)
-            left, right = right, left ^ (mixed & mask)
+        for number in range(_ROUNDS):
+            mixed = self._mixed(number, right) if self._tables is None else self._tables[number].take(right)
+            left, right = right, left ^ mixed
         return (left << half) | right
+
+    def _mixed(self, number: int, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The function of round ``number``."""
+        mixed = values.view(np.uint64) + self._keys[number]
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+        out: npt.NDArray[np.int64] = mixed.view(np.int64) & ((1 << self._half) - 1)
+        return out
 
 
 class SegmentedOrder:

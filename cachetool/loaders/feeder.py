@@ -19,6 +19,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import traceback
 from typing import Protocol
@@ -33,6 +34,11 @@ from cachetool.loaders.transform import Transform, loads
 from cachetool.loaders.view import View
 
 __all__ = ["main"]
+
+
+_TURN = 0.0005
+"""Seconds for which a thread here has the GIL at a time. Beside one that makes batches the listener wants it a dozen
+times an epoch, once a statement."""
 
 
 class Listener(Protocol):
@@ -81,12 +87,24 @@ def main() -> None:
 def _yield_to_training() -> None:
     """Never take the processor from a thread that runs: the training thread wakes a feeder by giving a slot back, and
     would else have to wait for it with the GIL in its hands."""
-    if hasattr(os, "SCHED_BATCH"):
+    _schedule("SCHED_BATCH")
+
+
+def _as_usual() -> None:
+    """The training process waits for answers, not for a feeder to come to the end of its turn."""
+    sys.setswitchinterval(_TURN)
+    _schedule("SCHED_OTHER")
+
+
+def _schedule(policy: str) -> None:
+    """Of the calling thread."""
+    if hasattr(os, policy):
         with contextlib.suppress(OSError):  # where a sandbox forbids it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def _listen(listener: Listener, parent: int) -> None:
+    _as_usual()
     try:
         listener.run(parent)
     except BaseException:  # noqa: BLE001 - without its listener a feeder would never end

@@ -3,7 +3,7 @@
 ::
 
     Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or a queue
-                                  |-- last batch made --> exhausted(generation)
+                                  |-- nearly all made --> exhausted(generation)
 
 A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
 batch.
@@ -12,6 +12,7 @@ batch.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -35,7 +36,10 @@ from cachetool.schema import Field, Schema
 
 __all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
 
-_AHEAD = 2**15  # samples whose order is computed at once: of 340,000, 187 ns each, in pieces of 8,192 290
+_AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
+_SOON = (
+    0.03  # seconds of work left when the next plan is asked for: about what its transactions take on busy processors
+)
 
 
 class Sink(Protocol):
@@ -112,24 +116,32 @@ def work(
     feeders: int,
     exhausted: Callable[[int], None],
 ) -> None:
-    """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed."""
-    maker = _Maker(settings, mailbox, sink, places, transform)
+    """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed.
+
+    ``exhausted`` is called once a plan, when its last batch is about to be made or was.
+    """
+    maker = _Maker(settings, mailbox, sink, places, transform, exhausted)
     while (plan := mailbox.get()) is not None:
         if plan.view is None:
             places.close()
             continue
         places.keep(plan.view)
-        if maker.make(plan, plan.view, number, feeders):
-            exhausted(plan.generation)
+        maker.make(plan, plan.view, number, feeders)
     places.close()
 
 
 class _Maker:
     def __init__(
-        self, settings: Settings, mailbox: Mailbox, sink: Sink, places: MappedParts | Parts, transform: Transform | None
+        self,
+        settings: Settings,
+        mailbox: Mailbox,
+        sink: Sink,
+        places: MappedParts | Parts,
+        transform: Transform | None,
+        exhausted: Callable[[int], None],
     ) -> None:
         self._settings, self._mailbox, self._sink = settings, mailbox, sink
-        self._places, self._transform = places, transform
+        self._places, self._transform, self._exhausted = places, transform, exhausted
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._checks = Checks() if settings.verify else None
         self._whole: Schema | None = None
@@ -142,9 +154,10 @@ class _Maker:
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
 
-    def make(self, plan: Plan, view: View, number: int, feeders: int) -> bool:
-        """All batches of one plan; False when it was replaced, or when an error was handed over."""
+    def make(self, plan: Plan, view: View, number: int, feeders: int) -> None:
+        """All batches of one plan, but no more once it was replaced, or an error was handed over."""
         step, opened = number, False
+        made, told, begun = 0, False, time.perf_counter()
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
@@ -161,7 +174,7 @@ class _Maker:
                     opened = True
                     if self._mailbox.is_over(plan):
                         self._sink.cancel()
-                        return False
+                        return
                     if direct:
                         self._sink.begin(schema)
                         columns = next(found)
@@ -169,12 +182,16 @@ class _Maker:
                         columns = self._handed(plan, view, at, Block(schema, next(found)))
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
+                    made += 1
+                    if not told and (time.perf_counter() - begun) * (len(steps) - made) < _SOON * made:
+                        told = True
+                        self._exhausted(plan.generation)
+            if not told:
+                self._exhausted(plan.generation)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
             if not opened:
                 self._sink.open()
             self._sink.fail(plan.generation, step, described(error))
-            return False
-        return True
 
     def _handed(self, plan: Plan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """What becomes of samples that were gathered into memory of ours, copied into the sink."""
