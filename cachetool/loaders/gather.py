@@ -324,9 +324,9 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
 
 
 def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Field) -> None:
-    if field.is_scalar and to is None:
-        np.take(runs.buffer, runs.starts, out=out, mode="clip")
-    elif field.is_scalar:
-        out[to] = runs.buffer[runs.starts]
-    else:
+    if not field.is_scalar:
         copy_rows(as_bytes(out), to, runs.buffer, runs.starts, field.nbytes)
+    elif to is None:
+        runs.buffer.take(runs.starts, out=out, mode="clip")
+    else:
+        out[to] = runs.buffer[runs.starts]

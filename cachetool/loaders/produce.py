@@ -76,16 +76,19 @@ class Mailbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._plans: deque[Plan] = deque()
-        self._least = 0
+        self._least = self._newest = 0
         self._closed = False
 
     def put(self, plan: Plan) -> None:
-        """Add a plan; unless it only follows those before, they are over."""
+        """Add a plan; unless it only follows those before, they are over. The newest may come again to say so."""
         with self._changed:
             if not plan.follows:
-                self._plans.clear()
                 self._least = plan.generation
-            self._plans.append(plan)
+                while self._plans and self._plans[0].generation < self._least:
+                    self._plans.popleft()
+            if plan.generation > self._newest:
+                self._plans.append(plan)
+                self._newest = plan.generation
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -183,7 +186,9 @@ class _Maker:
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
                     made += 1
-                    if not told and (time.perf_counter() - begun) * (len(steps) - made) < _SOON * made:
+                    left = len(steps) - made
+                    # Not before half: the first ones are made faster than they are taken.
+                    if not told and left <= made and (time.perf_counter() - begun) * left < _SOON * made:
                         told = True
                         self._exhausted(plan.generation)
             if not told:

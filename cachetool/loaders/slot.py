@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from cachetool.block import Column, Ragged
 from cachetool.errors import CacheToolError
+from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.failure import rebuilt
 from cachetool.loaders.ring import Ring, RingWriter, Slot
 from cachetool.schema import Field, Schema
@@ -58,6 +59,20 @@ def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
     return [*values, ("<i8", (field.rank,))] if field.kind == "ragged" else values
 
 
+class _Filled:
+    """What a slot was filled with: the next batch is mostly like it, and only its values are written anew."""
+
+    __slots__ = ("arrays", "memory", "numbers", "stop", "text", "told")
+
+    def __init__(self, text: bytes, memory: Bytes, numbers: Int64s, stop: int) -> None:
+        self.text, self.memory, self.numbers, self.stop = text, memory, numbers, stop
+        """The head: of how many bytes, in which memory, and its numbers."""
+        self.arrays: list[tuple[tuple[int, int], npt.NDArray[Any], int]] = []
+        """Place and length, the array, and where it ends."""
+        self.told = False
+        """Whether the head says where the arrays are."""
+
+
 class SlotWriter:
     """Fills one slot after another; the sink of a feeder (see :class:`~cachetool.loaders.produce.Sink`).
 
@@ -72,6 +87,7 @@ class SlotWriter:
         ring.permit(self._permitted)
         self._schema: Schema | None = None
         self._text, self._arrays = b"", 0
+        self._kept: dict[int, _Filled] = {}
         self._largest = 0
 
     def open(self) -> None:
@@ -91,11 +107,19 @@ class SlotWriter:
         self._head(self._text, self._arrays)
 
     def _head(self, text: bytes, arrays: int) -> None:
+        self._taken = 0
+        self._places: dict[str, tuple[int, int]] = {}
+        kept = self._kept.get(self._slot)
+        if kept is not None and kept.text is text and kept.memory is self._ring.memory(self._slot):
+            self._used = kept.stop
+            self._form = kept
+            return
         numbers = 8 * (_NUMBERS + 2 * arrays)
         self._used = numbers + len(text)
         memory = self._ring.memory(self._slot, self._used)
         memory[numbers : self._used] = np.frombuffer(text, dtype=np.uint8)
-        self._places: dict[str, tuple[int, int]] = {}
+        self._form = self._kept[self._slot] = _Filled(text, memory, memory[:numbers].view(np.int64), self._used)
+        self._form.numbers[2:_NUMBERS] = len(text), arrays
 
     def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Memory for the values of a field, in the slot; to be filled before the next is asked for."""
@@ -103,6 +127,14 @@ class SlotWriter:
         return out
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, int], npt.NDArray[Any]]:
+        number, arrays = self._taken, self._form.arrays
+        self._taken += 1
+        if number < len(arrays):
+            place, found, self._used = arrays[number]
+            if found.shape == shape and found.dtype == dtype:
+                return place, found
+            self._used = arrays[number - 1][2] if number else self._form.stop
+            del arrays[number:]
         start = -(-self._used // _ALIGN) * _ALIGN
         stop = start + math.prod(shape) * dtype.itemsize
         memory = self._ring.memory(self._slot)
@@ -111,30 +143,40 @@ class SlotWriter:
             memory = self._ring.memory(self._slot, max(stop, self._largest), keep=self._used)
         self._used = stop
         self._ring.fill(self._slot, stop)
-        return (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
+        place, out = (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
+        arrays.append((place, out, stop))
+        self._form.told = False
+        return place, out
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
         """Hand the batch over: the columns whose values were put into this slot."""
         assert self._schema is not None
-        numbers = [generation, step, len(self._text), self._arrays]
+        places: list[int] = []
         for field in self._schema:
-            numbers += self._places[field.name]
+            places += self._places[field.name]
             column = columns[field.name]
             for rest in (column.offsets, column.shapes) if isinstance(column, Ragged) else ():
                 if rest is not None:
                     place, out = self._array(rest.shape, rest.dtype)
                     out[...] = rest
-                    numbers += place
-        self._hand_over(numbers)
+                    places += place
+        self._hand_over(generation, step, places)
 
     def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
         """Hand an error over in place of a batch."""
-        text = json.dumps({"error": error}).encode()
-        self._head(text, 0)
-        self._hand_over([generation, step, len(text), 0])
+        self._head(json.dumps({"error": error}).encode(), 0)
+        self._hand_over(generation, step, [])
 
-    def _hand_over(self, numbers: list[int]) -> None:
-        self._ring.memory(self._slot)[: 8 * len(numbers)].view(np.int64)[:] = numbers
+    def _hand_over(self, generation: int, step: int, places: list[int]) -> None:
+        form = self._form
+        memory = self._ring.memory(self._slot)
+        if memory is not form.memory:  # moved since: written anew next time
+            self._kept.pop(self._slot)
+            form.numbers = memory[: form.numbers.nbytes].view(np.int64)
+        if not form.told:
+            form.numbers[_NUMBERS:] = places
+            form.told = True
+        form.numbers[0], form.numbers[1] = generation, step
         self._largest = max(self._largest, self._used)
         self._ring.commit(self._slot)
         self._more()

@@ -106,7 +106,7 @@ class Turns:
         return self._ahead.plan
 
     def exhausted(self, generation: int) -> None:
-        """All batches of a plan are made: go on with the next epoch, provisionally."""
+        """All batches of a plan are made, or nearly: go on with the next epoch, provisionally."""
         self._go_on(generation, follows=True)
 
     def _go_on(self, generation: int, *, follows: bool) -> None:
@@ -132,6 +132,10 @@ class Turns:
         self._until = time.monotonic() + self._settings.hold
         current = self._current
         if current is not None and current.plan.generation == generation:
+            ahead = self._ahead
+            if ahead is not None and ahead.plan.follows and pace.batches < current.plan.steps(self._settings).count:
+                self._ahead = replace(ahead, plan=replace(ahead.plan, follows=False))
+                self._publish(self._ahead.plan)  # as above: there is no need to wait for those
             self._current = None
             self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:

@@ -47,7 +47,8 @@ def test_epochs_beside_a_background_pull(kind: str, samples: int, values: int, c
         fresh.append(len(epoch - seen))
         seen |= epoch
         # Nothing is evicted that no epoch has had; only a source that was drawn to its end brings the same again.
-        assert len(seen) >= min(committed, samples) - (1.2 * share if number == full else 0)
+        # The cache may have become full between the question and the snapshot of the epoch before `full`.
+        assert len(seen) >= min(committed, samples) - (1.2 * share if number in (full - 1, full) else 0)
     shares = [len(after - before) / len(after) for before, after in pairwise(epochs)]
     assert min(shares[full:]) >= 0.8 * RENEW
     assert len(seen) > len(max(epochs, key=len))
