@@ -35,6 +35,9 @@ __all__ = ["Feed", "Processes"]
 
 _LOOK = 0.1
 """Seconds between two looks at whether the feeders live, while a batch is waited for."""
+_LULL = 0.001
+"""Seconds that small batches are left to gather once there are none. A consumer faster than the feeders would else be
+woken for each, and beside a busy thread wait for the GIL each time."""
 _GRACE = 2.0
 """Seconds that feeders have to give their leases back when they are stopped."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -169,9 +172,11 @@ class Processes:
         readers = self._readers
         made: list[Batch] = []
         own = readers[step % len(readers)].ring
-        for reader in readers:
-            if reader.ring is own or own.many:
-                reader.ring.poll()
+        self._look(own)
+        if step and own.many and not own.ready:
+            with self._pace.waiting():
+                time.sleep(_LULL)
+            self._look(own)
         while True:
             reader = readers[(step + len(made)) % len(readers)]
             try:
@@ -187,6 +192,11 @@ class Processes:
                 return made
             else:
                 self._wait(reader.ring)
+
+    def _look(self, own: Ring) -> None:
+        for reader in self._readers:
+            if reader.ring is own or own.many:
+                reader.ring.poll()
 
     def _wait(self, ring: Ring) -> None:
         assert not ring.ready
