@@ -37,6 +37,15 @@ def test_the_order_is_the_same_in_every_release() -> None:
     assert ends.tolist() == [768937372490, 165397899685, 1086172114301]
 
 
+@given(st.integers(1, 20_000), st.integers(0, 1000))
+def test_many_positions_by_tables_give_what_few_give_computed(n: int, seed: int) -> None:
+    order, few = Permutation(n, seed=seed), np.arange(0, n, max(1, n // 7))
+    computed = order[few]
+
+    assert np.array_equal(order[np.arange(n)][few], computed)
+    assert np.array_equal(order[few], computed)
+
+
 def test_the_order_does_not_depend_on_how_positions_are_asked_for() -> None:
     order = Permutation(1000, seed=5)
     whole = order[np.arange(1000)]

@@ -130,7 +130,8 @@ def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -
             assert first.id not in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_batches_beyond_the_steps_that_are_wanted_are_not_made(cache: CacheDir, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [4, 40])  # of the second the next epoch is asked for before the last batch is made
+def test_batches_beyond_the_steps_that_are_wanted_are_not_made(steps: int, cache: CacheDir, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
 
     def note(sample: dict[str, Any]) -> dict[str, Any]:
@@ -138,12 +139,12 @@ def test_batches_beyond_the_steps_that_are_wanted_are_not_made(cache: CacheDir, 
             file.write(f"{sample['number']}\n")
         return {"number": sample["number"]}
 
-    with Loader(cache, batch_size=1, steps=4, transform=note, workers=1, prefetch=2, epochs=5) as loader:
-        assert len(loader) == 4
+    with Loader(cache, batch_size=1, steps=steps, transform=note, workers=1, prefetch=2, epochs=5) as loader:
+        assert len(loader) == steps
         epochs = [numbers(loader) for _ in range(5)]
         assert loader.epoch == 5
-    assert [len(epoch) for epoch in epochs] == [4] * 5
-    assert len(notes.read_text().split()) <= 5 * (4 + 2 + 1)  # of 5 x 60
+    assert [len(epoch) for epoch in epochs] == [steps] * 5
+    assert len(notes.read_text().split()) <= 5 * (steps + 2 + 1)  # of 5 x 60
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from cachetool.block import Ragged
 from cachetool.errors import UsageError
 from cachetool.loaders.failure import described
 from cachetool.loaders.feed import Processes
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.ring import Ring, RingWriter
-from cachetool.loaders.slot import SlotReader, SlotWriter
+from cachetool.loaders.slot import Batch, SlotReader, SlotWriter
 from cachetool.schema import Field, Schema
 
 SCHEMA = Schema((Field("x", "<i8", (3,)),))
@@ -92,3 +95,64 @@ def test_of_few_slots_one_batch_is_taken_at_a_time(ready: int, at_once: int) -> 
     assert steps == list(range(at_once))
     for ring in rings:
         ring.close()
+
+
+BOTH = Schema((Field("x", "<i8", (3,)), Field("text", "bytes"), Field("y", "<f4", (None, None))))
+
+
+def ragged(rng: np.random.Generator, count: int, *, rank: int, most: int) -> Ragged:
+    shapes = rng.integers(0, most, (count, max(1, rank)))
+    offsets = np.concatenate([[0], np.cumsum(shapes.prod(axis=1))])
+    values = rng.integers(0, 100, int(offsets[-1])).astype("<f4" if rank else "u1")
+    return Ragged(values, offsets, shapes if rank else None)
+
+
+def waited_for(ring: Ring, reader: SlotReader, generation: int) -> Batch:
+    """The batch of a generation: what is left of those before comes out first."""
+    while (batch := reader.take(generation)) is None:
+        assert ring.poll()
+    return batch
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 3, 3, 3, 5]), st.sampled_from([2, 2, 60]), st.booleans()), max_size=12))
+@example([(3, 2, False), (3, 60, False), (3, 2, False), (3, 2, False)])
+@example([(3, 2, False), (0, 2, True), (3, 2, False)])
+def test_what_comes_out_of_a_slot_is_what_was_put_in_whatever_was_there_before(
+    batches: list[tuple[int, int, bool]],
+) -> None:
+    """A slot that is filled with a batch like the one before keeps its arrays and its head."""
+    ring = Ring()
+    reader, writer = SlotReader(ring), SlotWriter(RingWriter(ring.fd), ready=2)
+    rng = np.random.default_rng(0)
+    for step, (count, most, fails) in enumerate(batches):
+        whole = {
+            "x": rng.integers(0, 100, (count, 3)),
+            "text": ragged(rng, count, rank=0, most=most),
+            "y": ragged(rng, count, rank=2, most=most),
+        }
+        writer.open()
+        writer.begin(BOTH)
+        for field in BOTH:
+            column = whole[field.name]
+            values = column.values if isinstance(column, Ragged) else column
+            writer.values(field, values.shape)[...] = values
+        if fails:
+            writer.fail(step, step, described(UsageError("bad")))
+            with pytest.raises(UsageError, match="bad"):
+                waited_for(ring, reader, step)
+            continue
+        writer.commit(step, step, whole)
+        batch = waited_for(ring, reader, step)
+        assert batch.step == step
+        for name, column in whole.items():
+            found = batch.columns[name]
+            if isinstance(column, Ragged):
+                assert isinstance(found, Ragged)
+                np.testing.assert_array_equal(found.values, column.values)
+                np.testing.assert_array_equal(found.offsets, column.offsets)
+                if column.shapes is not None:
+                    np.testing.assert_array_equal(found.shapes, column.shapes)
+            else:
+                np.testing.assert_array_equal(found, column)
+        del batch, found
+    ring.close()
