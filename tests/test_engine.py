@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -93,3 +94,33 @@ def test_a_pull_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
     assert ran.returncode == 2
     assert "no-such-option" in ran.stderr
     assert len(ran.stderr.splitlines()) == 2
+
+
+def test_work_that_missed_its_end_is_stopped_once_more() -> None:
+    """An exception that a signal raises may come where exceptions are ignored."""
+    code = """if True:
+        import time
+        from cachetool import units
+        from cachetool.engines import child
+        from cachetool.errors import Interrupted
+
+        def work(channel):
+            try:
+                channel.send({})
+                time.sleep(60)
+            except Interrupted:
+                time.sleep(60)
+
+        child.AGAIN, units.work = 0.1, work
+        child.main()
+    """
+    task = {"target": "cachetool.units:work", "arguments": {}, "starter": os.getpid()}
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(task).encode() + b"\n")
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline()) == {"message": {}}
+    out, _ = process.communicate(timeout=30)
+    assert json.loads(out)["error"] == "Interrupted"
+    assert process.returncode == 0

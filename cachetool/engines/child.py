@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import threading
+import time
 import traceback
 from queue import SimpleQueue
 from types import FrameType
@@ -31,6 +32,9 @@ __all__ = ["bug", "main"]
 
 WATCH = 0.5
 """Seconds until a child notices at the latest that its starter is gone."""
+AGAIN = 30.0
+"""Seconds that the clean-up may take before the work is stopped once more: something may have caught the first
+:class:`Interrupted`, such as a finaliser that ran just then."""
 
 
 class _Pipe:
@@ -85,7 +89,7 @@ def main(starter: int = 0, imports: str = "") -> None:
     while stay:
         stay = False
         try:
-            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGTERM, _Interrupt())
             task = tasks.next()
             if task is None:
                 break
@@ -157,9 +161,19 @@ class _Tasks:
                 self._queue.put(task)
         self._pipe.answer(None)
         self._queue.put(None)  # first: the signal is ignored while an outcome is written
-        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(AGAIN + 0.1)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: the clean-up must not be interrupted in its turn
-    raise Interrupted("stopped")
+class _Interrupt:
+    """Stops the work; not again for a while, since the clean-up must not be interrupted in its turn."""
+
+    def __init__(self) -> None:
+        self._quiet = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now >= self._quiet:
+            self._quiet = now + AGAIN
+            raise Interrupted("stopped")

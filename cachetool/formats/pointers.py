@@ -44,7 +44,7 @@ _join.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Buffer), ctypes.c_ssize_t, ct
 def join_rows(
     out: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], nbytes: int
 ) -> None:
-    """Copy ``source[starts[i] : starts[i] + nbytes]`` to row i of ``out``, both flat and contiguous.
+    """Copy ``source[starts[i] : starts[i] + nbytes]`` to row i of ``out``, all three flat and contiguous.
 
     Keeps the GIL. Raises IndexError when a row does not lie inside its buffer.
     """

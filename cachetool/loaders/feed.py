@@ -36,8 +36,8 @@ __all__ = ["Feed", "Processes"]
 _LOOK = 0.1
 """Seconds between two looks at whether the feeders live, while a batch is waited for."""
 _LULL = 0.001
-"""Seconds that small batches are left to gather once there are none. A consumer faster than the feeders would else be
-woken for each, and beside a busy thread wait for the GIL each time."""
+"""Seconds in which batches gather once none is ready, where rings have many slots. A consumer faster than the feeders
+would else wake for each batch, and beside a busy thread wait for the GIL each time."""
 _GRACE = 2.0
 """Seconds that feeders have to give their leases back when they are stopped."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -173,9 +173,8 @@ class Processes:
         made: list[Batch] = []
         own = readers[step % len(readers)].ring
         self._look(own)
-        if step and own.many and not own.ready:
-            with self._pace.waiting():
-                time.sleep(_LULL)
+        if not own.ready:
+            self._wait(own, lull=step > 0 and own.many)
             self._look(own)
         while True:
             reader = readers[(step + len(made)) % len(readers)]
@@ -198,11 +197,15 @@ class Processes:
             if reader.ring is own or own.many:
                 reader.ring.poll()
 
-    def _wait(self, ring: Ring) -> None:
+    def _wait(self, ring: Ring, *, lull: bool = False) -> None:
         assert not ring.ready
         if ring.poll():
             return  # what was there were batches of an epoch that was given up
         with self._pace.waiting():
+            if lull:
+                time.sleep(_LULL)
+                if ring.poll():
+                    return
             while not ring.wait(_LOOK):
                 self._check()
 

@@ -37,8 +37,10 @@ __all__ = ["main"]
 
 
 _TURN = 0.0005
-"""Seconds for which a thread here has the GIL at a time. Beside one that makes batches the listener wants it a dozen
-times an epoch, once a statement."""
+"""Seconds for which a thread of a feeder has the GIL at a time: the listener needs it after each statement of a
+transaction, and the thread that makes batches never lets go of it by itself."""
+_SOON = 0.03
+"""Seconds of work that are left when the next plan is asked for: what its transactions take on busy processors."""
 
 
 class Listener(Protocol):
@@ -49,7 +51,7 @@ class Listener(Protocol):
         ...
 
     def exhausted(self, generation: int) -> None:
-        """All batches of a plan are made here; called by the main thread."""
+        """All batches of a plan are made here, or nearly; called by the main thread."""
         ...
 
 
@@ -81,6 +83,7 @@ def main() -> None:
         number=hello["number"],
         feeders=hello["feeders"],
         exhausted=listener.exhausted,
+        soon=_SOON,
     )
 
 
@@ -91,7 +94,8 @@ def _yield_to_training() -> None:
 
 
 def _as_usual() -> None:
-    """The training process waits for answers, not for a feeder to come to the end of its turn."""
+    """Let the calling thread be as quick as any, in getting a processor and this process's GIL: the training process
+    waits for its answers."""
     sys.setswitchinterval(_TURN)
     _schedule("SCHED_OTHER")
 

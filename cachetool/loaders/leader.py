@@ -98,7 +98,7 @@ class Leader:
                 write_line(self._answers, {"id": asked["id"], **result})
         if asked["do"] == "begin":
             self._turns.settle()
-            self._turns.exhausted(self._made)  # an epoch that was made whole while the one before was delivered
+            self._turns.exhausted(self._made)  # an epoch that was made, or nearly, while the one before was delivered
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
         now = time.monotonic()

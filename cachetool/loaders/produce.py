@@ -118,18 +118,21 @@ def work(
     number: int,
     feeders: int,
     exhausted: Callable[[int], None],
+    soon: float = 0.0,
 ) -> None:
     """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed.
 
-    ``exhausted`` is called once a plan, when its last batch is about to be made or was.
+    ``exhausted`` is called when the last batch of a plan was made; with ``soon`` when about so many seconds of work are
+    left of it, which it must not fail for.
     """
-    maker = _Maker(settings, mailbox, sink, places, transform, exhausted)
+    maker = _Maker(settings, mailbox, sink, places, transform, lambda plan: exhausted(plan.generation), soon)
     while (plan := mailbox.get()) is not None:
         if plan.view is None:
             places.close()
             continue
         places.keep(plan.view)
-        maker.make(plan, plan.view, number, feeders)
+        if maker.make(plan, plan.view, number, feeders):
+            exhausted(plan.generation)
     places.close()
 
 
@@ -141,10 +144,12 @@ class _Maker:
         sink: Sink,
         places: MappedParts | Parts,
         transform: Transform | None,
-        exhausted: Callable[[int], None],
+        ending: Callable[[Plan], None],
+        soon: float,
     ) -> None:
         self._settings, self._mailbox, self._sink = settings, mailbox, sink
-        self._places, self._transform, self._exhausted = places, transform, exhausted
+        self._places, self._transform = places, transform
+        self._ending, self._soon = ending, soon
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._checks = Checks() if settings.verify else None
         self._whole: Schema | None = None
@@ -157,8 +162,9 @@ class _Maker:
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
 
-    def make(self, plan: Plan, view: View, number: int, feeders: int) -> None:
-        """All batches of one plan, but no more once it was replaced, or an error was handed over."""
+    def make(self, plan: Plan, view: View, number: int, feeders: int) -> bool:
+        """All batches of one plan, but no more once it was replaced, or an error was handed over; gives whether all
+        were made and their end is still to be told."""
         step, opened = number, False
         made, told, begun = 0, False, time.perf_counter()
         try:
@@ -177,7 +183,7 @@ class _Maker:
                     opened = True
                     if self._mailbox.is_over(plan):
                         self._sink.cancel()
-                        return
+                        return False
                     if direct:
                         self._sink.begin(schema)
                         columns = next(found)
@@ -187,16 +193,16 @@ class _Maker:
                     opened = False
                     made += 1
                     left = len(steps) - made
-                    # Not before half: the first ones are made faster than they are taken.
-                    if not told and left <= made and (time.perf_counter() - begun) * left < _SOON * made:
+                    # In the last quarter only: the first ones are made faster than they are taken.
+                    if not told and 3 * left <= made and (time.perf_counter() - begun) * left < self._soon * made:
                         told = True
-                        self._exhausted(plan.generation)
-            if not told:
-                self._exhausted(plan.generation)
+                        self._ending(plan)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
             if not opened:
                 self._sink.open()
             self._sink.fail(plan.generation, step, described(error))
+            return False
+        return not told
 
     def _handed(self, plan: Plan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """What becomes of samples that were gathered into memory of ours, copied into the sink."""

@@ -65,8 +65,9 @@ class _Filled:
     __slots__ = ("arrays", "memory", "numbers", "stop", "text", "told")
 
     def __init__(self, text: bytes, memory: Bytes, numbers: Int64s, stop: int) -> None:
-        self.text, self.memory, self.numbers, self.stop = text, memory, numbers, stop
-        """The head: of how many bytes, in which memory, and its numbers."""
+        self.text, self.memory = text, memory
+        self.numbers, self.stop = numbers, stop
+        """Of the head: its numbers, and where it ends."""
         self.arrays: list[tuple[tuple[int, int], npt.NDArray[Any], int]] = []
         """Place and length, the array, and where it ends."""
         self.told = False

@@ -135,7 +135,7 @@ class Turns:
             ahead = self._ahead
             if ahead is not None and ahead.plan.follows and pace.batches < current.plan.steps(self._settings).count:
                 self._ahead = replace(ahead, plan=replace(ahead.plan, follows=False))
-                self._publish(self._ahead.plan)  # as above: there is no need to wait for those
+                self._publish(self._ahead.plan)  # what is left of the present one is not made either
             self._current = None
             self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:
