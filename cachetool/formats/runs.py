@@ -84,7 +84,7 @@ def _overlapping(buffer: Bytes, nbytes: int) -> npt.NDArray[Any]:
 def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbytes: int) -> None:
     """Copy ``source[starts[i] : starts[i] + nbytes]`` to row ``to[i]`` (None: i) of ``out``, rows of ``nbytes``.
 
-    No position is checked: all must lie inside their buffers.
+    All must lie inside their buffers; not every way of copying notices when one does not.
     """
     if not nbytes:
         return

@@ -37,9 +37,6 @@ from cachetool.schema import Field, Schema
 __all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
 
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
-_SOON = (
-    0.03  # seconds of work left when the next plan is asked for: about what its transactions take on busy processors
-)
 
 
 class Sink(Protocol):
@@ -125,7 +122,7 @@ def work(
     ``exhausted`` is called when the last batch of a plan was made; with ``soon`` when about so many seconds of work are
     left of it, which it must not fail for.
     """
-    maker = _Maker(settings, mailbox, sink, places, transform, lambda plan: exhausted(plan.generation), soon)
+    maker = _Maker(settings, mailbox, sink, places, transform, exhausted, soon)
     while (plan := mailbox.get()) is not None:
         if plan.view is None:
             places.close()
@@ -144,12 +141,12 @@ class _Maker:
         sink: Sink,
         places: MappedParts | Parts,
         transform: Transform | None,
-        ending: Callable[[Plan], None],
+        exhausted: Callable[[int], None],
         soon: float,
     ) -> None:
         self._settings, self._mailbox, self._sink = settings, mailbox, sink
         self._places, self._transform = places, transform
-        self._ending, self._soon = ending, soon
+        self._exhausted, self._soon = exhausted, soon
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._checks = Checks() if settings.verify else None
         self._whole: Schema | None = None
@@ -196,7 +193,7 @@ class _Maker:
                     # In the last quarter only: the first ones are made faster than they are taken.
                     if not told and 3 * left <= made and (time.perf_counter() - begun) * left < self._soon * made:
                         told = True
-                        self._ending(plan)
+                        self._exhausted(plan.generation)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
             if not opened:
                 self._sink.open()
