@@ -43,7 +43,7 @@ HEAVY = {
     "asyncssh": {"stores.sftp"},
     "torch": {"bench.rates"} | {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},
     "obstore": {"stores"},
-    "sqlite3": {"cache.catalog"},
+    "sqlite3": {"cache.catalog", "cache.connection"},
     "xxhash": {"formats.digest"},
     "typer": {"cli"},
     "rich": {"cli"},

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cachetool.cache.connection import connect
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.errors import CapacityError, CatalogError
@@ -109,7 +110,7 @@ class Catalog:
         if not self.path.exists():
             return True
         try:
-            with contextlib.closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as connection:
+            with contextlib.closing(connect(self.path)) as connection:
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     return True
                 tables = ("datasets", "sources", "shards")
@@ -121,7 +122,7 @@ class Catalog:
         """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
         bring them; else None."""
         try:
-            with contextlib.closing(sqlite3.connect(self.path, timeout=60, isolation_level=None)) as connection:
+            with contextlib.closing(connect(self.path)) as connection:
                 found = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
@@ -133,7 +134,7 @@ class Catalog:
         if not self.path.exists():
             return "it is missing"
         try:
-            connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
+            connection = connect(self.path)
             try:
                 schema = connection.execute("PRAGMA user_version").fetchone()[0]
                 if schema > SCHEMA_VERSION:
@@ -274,7 +275,7 @@ class Catalog:
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
         if self.path.is_symlink():  # SQLite follows one here, though not at its journal
             raise CatalogError(f"catalog {self.path} is a link, which leads to a file that is no part of the cache")
-        connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        connection = connect(self.path)
         try:
             self._prepare(connection, meta)
         except BaseException:

@@ -186,15 +186,19 @@ class Snapshot:
             return  # closing the cache took the leases with it
         with contextlib.suppress(CapacityError):
             with self._catalog.write() as connection:
-                connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
-                if unread and self._seen is not None:
-                    connection.execute(
-                        "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?"
-                        " AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
-                        (self._seen, self.version, self.version),
-                    )
-                trash = sweep(connection, self._holder)
+                trash = self._end(connection, lease, unread=unread)
             delete_trash(self._catalog, self._layout, trash)
+
+    def _end(self, connection: Connection, lease: int | None, *, unread: bool) -> list[str]:
+        """The part of a release that is in a transaction; gives the trash to delete after it."""
+        connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+        if unread and self._seen is not None:
+            connection.execute(
+                "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?"
+                " AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
+                (self._seen, self.version, self.version),
+            )
+        return sweep(connection, self._holder)
 
 
 def take(
@@ -208,14 +212,19 @@ def take(
     epoch: int | None = None,
     peek: bool = False,
     sparing: bool = False,
+    instead: Snapshot | None = None,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
+    ``instead`` of one of this process, which went unread, is given back first, in the same transaction.
     """
+    trash: list[str] = []
     with catalog.write() as connection:
         holder.register(connection)
+        if instead is not None:
+            trash = instead._end(connection, instead._lease, unread=True)
         shared = None
         if run is not None:
             shared = connection.execute(
@@ -238,6 +247,9 @@ def take(
                 " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
                 (version,),
             )
+    if instead is not None:
+        instead._lease = None
+        delete_trash(catalog, layout, trash)
     return Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
         rows=rows, newest=max(newest, version), seen=None if peek or seen >= version else seen,

@@ -38,8 +38,9 @@ class FileSubscription:
         self._view = View(1, "", schema, parts)
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
+        anew: bool = False,
+    ) -> View:  # fmt: skip
         """The view."""
         return self._view
 

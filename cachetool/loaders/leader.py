@@ -17,14 +17,15 @@ from cachetool.loaders.failure import described
 from cachetool.loaders.pipes import Lines, parent_fd, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
-from cachetool.loaders.turns import NotYet, Resume, Turns
+from cachetool.loaders.resume import Resume
+from cachetool.loaders.turns import NotYet, Turns
 from cachetool.loaders.view import View
 from cachetool.loaders.waiting import Talk
 
 __all__ = ["Leader"]
 
 _POLL = 0.2
-_SOON = 0.05
+_SOON = 0.2
 """Seconds after the end of an epoch in which the next one is probably begun, which then has not to wait."""
 _GRACE = 0.5
 """Seconds that the clean-up may take once the training process is gone."""
@@ -114,7 +115,9 @@ class Leader:
         match asked["do"]:
             case "begin":
                 resume = asked.get("resume")
-                plan = self._turns.begin(asked["epoch"], Resume(**resume) if resume else None)
+                plan = self._turns.begin(
+                    asked["epoch"], Resume(**resume) if resume else None, committed=asked["committed"]
+                )
             case "prepare":
                 plan = self._turns.prepare(asked["epoch"])
             case "delivered":

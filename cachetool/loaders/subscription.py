@@ -28,11 +28,13 @@ class Subscription(Protocol):
     """Where a loader gets its views from."""
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
+        anew: bool = False,
+    ) -> View:  # fmt: skip
         """The newest view, leased; the one before it is given back. Those that ask for the same ``epoch`` of the same
         ``run`` get the same one while any of them has it. ``peek``: no epoch is to be read from it yet. ``sparing``:
-        the newest shards may be left for the next epoch, where that would have nothing new."""
+        the newest shards may be left for the next epoch, where that would have nothing new. ``anew``: the one before
+        went unread, and does not count as one that somebody has."""
         ...
 
     def now(self) -> View:
@@ -107,13 +109,16 @@ class CacheSubscription:
         return self._cache
 
     def newest(
-        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False
-    ) -> View:
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
+        anew: bool = False,
+    ) -> View:  # fmt: skip
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         cache = self._open()
         run = None if epoch is None else run or self.run
         before = self._snapshot
-        after = cache.snapshot(dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing)
+        after = cache.snapshot(
+            dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing, instead=before if anew else None
+        )
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after

@@ -28,9 +28,10 @@ from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_e
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.produce import Mailbox, work
+from cachetool.loaders.resume import Resume
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
-from cachetool.loaders.turns import NotYet, Resume, Turns
+from cachetool.loaders.turns import NotYet, Turns
 from cachetool.loaders.view import Part
 from cachetool.loaders.waiting import Talk
 from cachetool.schema import Field, Schema

@@ -33,10 +33,10 @@ from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import Steps
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.produce import announced, batches, drawn
+from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
-from cachetool.loaders.turns import Resume, found_again
 from cachetool.loaders.view import View
 
 __all__ = ["CacheIterableDataset"]

@@ -6,8 +6,10 @@
        leased                                  the next one is leased      e counts,         if shards came since:
                                                and made, provisionally     its lease ends    leased anew
 
-A provisional snapshot is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing
-on the disk.
+For a tenth of a second after it was known to be the newest, a provisional snapshot is used without another look, unless
+the training process itself committed something: a pull may be committing just then, and shorter steps of training
+would wait for it. It is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing on
+the disk.
 """
 
 from __future__ import annotations
@@ -25,28 +27,20 @@ from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.refetching import pulled_again
+from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import View
 from cachetool.loaders.waiting import failed_pull
 
-__all__ = ["NotYet", "Resume", "Turns", "found_again"]
+__all__ = ["NotYet", "Turns"]
+
+_SURE = 0.1
+"""Seconds for which a snapshot counts as the newest once it was."""
 
 
 class NotYet(CacheToolError):
     """There are too few samples so far; the message says how many of how many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where an epoch is taken up again: the samples it had, and how many of its order were read."""
-
-    position: int
-    samples: int
-    parts: Sequence[Sequence[Any]]
-    """Rows as :func:`~cachetool.loaders.plan.rows` gives them."""
-    origins: Sequence[dict[str, Any]] = ()
-    """Where they were pulled from, those that were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +70,20 @@ class Turns:
         self._over: list[tuple[_Turn, Delivered | None]] = []
         """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
         self._ahead: _Turn | None = None
-        self._until = 0.0
+        self._until = self._sure = 0.0
 
-    def begin(self, epoch: int, resume: Resume | None = None) -> Plan:
+    def begin(self, epoch: int, resume: Resume | None = None, *, committed: bool = True) -> Plan:
         """Start an epoch on the newest snapshot, or on what is left of an earlier one.
 
-        Raises :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
+        ``committed``: whether whoever asks may have committed shards itself since it last asked. Raises
+        :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
         ahead = self._ahead
-        if ahead is None or ahead.plan.epoch != epoch or resume is not None or self._moved(ahead):
+        if ahead is not None and ahead.plan.epoch == epoch and resume is None:
+            self._renew(surely=committed)
+            ahead = self._ahead
+            assert ahead is not None
+        else:
             # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
             self._drop_ahead()
             self._drop_current()
@@ -124,11 +123,8 @@ class Turns:
         """The last batch of a plan was delivered: the next snapshot is made sure of; the epoch counts and its lease
         ends with :meth:`settle`."""
         self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
-        if self._ahead is not None and self._moved(self._ahead):
-            epoch = self._ahead.plan.epoch
-            self._drop_ahead()
-            with contextlib.suppress(NotYet):
-                self._look_ahead(epoch)
+        with contextlib.suppress(NotYet):
+            self._renew()
         self._until = time.monotonic() + self._settings.hold
         current = self._current
         if current is not None and current.plan.generation == generation:
@@ -200,22 +196,31 @@ class Turns:
 
     # -- one snapshot --------------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, epoch: int, *, follows: bool = False) -> None:
-        turn = self._take(epoch, None)
+    def _look_ahead(self, epoch: int, *, follows: bool = False, lease: Subscription | None = None) -> None:
+        self._sure = time.monotonic() + _SURE
+        turn = self._take(epoch, None, lease)
         # Other feeders may still be making the present epoch.
         self._ahead = replace(turn, plan=replace(turn.plan, follows=follows))
         self._until = time.monotonic() + self._settings.hold
         self._publish(self._ahead.plan)
 
+    def _renew(self, *, surely: bool = False) -> None:
+        """Take the provisional snapshot again if it may not be the newest any more. Raises :class:`NotYet`."""
+        ahead, now = self._ahead, time.monotonic()
+        if ahead is None or not (surely or now > self._sure):
+            return
+        self._sure = now + _SURE
+        if ahead.plan.view is None or ahead.lease.moved(ahead.plan.view):
+            self._ahead = None
+            self._look_ahead(ahead.plan.epoch, lease=ahead.lease)
+
     def _next(self) -> int:
         self._generation += 1
         return self._generation
 
-    def _moved(self, turn: _Turn) -> bool:
-        return turn.plan.view is None or turn.lease.moved(turn.plan.view)
-
-    def _take(self, epoch: int, resume: Resume | None) -> _Turn:
-        lease = self._free.pop() if self._free else self._open()
+    def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _Turn:
+        """``lease``: of a snapshot that is given back unread for it."""
+        lease = lease or (self._free.pop() if self._free else self._open())
         try:
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
@@ -234,13 +239,12 @@ class Turns:
 
     def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
         """The newest view and its samples; one that leaves some for the next epoch only if it is enough."""
-        view = self._same(lease.newest(epoch=epoch, sparing=True))
+        view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True))
         if lease.spared:
             with contextlib.suppress(NotYet):
                 self._require(view, samples := self._count(view))
                 return view, samples
-            lease.release(unread=True)
-            view = self._same(lease.newest(epoch=epoch))
+            view = self._same(lease.newest(epoch=epoch, anew=True))
         self._require(view, samples := self._count(view))
         return view, samples
 
@@ -317,26 +321,3 @@ class Turns:
         if turn is not None:
             turn.lease.release(unread=True)
             self._free.append(turn.lease)
-
-
-def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
-    """What is there now of the samples of an earlier snapshot, in its order; the ranges of indices that are not; and
-    the parts that they were.
-
-    A part that was converted since has the same content.
-    """
-    by_id = {part.id: part for part in view.parts}
-    by_content = {(part.content, part.samples): part for part in view.parts if part.content}
-    parts: list[Part] = []
-    lost: list[tuple[int, int]] = []
-    gone: list[str] = []
-    start = 0
-    for id, _, samples, content, *_ in resume.parts:
-        found = by_id.get(id) or by_content.get((content, samples))
-        if found is None:
-            lost.append((start, start + samples))
-            gone.append(id)
-        else:
-            parts.append(found)
-        start += samples
-    return replace(view, parts=tuple(parts)), tuple(lost), gone

@@ -1,0 +1,102 @@
+"""When a loader looks for a newer snapshot than the one that it has ready."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+import pytest
+
+from cachetool.cache import CacheDir
+from cachetool.cache.history import Delivered
+from cachetool.errors import CapBlocked
+from cachetool.loaders import turns as module
+from cachetool.loaders.numpy import Loader
+from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.turns import Turns
+from tests.loaders.numbered import leases, put
+
+DELIVERED = Delivered(1.0, 6, 0, 0.0)
+
+
+@pytest.fixture
+def turns(cache: CacheDir) -> Iterator[Turns]:
+    """At the end of its first epoch: all its batches are made and the next snapshot is taken."""
+    published: list[Plan] = []
+    opened = Turns(Settings(str(cache.root), batch_size=10), published.append)
+    opened.exhausted(opened.begin(0).generation)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SURE", 1e9)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SURE", -1.0)
+
+
+def test_a_snapshot_that_was_just_the_newest_is_used_while_others_hold_the_catalog(
+    long: None, cache: CacheDir, turns: Turns
+) -> None:
+    turns.exhausted(turns.begin(1, committed=True).generation)
+    with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        turns.delivered(2, DELIVERED)
+        plan = turns.begin(2, committed=False)
+        other.execute("ROLLBACK")
+
+    assert (plan.epoch, plan.samples) == (2, 60)
+
+
+def test_what_came_since_is_in_the_next_epoch_when_the_process_committed_it_itself(
+    long: None, cache: CacheDir, turns: Turns
+) -> None:
+    put(cache, range(60, 80))
+    assert turns.begin(1, committed=True).samples == 80
+
+
+@pytest.mark.parametrize("at", ["delivered", "begin"])
+def test_what_came_since_is_in_the_next_epoch(
+    short: None, at: str, cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if at == "begin":
+        turns.delivered(1, DELIVERED)
+    put(cache, range(60, 80))
+    if at == "delivered":
+        turns.delivered(1, DELIVERED)
+        monkeypatch.setattr(turns, "_sure", float("inf"))
+    assert turns.begin(1, committed=False).samples == 80
+
+
+def test_a_renewed_snapshot_has_one_lease_and_the_one_before_it_none(
+    short: None, cache: CacheDir, turns: Turns
+) -> None:
+    before = leases(cache)
+    put(cache, range(60, 80))
+    turns.delivered(1, DELIVERED)
+
+    assert len(before) == len(leases(cache)) == 2
+    turns.settle()
+    assert leases(cache) == [cache.version]
+
+
+def test_a_snapshot_that_became_too_small_is_waited_for(short: None, cache: CacheDir, turns: Turns) -> None:
+    with pytest.raises(CapBlocked):  # by the snapshots; their shards are in no new one
+        cache.evict(max_size=1_150_000)
+    with pytest.raises(module.NotYet):
+        turns.begin(1, committed=False)
+    put(cache, range(60, 80))
+    assert turns.begin(1, committed=False).samples == 20
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_what_this_process_commits_is_in_the_epoch_that_begins_at_once(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
+        for epoch in range(5):
+            numbers = sorted(int(number) for batch in loader for number in batch["number"])
+            assert numbers == list(range(60 + 20 * epoch))
+            put(cache, range(60 + 20 * epoch, 80 + 20 * epoch))
