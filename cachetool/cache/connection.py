@@ -1,4 +1,4 @@
-"""A connection to the catalog's file, which looks every half millisecond whether it is its turn.
+"""A connection to the catalog's file, which at first looks every half millisecond whether it is its turn.
 
 SQLite's own wait looks again after 1, 2, 5, 10, 15, 20, 25 milliseconds and so on: beside a pull that commits one shard
 after another, a trainer waited 30 to 55 ms for its turn among transactions of 3.
@@ -11,37 +11,37 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commits", "connect"]
+__all__ = ["connect", "statements"]
 
-_LOOK = 0.0005
-_PATIENCE = 60.0
-"""Seconds for which a lock that others hold is waited for."""
+_SHORT, _SHORTS = 0.0005, 100
+"""Seconds between looks, and how many there are of these: longer than most transactions take."""
+_LONG, _LOOKS = 0.005, 12_100
+"""From then on; and how many looks there are in all, in a minute. A process that is stopped meanwhile loses none."""
 _KIND = 0xFF  # of an error code, whose other bits tell more
-_commits = 0
+_statements = 0
 
 
-def commits() -> int:
-    """How many transactions this process has ended so far, of any catalog; those that only read count too."""
-    return _commits
+def statements() -> int:
+    """How many statements this process has done so far, of any catalog: whether it may know or have made news."""
+    return _statements
 
 
 class _Patient(sqlite3.Connection):
     def execute(self, sql: str, values: Any = (), /) -> sqlite3.Cursor:
-        global _commits
-        until: float | None = None
+        global _statements
+        looks = 0
         while True:
             try:
                 done = super().execute(sql, values)
-                _commits += sql == "COMMIT"
+                _statements += 1
                 return done
             except sqlite3.OperationalError as error:
                 # Nothing was done then, not by a COMMIT either; readers that become writers, for whom waiting would
                 # be no use, there are none.
-                now = time.monotonic()
-                until = until or now + _PATIENCE
-                if error.sqlite_errorcode & _KIND != sqlite3.SQLITE_BUSY or now > until:
+                looks += 1
+                if error.sqlite_errorcode & _KIND != sqlite3.SQLITE_BUSY or looks > _LOOKS:
                     raise
-            time.sleep(_LOOK)
+            time.sleep(_SHORT if looks <= _SHORTS else _LONG)
 
 
 def connect(path: Path) -> sqlite3.Connection:

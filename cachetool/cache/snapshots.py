@@ -181,16 +181,21 @@ class Snapshot:
         If it went ``unread``, what it was the first to contain counts as not shown yet, unless others have it too.
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
-        lease, self._lease = self._lease, None
-        if lease is None or self._holder.retired or self._holder.pid != os.getpid():
-            return  # closing the cache took the leases with it
+        lease = self._held()
+        self._lease = None
+        if lease is None:
+            return
         with contextlib.suppress(CapacityError):
             with self._catalog.write() as connection:
-                trash = self._end(connection, lease, unread=unread)
+                self._end(connection, lease, unread=unread)
+                trash = sweep(connection, self._holder)
             delete_trash(self._catalog, self._layout, trash)
 
-    def _end(self, connection: Connection, lease: int | None, *, unread: bool) -> list[str]:
-        """The part of a release that is in a transaction; gives the trash to delete after it."""
+    def _held(self) -> int | None:
+        """The lease, if it is this process's to give back: closing the cache takes the leases with it."""
+        return None if self._holder.retired or self._holder.pid != os.getpid() else self._lease
+
+    def _end(self, connection: Connection, lease: int, *, unread: bool) -> None:
         connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
         if unread and self._seen is not None:
             connection.execute(
@@ -198,7 +203,6 @@ class Snapshot:
                 " AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
                 (self._seen, self.version, self.version),
             )
-        return sweep(connection, self._holder)
 
 
 def take(
@@ -218,13 +222,13 @@ def take(
 
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
-    ``instead`` of one of this process, which went unread, is given back first, in the same transaction.
+    ``instead`` of one of this process, which went unread, is given back first, in the same transaction; what it alone
+    kept goes with the next release, or when somebody wants the room.
     """
-    trash: list[str] = []
     with catalog.write() as connection:
         holder.register(connection)
-        if instead is not None:
-            trash = instead._end(connection, instead._lease, unread=True)
+        if instead is not None and (held := instead._held()) is not None:
+            instead._end(connection, held, unread=True)
         shared = None
         if run is not None:
             shared = connection.execute(
@@ -249,7 +253,6 @@ def take(
             )
     if instead is not None:
         instead._lease = None
-        delete_trash(catalog, layout, trash)
     return Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
         rows=rows, newest=max(newest, version), seen=None if peek or seen >= version else seen,

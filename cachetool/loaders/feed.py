@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from cachetool.cache.connection import commits
+from cachetool.cache.connection import statements
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.failure import rebuilt
 from cachetool.loaders.pace import Pace
@@ -100,7 +100,7 @@ class Processes:
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._asked = self._commits = 0
+        self._asked = self._statements = 0
         self._rest = b""
         self._pace = Pace()
         self._answers, answers = os.pipe()
@@ -151,8 +151,9 @@ class Processes:
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`Feed`."""
         self._pace = Pace()
-        before, self._commits = self._commits, commits()
-        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, committed=before != self._commits))
+        now = statements()
+        begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, surely=now != self._statements))
+        self._statements = now
         self._pace.begun()
         return begun
 

@@ -115,9 +115,7 @@ class Leader:
         match asked["do"]:
             case "begin":
                 resume = asked.get("resume")
-                plan = self._turns.begin(
-                    asked["epoch"], Resume(**resume) if resume else None, committed=asked["committed"]
-                )
+                plan = self._turns.begin(asked["epoch"], Resume(**resume) if resume else None, surely=asked["surely"])
             case "prepare":
                 plan = self._turns.prepare(asked["epoch"])
             case "delivered":

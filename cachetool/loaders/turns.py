@@ -3,13 +3,13 @@
 ::
 
     begin(e) ----- batches of e are made ----- exhausted(e) ----------- delivered(e) ----- begin(e + 1)
-       leased                                  the next one is leased      e counts,         if shards came since:
-                                               and made, provisionally     its lease ends    leased anew
+       leased                                  the next one is leased      leased anew, if shards came since
+                                               and made, provisionally                     e counts, its lease ends
 
 For a tenth of a second after it was known to be the newest, a provisional snapshot is used without another look, unless
-the training process itself committed something: a pull may be committing just then, and shorter steps of training
-would wait for it. It is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing on
-the disk.
+the training process itself used the catalog meanwhile: a pull may be committing just then, and shorter steps of
+training would wait for it. It is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps
+nothing on the disk.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class Turns:
         self._ahead: _Turn | None = None
         self._until = self._sure = 0.0
 
-    def begin(self, epoch: int, resume: Resume | None = None, *, committed: bool = True) -> Plan:
+    def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
         """Start an epoch on the newest snapshot, or on what is left of an earlier one.
 
-        ``committed``: whether whoever asks may have committed shards itself since it last asked. Raises
-        :class:`NotYet`, and :class:`UsageError` when samples of an epoch that is resumed are gone.
+        ``surely``: whoever asks may know of a newer one than was found a moment ago. Raises :class:`NotYet`, and
+        :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
         ahead = self._ahead
         if ahead is not None and ahead.plan.epoch == epoch and resume is None:
-            self._renew(surely=committed)
+            self._renew(surely=surely)
             ahead = self._ahead
             assert ahead is not None
         else:
@@ -120,8 +120,8 @@ class Turns:
                 return  # whoever begins that epoch will hear of it
 
     def delivered(self, generation: int, pace: Delivered) -> None:
-        """The last batch of a plan was delivered: the next snapshot is made sure of; the epoch counts and its lease
-        ends with :meth:`settle`."""
+        """The last batch of a plan was delivered: the next snapshot is looked at, if that was not just done; the epoch
+        counts and its lease ends with :meth:`settle`."""
         self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
         with contextlib.suppress(NotYet):
             self._renew()
@@ -188,17 +188,21 @@ class Turns:
 
     def close(self) -> None:
         """Give everything back."""
-        self._drop_ahead()
         self._drop_current()
-        self.settle()
+        self.settle()  # first: there may be little time
+        self._drop_ahead()
         while self._free:
             self._free.pop().close()
 
     # -- one snapshot --------------------------------------------------------------------------------------------------
 
-    def _look_ahead(self, epoch: int, *, follows: bool = False, lease: Subscription | None = None) -> None:
-        self._sure = time.monotonic() + _SURE
-        turn = self._take(epoch, None, lease)
+    def _look_ahead(self, epoch: int, *, follows: bool = False, instead: _Turn | None = None) -> None:
+        now = time.monotonic()
+        turn = self._take(epoch, None, None if instead is None else instead.lease)
+        self._sure = now + _SURE
+        if instead is not None and turn.plan.view is instead.plan.view:  # another process of the run has it still
+            self._ahead = instead
+            return
         # Other feeders may still be making the present epoch.
         self._ahead = replace(turn, plan=replace(turn.plan, follows=follows))
         self._until = time.monotonic() + self._settings.hold
@@ -209,10 +213,10 @@ class Turns:
         ahead, now = self._ahead, time.monotonic()
         if ahead is None or not (surely or now > self._sure):
             return
-        self._sure = now + _SURE
         if ahead.plan.view is None or ahead.lease.moved(ahead.plan.view):
             self._ahead = None
-            self._look_ahead(ahead.plan.epoch, lease=ahead.lease)
+            self._look_ahead(ahead.plan.epoch, instead=ahead)
+        self._sure = now + _SURE
 
     def _next(self) -> int:
         self._generation += 1

@@ -10,7 +10,8 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir, connection
-from cachetool.cache.connection import commits, connect
+from cachetool.cache.connection import connect, statements
+from tests.cache.conftest import SCHEMA
 
 
 @pytest.fixture
@@ -69,17 +70,16 @@ def test_a_commit_waits_for_a_reader_and_is_whole(path: Path, lets_go: Callable[
 
 
 def test_patience_ends(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_PATIENCE", 0.001)
+    monkeypatch.setattr(connection, "_LOOKS", 2)
     with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(cachetool.CatalogError, match="locked"), cache.catalog.write():
             pass
 
 
-def test_ends_of_transactions_are_counted(cache: CacheDir) -> None:
-    before = commits()
-    with cache.catalog.write():
-        pass
-    cache.catalog.rows("SELECT * FROM meta")
+@pytest.mark.parametrize("use", [lambda cache: cache.version, lambda cache: cache.declare("other", SCHEMA)])
+def test_a_look_and_a_write_count_as_uses(cache: CacheDir, use: Callable[[CacheDir], object]) -> None:
+    before = statements()
+    use(cache)
 
-    assert commits() == before + 1
+    assert statements() > before

@@ -157,6 +157,18 @@ def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: P
     other.release()
 
 
+def test_an_exchange_gives_back_unread_what_is_still_held(cache: CacheDir, put: Put, job: str) -> None:
+    hungry(cache, job)
+    fill(cache, put)
+    first = cache.snapshot(sparing=True)
+    with cache.snapshot(sparing=True, instead=first) as second:
+        assert second.shards == first.shards
+        assert len(cache.catalog.rows("SELECT * FROM leases")) == 1
+    seen = cache.catalog.meta("seen")
+    with cache.snapshot(peek=True, instead=second):
+        assert cache.catalog.meta("seen") == seen, "it was read, then released"
+
+
 def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: CacheDir, put: Put, job: str) -> None:
     hungry(cache, job)
     fill(cache, put)

@@ -13,6 +13,7 @@ from cachetool.errors import CapBlocked
 from cachetool.loaders import turns as module
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.subscription import CacheSubscription
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
 
@@ -42,11 +43,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_snapshot_that_was_just_the_newest_is_used_while_others_hold_the_catalog(
     long: None, cache: CacheDir, turns: Turns
 ) -> None:
-    turns.exhausted(turns.begin(1, committed=True).generation)
+    turns.exhausted(turns.begin(1, surely=True).generation)
     with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         turns.delivered(2, DELIVERED)
-        plan = turns.begin(2, committed=False)
+        plan = turns.begin(2, surely=False)
         other.execute("ROLLBACK")
 
     assert (plan.epoch, plan.samples) == (2, 60)
@@ -56,7 +57,7 @@ def test_what_came_since_is_in_the_next_epoch_when_the_process_committed_it_itse
     long: None, cache: CacheDir, turns: Turns
 ) -> None:
     put(cache, range(60, 80))
-    assert turns.begin(1, committed=True).samples == 80
+    assert turns.begin(1, surely=True).samples == 80
 
 
 @pytest.mark.parametrize("at", ["delivered", "begin"])
@@ -69,7 +70,7 @@ def test_what_came_since_is_in_the_next_epoch(
     if at == "delivered":
         turns.delivered(1, DELIVERED)
         monkeypatch.setattr(turns, "_sure", float("inf"))
-    assert turns.begin(1, committed=False).samples == 80
+    assert turns.begin(1, surely=False).samples == 80
 
 
 def test_a_renewed_snapshot_has_one_lease_and_the_one_before_it_none(
@@ -88,9 +89,26 @@ def test_a_snapshot_that_became_too_small_is_waited_for(short: None, cache: Cach
     with pytest.raises(CapBlocked):  # by the snapshots; their shards are in no new one
         cache.evict(max_size=1_150_000)
     with pytest.raises(module.NotYet):
-        turns.begin(1, committed=False)
+        turns.begin(1, surely=False)
     put(cache, range(60, 80))
-    assert turns.begin(1, committed=False).samples == 20
+    assert turns.begin(1, surely=False).samples == 20
+
+
+def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snapshot(
+    short: None, cache: CacheDir
+) -> None:
+    published: list[Plan] = []
+    turns = Turns(Settings(str(cache.root), batch_size=10, run="run"), published.append)
+    turns.exhausted(turns.begin(0).generation)
+    other = CacheSubscription(cache, run="run")
+    other.newest(epoch=1)
+    put(cache, range(60, 80))
+    turns.delivered(1, DELIVERED)
+
+    assert turns.begin(1) == published[-1]
+    assert len(published) == 2
+    other.close()
+    turns.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
