@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def waits(folder: Path, epochs: int, workers: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     for number in range(OBJECTS):
         np.save(remote / f"{number:05d}.x.npy", rng.random(VALUES, dtype="<f4"))
+    os.sync()  # else the kernel writes these 256 MB back in the middle, and commits of the catalog wait for the disk
     boundary, others, seen = [], [], []
     options = {"renew": "20%", "shard_size": 2**21, "policy": "oldest"}
     with (
