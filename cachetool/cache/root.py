@@ -217,8 +217,7 @@ class CacheDir:
         cache of which little was read, the newest shards may be left for the next one. ``instead``: one that goes back
         unread at the same time."""
         name = self.dataset(dataset)
-        if instead is None:  # else it was done a moment ago
-            self.recover()
+        self.recover()
         return snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
             peek=peek, sparing=sparing, instead=instead,

@@ -222,13 +222,14 @@ def take(
 
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
-    ``instead`` of one of this process, which went unread, is given back first, in the same transaction; what it alone
-    kept goes with the next release, or when somebody wants the room.
+    ``instead`` of one of this process, which went unread, is given back first, in the same transaction.
     """
+    trash: list[str] = []
     with catalog.write() as connection:
         holder.register(connection)
         if instead is not None and (held := instead._held()) is not None:
             instead._end(connection, held, unread=True)
+            trash = sweep(connection, holder)
         shared = None
         if run is not None:
             shared = connection.execute(
@@ -251,9 +252,16 @@ def take(
                 " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
                 (version,),
             )
-    if instead is not None:
-        instead._lease = None
-    return Snapshot(
+    taken = Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
         rows=rows, newest=max(newest, version), seen=None if peek or seen >= version else seen,
     )  # fmt: skip
+    if instead is not None:
+        instead._lease = None
+    try:
+        with contextlib.suppress(CapacityError):
+            delete_trash(catalog, layout, trash)
+    except BaseException:  # nobody else knows of this lease
+        taken.release(unread=True)
+        raise
+    return taken

@@ -24,7 +24,7 @@ from typing import Any
 from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
 from cachetool.cache.layout import cache_option
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.errors import CacheToolError, CapacityError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.refetching import pulled_again
 from cachetool.loaders.resume import Resume, found_again
@@ -123,7 +123,7 @@ class Turns:
         """The last batch of a plan was delivered: the next snapshot is looked at, if that was not just done; the epoch
         counts and its lease ends with :meth:`settle`."""
         self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
-        with contextlib.suppress(NotYet):
+        with contextlib.suppress(CacheToolError):  # whoever begins that epoch will hear of it
             self._renew()
         self._until = time.monotonic() + self._settings.hold
         current = self._current
@@ -148,7 +148,8 @@ class Turns:
             turn, pace = self._over.pop(0)
             try:
                 if pace is not None:
-                    turn.lease.served(pace)
+                    with contextlib.suppress(CapacityError):  # on a full disk: it was delivered all the same
+                        turn.lease.served(pace)
             finally:
                 turn.lease.release()
                 self._free.append(turn.lease)
@@ -189,8 +190,10 @@ class Turns:
     def close(self) -> None:
         """Give everything back."""
         self._drop_current()
-        self.settle()  # first: there may be little time
-        self._drop_ahead()
+        try:
+            self.settle()  # first: there may be little time
+        finally:
+            self._drop_ahead()
         while self._free:
             self._free.pop().close()
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.cache import CacheDir, Room, SourceRow, Staging, draws
+import cachetool
+from cachetool.cache import CacheDir, Room, SourceRow, Staging, draws, snapshots
 from cachetool.cache.removal import candidates, retire
 from tests.cache.conftest import SCHEMA
 
@@ -167,6 +168,32 @@ def test_an_exchange_gives_back_unread_what_is_still_held(cache: CacheDir, put: 
     seen = cache.catalog.meta("seen")
     with cache.snapshot(peek=True, instead=second):
         assert cache.catalog.meta("seen") == seen, "it was read, then released"
+
+
+def test_an_exchange_deletes_what_only_the_one_before_kept(cache: CacheDir, put: Put) -> None:
+    put()
+    first = cache.snapshot()
+    with pytest.raises(cachetool.CapBlocked):
+        cache.evict(max_size=cache.stats().used - 1)
+    with cache.snapshot(instead=first) as second:
+        assert second.shards == ()
+        assert not first.shards[0].path.exists()
+        assert cache.catalog.rows("SELECT * FROM shards") == []
+
+
+def test_an_exchange_that_is_cut_off_leaves_no_lease(
+    cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    put()
+    first = cache.snapshot()
+    monkeypatch.setattr(snapshots, "delete_trash", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        cache.snapshot(instead=first)
+    first.release()
+    assert cache.catalog.rows("SELECT * FROM leases") == []
 
 
 def test_a_corrupt_shard_is_shown_to_nobody_for_the_sake_of_what_is_left(cache: CacheDir, put: Put, job: str) -> None:
