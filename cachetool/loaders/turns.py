@@ -216,10 +216,11 @@ class Turns:
         ahead, now = self._ahead, time.monotonic()
         if ahead is None or not (surely or now > self._sure):
             return
-        if ahead.plan.view is None or ahead.lease.moved(ahead.plan.view):
-            self._ahead = None
-            self._look_ahead(ahead.plan.epoch, instead=ahead)
-        self._sure = now + _SURE
+        if ahead.plan.view is not None and not ahead.lease.moved(ahead.plan.view):
+            self._sure = now + _SURE
+            return
+        self._ahead = None
+        self._look_ahead(ahead.plan.epoch, instead=ahead)
 
     def _next(self) -> int:
         self._generation += 1

@@ -9,7 +9,7 @@ import pytest
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.errors import CapBlocked
+from cachetool.errors import CapacityError, CapBlocked
 from cachetool.loaders import turns as module
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.plan import Plan, Settings
@@ -109,6 +109,20 @@ def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snap
     assert len(published) == 2
     other.close()
     turns.close()
+
+
+def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
+    cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise CapacityError("no room on the disk")
+
+    turns.delivered(1, DELIVERED)
+    monkeypatch.setattr(CacheSubscription, "served", full)
+    turns.settle()
+
+    assert not turns.unsettled
+    assert leases(cache) == [cache.version]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
