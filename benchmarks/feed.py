@@ -14,7 +14,10 @@ the same round.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
-*by touching alone* is the same with batches that were there before, so the rest of it is the loader's.
+*by touching alone* is the same with batches that were there before, so the rest of it is the loader's. Both once more
+with processors that do not halt when they are idle (*awake*; empty for whoever is not root): until a halted one runs
+again, a thread lacks a processor and not the GIL, but the scheduler does not count it. On a virtual machine this is
+half of the share.
 
 With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
 FOLDER must have about 3 GB free, and the machine about 5 GB of memory; what is written is deleted again.
@@ -36,7 +39,7 @@ import numpy as np
 from peers.starting import LOADERS
 from tables import finish
 
-from cachetool.bench.consumer import PACE, Spinner, rate, touched
+from cachetool.bench.consumer import PACE, Spinner, awake, rate, touched
 from cachetool.bench.samples import fill
 from cachetool.block import Block
 from cachetool.cache import open_cache
@@ -128,6 +131,10 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
             with Spinner() as spinner:
                 touched(batches, PACE)
             note(name, **{what: spinner.blocked})
+            with awake() as allowed, Spinner() as spinner:
+                touched(batches, PACE)
+            if allowed:
+                note(name, **{f"{what} awake": spinner.blocked})
     for number in range(rounds):
         fastest = max(each["idle"][number] for each in found.values())
         for name, each in found.items():
@@ -137,6 +144,8 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
 
 def _row(name: str, values: dict[str, list[float]]) -> dict[str, Any]:
     medians = {what: statistics.median(each) for what, each in values.items()}
+    shares = {"blocked": "blocked", "blocked, paced": "paced", "by touching alone": "own"}
+    shares |= {"blocked, awake": "paced awake", "by touching alone, awake": "own awake"}
     return {
         "format": name,
         "np.take MB/s": round(medians["take"]),
@@ -145,9 +154,7 @@ def _row(name: str, values: dict[str, list[float]]) -> dict[str, Any]:
         "of fastest format": round(medians["fastest"], 2),
         "busy MB/s": round(medians["busy"]),
         "of idle": round(medians["busy"] / medians["idle"], 2),
-        "blocked": round(medians["blocked"], 3),
-        "blocked, paced": round(medians["paced"], 3),
-        "by touching alone": round(medians["own"], 3),
+        **{title: round(medians[what], 3) if what in medians else None for title, what in shares.items()},
     }
 
 
