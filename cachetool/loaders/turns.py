@@ -15,6 +15,7 @@ nothing on the disk.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -146,13 +147,7 @@ class Turns:
         """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
         while self._over:
             turn, pace = self._over.pop(0)
-            try:
-                if pace is not None:
-                    with contextlib.suppress(CapacityError):  # on a full disk: it was delivered all the same
-                        turn.lease.served(pace)
-            finally:
-                turn.lease.release()
-                self._free.append(turn.lease)
+            self._done_with(turn.lease, pace)
 
     def state(self, reached: int) -> Resume:
         """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks."""
@@ -327,5 +322,19 @@ class Turns:
     def _drop_ahead(self) -> None:
         turn, self._ahead = self._ahead, None
         if turn is not None:
-            turn.lease.release(unread=True)
-            self._free.append(turn.lease)
+            self._done_with(turn.lease, unread=True)
+
+    def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
+        """Nobody waits for this: what fails is told, and a catalog that is lost raises when the next epoch begins."""
+        try:
+            try:
+                if pace is not None:
+                    with contextlib.suppress(CapacityError):  # on a full disk: it was delivered all the same
+                        lease.served(pace)
+            finally:
+                lease.release(unread=unread)
+        except CacheToolError as error:
+            text = "an epoch was not counted" if pace is not None else "a snapshot was not given back"
+            print(f"cachetool: {text}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        finally:
+            self._free.append(lease)

@@ -9,7 +9,7 @@ import pytest
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.errors import CapacityError, CapBlocked
+from cachetool.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders import turns as module
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.plan import Plan, Settings
@@ -123,6 +123,26 @@ def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
 
     assert not turns.unsettled
     assert leases(cache) == [cache.version]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_catalog_that_is_lost_in_an_epoch_is_two_lines_once_the_next_one_begins(
+    workers: int, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The epoch itself ends; that it was not counted is one of them."""
+    place = cache.layout.catalog
+    with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
+        batches = iter(loader)
+        numbers = list(next(batches)["number"])
+        place.write_bytes(b"no catalog")
+        numbers += [number for batch in batches for number in batch["number"]]
+        assert sorted(numbers) == list(range(60))
+        with pytest.raises(CatalogError, match="file is not a database; run: cachetool verify --repair"):
+            iter(loader)
+
+    said = capfd.readouterr().err.splitlines()
+    assert said[0].startswith("cachetool: an epoch was not counted: catalog ")
+    assert [line for line in said if not line.startswith("cachetool: a")] == []
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
