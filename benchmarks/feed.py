@@ -15,9 +15,8 @@ the same round.
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
 *by touching alone* is the same with batches that were there before, so the rest of it is the loader's. Both once more
-with processors that do not halt when they are idle (*awake*; empty for whoever is not root): until a halted one runs
-again, a thread lacks a processor and not the GIL, but the scheduler does not count it. On a virtual machine this is
-half of the share.
+with processors that do not halt when they are idle (*awake*; empty where that cannot be asked for, as by who is not
+root): what it takes to run a halted one again is in *blocked* too, on the tested virtual machine about half of it.
 
 With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
 FOLDER must have about 3 GB free, and the machine about 5 GB of memory; what is written is deleted again.
@@ -127,14 +126,11 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
         note(name, busy=feed, blocked=spinner.blocked)
     held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
     for name, loader in turns():
-        for batches, what in ((loader, "paced"), (held, "own")):
-            with Spinner() as spinner:
-                touched(batches, PACE)
-            note(name, **{what: spinner.blocked})
-            with awake() as allowed, Spinner() as spinner:
-                touched(batches, PACE)
-            if allowed:
-                note(name, **{f"{what} awake": spinner.blocked})
+        for way in rng.permutation(["paced", "own", "paced awake", "own awake"]).tolist():
+            with awake() if "awake" in way else contextlib.nullcontext(True) as there, Spinner() as spinner:
+                touched(loader if "paced" in way else held, PACE)
+            if there:
+                note(name, **{way: spinner.blocked})
     for number in range(rounds):
         fastest = max(each["idle"][number] for each in found.values())
         for name, each in found.items():

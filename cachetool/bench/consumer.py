@@ -67,19 +67,20 @@ class Spinner:
 
 @contextlib.contextmanager
 def awake() -> Iterator[bool]:
-    """Keep idle processors from halting meanwhile, where that is allowed (Linux, root): gives whether it is.
+    """Keep idle processors from halting meanwhile, where that can be asked for (Linux, root): gives whether it was.
 
-    A thread that is given the GIL was asleep, and on a virtual machine so was its processor: it takes the host some 40
-    microseconds to run that again, which no column of ``schedstat`` counts as waiting for a processor. By the file of
-    Linux's power management for this (``PM QoS``), as cyclictest does; what was asked for ends with the process at the
-    latest.
+    A thread that is given the GIL was asleep, and so may its processor have been. What it takes to run that again
+    counts neither as running nor, on Linux 6, as waiting for a processor; on a virtual machine, whose host must do it,
+    it is some 40 microseconds. By the file of Linux's power management for this (``PM QoS``), as cyclictest does; what
+    was asked for ends with the process at the latest.
     """
     with contextlib.ExitStack() as stack:
-        allowed = False
+        polls = False
         with contextlib.suppress(OSError):
-            file = stack.enter_context(open("/dev/cpu_dma_latency", "wb", buffering=0))
-            allowed = file.write(struct.pack("i", 0)) == 4  # microseconds that waking up may take
-        yield allowed
+            if Path("/sys/devices/system/cpu/cpu0/cpuidle/state0/name").read_text().strip() == "POLL":
+                file = stack.enter_context(open("/dev/cpu_dma_latency", "r+b", buffering=0))
+                polls = file.write(struct.pack("i", 0)) == 4  # microseconds that waking up may take
+        yield polls
 
 
 def rate(read: Callable[[], int]) -> float:

@@ -15,7 +15,6 @@ nothing on the disk.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.view import View
-from cachetool.loaders.waiting import failed_pull
+from cachetool.loaders.waiting import failed_pull, say
 
 __all__ = ["NotYet", "Turns"]
 
@@ -236,8 +235,7 @@ class Turns:
             self._short = None
             return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
         except BaseException:
-            lease.release(unread=True)
-            self._free.append(lease)
+            self._done_with(lease, unread=True)
             raise
 
     def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
@@ -325,16 +323,16 @@ class Turns:
             self._done_with(turn.lease, unread=True)
 
     def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
-        """Nobody waits for this: what fails is told, and a catalog that is lost raises when the next epoch begins."""
+        """Count an epoch, if it does, and give its lease back. Nobody waits for this: a catalog that is lost raises
+        when an epoch that begins needs it."""
         try:
-            try:
-                if pace is not None:
-                    with contextlib.suppress(CapacityError):  # on a full disk: it was delivered all the same
-                        lease.served(pace)
-            finally:
-                lease.release(unread=unread)
+            if pace is not None:
+                lease.served(pace)
+        except CapacityError:
+            pass  # on a full disk: it was delivered all the same
         except CacheToolError as error:
-            text = "an epoch was not counted" if pace is not None else "a snapshot was not given back"
-            print(f"cachetool: {text}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"an epoch was not counted: {error}")
         finally:
             self._free.append(lease)
+            with contextlib.suppress(CacheToolError):  # it ends with this process instead
+                lease.release(unread=unread)

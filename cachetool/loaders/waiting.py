@@ -13,7 +13,7 @@ from cachetool.cache.layout import cache_option
 from cachetool.cache.pullers import PullState, pull_states
 from cachetool.errors import CacheToolError, SourceError
 
-__all__ = ["WAIT", "Talk", "failed_pull", "wait_for_samples"]
+__all__ = ["WAIT", "Talk", "failed_pull", "say", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
@@ -34,7 +34,13 @@ class Talk:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _AGAIN
-        print(f"cachetool: waiting for samples: {short}; {_who_pulls(self._root)}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"waiting for samples: {short}; {_who_pulls(self._root)}")
+
+
+def say(text: str) -> None:
+    """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _who_pulls(root: Path) -> str:

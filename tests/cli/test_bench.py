@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from cachetool.bench.advice import Found, advice
+from cachetool.bench.consumer import awake
 from cachetool.formats import format_names
 from tests.cli.conftest import Run
 
@@ -110,3 +112,14 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path: Path, run: Run) 
         done = run("bench", data, "--dir", tmp_path)
         assert done.code == code, done.stderr
         assert words in done.error
+
+
+def test_processors_are_kept_awake_for_as_long_as_was_asked() -> None:
+    def wanted() -> int:
+        return int.from_bytes(Path("/dev/cpu_dma_latency").open("rb", buffering=0).read(4), sys.byteorder)
+
+    with awake() as there:
+        if not there:
+            pytest.skip("this machine has no idle state that polls, or only root may ask for it")
+        assert wanted() == 0
+    assert wanted() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 
@@ -125,24 +126,51 @@ def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
     assert leases(cache) == [cache.version]
 
 
+NOT_COUNTED = "cachetool: an epoch was not counted: catalog "
+
+
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_catalog_that_is_lost_in_an_epoch_is_two_lines_once_the_next_one_begins(
+def test_a_catalog_that_is_lost_in_an_epoch_ends_the_next_one(
     workers: int, cache: CacheDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The epoch itself ends; that it was not counted is one of them."""
-    place = cache.layout.catalog
-    with Loader(cache, batch_size=10, workers=workers, fields=["number"]) as loader:
+    with Loader(cache, batch_size=10, workers=workers, fields=["number"], epochs=1) as loader:  # none is made ahead
         batches = iter(loader)
         numbers = list(next(batches)["number"])
-        place.write_bytes(b"no catalog")
+        cache.layout.catalog.write_bytes(b"no catalog")
         numbers += [number for batch in batches for number in batch["number"]]
         assert sorted(numbers) == list(range(60))
         with pytest.raises(CatalogError, match="file is not a database; run: cachetool verify --repair"):
             iter(loader)
 
     said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith("cachetool: an epoch was not counted: catalog ")
-    assert [line for line in said if not line.startswith("cachetool: a")] == []
+    assert [line[: len(NOT_COUNTED)] for line in said] == [NOT_COUNTED]
+
+
+def test_a_catalog_that_is_lost_once_the_next_epoch_is_made_ends_that_one(
+    cache: CacheDir, turns: Turns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.layout.catalog.write_bytes(b"no catalog")
+    turns.delivered(1, DELIVERED)
+    turns.settle()
+    with pytest.raises(CatalogError, match="file is not a database"):
+        turns.begin(1, surely=True)
+    turns.close()
+
+    said = capsys.readouterr().err.splitlines()
+    assert [line[: len(NOT_COUNTED)] for line in said] == [NOT_COUNTED]
+
+
+def test_what_is_told_may_be_lost(cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.layout.catalog.write_bytes(b"no catalog")
+    turns.delivered(1, DELIVERED)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        turns.settle()
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+    assert not turns.unsettled
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
