@@ -16,7 +16,7 @@ the same round.
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
 *by touching alone* is the same with batches that were there before, so the rest of it is the loader's. Both once more
 with processors that do not halt when they are idle (*awake*; empty where that cannot be asked for, as by who is not
-root): what it takes to run a halted one again is in *blocked* too, on the tested virtual machine about half of it.
+root): what it takes to run a halted one again is in *blocked* too, on the tested virtual machine a quarter to a half.
 
 With ``--peers-dir`` every case runs beside the peers too (see ``beside.py``), with the first of the formats.
 FOLDER must have about 3 GB free, and the machine about 5 GB of memory; what is written is deleted again.
@@ -125,12 +125,13 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
             feed = sustained(loader, case)
         note(name, busy=feed, blocked=spinner.blocked)
     held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
+    with awake() as there:
+        ways = ["paced", "own", *(["paced awake", "own awake"] if there else [])]
     for name, loader in turns():
-        for way in rng.permutation(["paced", "own", "paced awake", "own awake"]).tolist():
-            with awake() if "awake" in way else contextlib.nullcontext(True) as there, Spinner() as spinner:
+        for way in rng.permutation(ways).tolist():
+            with awake() if "awake" in way else contextlib.nullcontext(), Spinner() as spinner:
                 touched(loader if "paced" in way else held, PACE)
-            if there:
-                note(name, **{way: spinner.blocked})
+            note(name, **{way: spinner.blocked})
     for number in range(rounds):
         fastest = max(each["idle"][number] for each in found.values())
         for name, each in found.items():

@@ -71,7 +71,7 @@ def awake() -> Iterator[bool]:
 
     A thread that is given the GIL was asleep, and so may its processor have been. What it takes to run that again
     counts neither as running nor, on Linux 6, as waiting for a processor; on a virtual machine, whose host must do it,
-    it is some 40 microseconds. By the file of Linux's power management for this (``PM QoS``), as cyclictest does; what
+    it is 20 to 40 microseconds. By the file of Linux's power management for this (``PM QoS``), as cyclictest does; what
     was asked for ends with the process at the latest.
     """
     with contextlib.ExitStack() as stack:

@@ -323,8 +323,9 @@ class Turns:
             self._done_with(turn.lease, unread=True)
 
     def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
-        """Count an epoch, if it does, and give its lease back. Nobody waits for this: a catalog that is lost raises
-        when an epoch that begins needs it."""
+        """Count an epoch, if it does, and give its lease back. Nobody waits for this, so what fails is told; a catalog
+        that is lost raises when an epoch that begins needs it."""
+        told = False
         try:
             if pace is not None:
                 lease.served(pace)
@@ -332,7 +333,11 @@ class Turns:
             pass  # on a full disk: it was delivered all the same
         except CacheToolError as error:
             say(f"an epoch was not counted: {error}")
+            told = True
         finally:
             self._free.append(lease)
-            with contextlib.suppress(CacheToolError):  # it ends with this process instead
+            try:
                 lease.release(unread=unread)
+            except CacheToolError as error:
+                if not told:
+                    say(f"a snapshot is kept until this process ends: {error}")

@@ -40,7 +40,8 @@ class Talk:
 def say(text: str) -> None:
     """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        if sys.stderr is not None:
+            print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _who_pulls(root: Path) -> str:
