@@ -35,10 +35,11 @@ from typing import Any
 
 import beside
 import numpy as np
+from awake import awake
 from peers.starting import LOADERS
 from tables import finish
 
-from cachetool.bench.consumer import PACE, Spinner, awake, rate, touched
+from cachetool.bench.consumer import PACE, Spinner, rate, touched
 from cachetool.bench.samples import fill
 from cachetool.block import Block
 from cachetool.cache import open_cache

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import SUITES, main
+from benchmarks.awake import awake
 from benchmarks.plot import drawn_column, picture
 from benchmarks.scale import World, queue, think
 from benchmarks.tables import markdown
@@ -137,3 +138,16 @@ def test_a_picture_has_a_bar_for_each_row_and_the_error_of_who_failed() -> None:
     assert kinds == ["bar", "other"]
     assert drawn_column(rows) == "MB/s"
     assert drawn_column([{"what": "open", "20 shards": 1.5, "200 shards": 2.5}]) == "200 shards"
+
+
+def test_processors_are_kept_awake_for_as_long_as_was_asked() -> None:
+    def wanted() -> int:
+        return int.from_bytes(Path("/dev/cpu_dma_latency").read_bytes()[:4], sys.byteorder)
+
+    with awake() as there:
+        pass
+    if not there or (before := wanted()) == 0:
+        pytest.skip("this machine has no idle state that polls, or only root may ask for it, or somebody asks already")
+    with awake():
+        assert wanted() == 0
+    assert wanted() == before

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PACE", "Spinner", "awake", "epoch", "rate", "touched"]
+__all__ = ["PACE", "Spinner", "epoch", "rate", "touched"]
 
 PACE = 600e6
 """Bytes a second that a paced consumer takes."""
@@ -63,24 +61,6 @@ class Spinner:
     def __exit__(self, *error: object) -> None:
         self._stop = True
         self._thread.join()
-
-
-@contextlib.contextmanager
-def awake() -> Iterator[bool]:
-    """Keep idle processors from halting meanwhile, where that can be asked for (Linux, root): gives whether it was.
-
-    A thread that is given the GIL was asleep, and so may its processor have been. What it takes to run that again
-    counts neither as running nor, on Linux 6, as waiting for a processor; on a virtual machine, whose host must do it,
-    it is 20 to 40 microseconds. By the file of Linux's power management for this (``PM QoS``), as cyclictest does; what
-    was asked for ends with the process at the latest.
-    """
-    with contextlib.ExitStack() as stack:
-        polls = False
-        with contextlib.suppress(OSError):
-            if Path("/sys/devices/system/cpu/cpu0/cpuidle/state0/name").read_text().strip() == "POLL":
-                file = stack.enter_context(open("/dev/cpu_dma_latency", "r+b", buffering=0))
-                polls = file.write(struct.pack("i", 0)) == 4  # microseconds that waking up may take
-        yield polls
 
 
 def rate(read: Callable[[], int]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from cachetool.bench.advice import Found, advice
-from cachetool.bench.consumer import awake
 from cachetool.formats import format_names
 from tests.cli.conftest import Run
 
@@ -112,16 +110,3 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path: Path, run: Run) 
         done = run("bench", data, "--dir", tmp_path)
         assert done.code == code, done.stderr
         assert words in done.error
-
-
-def test_processors_are_kept_awake_for_as_long_as_was_asked() -> None:
-    def wanted() -> int:
-        return int.from_bytes(Path("/dev/cpu_dma_latency").read_bytes()[:4], sys.byteorder)
-
-    with awake() as there:
-        pass
-    if not there or (before := wanted()) == 0:
-        pytest.skip("this machine has no idle state that polls, or only root may ask for it, or somebody asks already")
-    with awake():
-        assert wanted() == 0
-    assert wanted() == before
