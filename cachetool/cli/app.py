@@ -57,7 +57,8 @@ def _root(
         raise typer.Exit(2)
 
 
-for _verb in (pull, convert, evict, stats, ls, show, verify, doctor, bench, demo):
+_VERBS = (pull, convert, evict, stats, ls, show, verify, doctor, bench, demo)
+for _verb in _VERBS:
     app.command()(_verb)
 
 
@@ -75,7 +76,7 @@ def run(args: Sequence[str]) -> int:
             _trace()
             return fail_with(disk_error(error) or error, as_json=as_json)
         except typer.TyperException as error:
-            return _usage(error, as_json=as_json)
+            return _usage(error, args, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
             _trace()
             known = known_error(error)
@@ -91,10 +92,13 @@ def run(args: Sequence[str]) -> int:
         return gone.exit_code
 
 
-def _usage(error: typer.TyperException, *, as_json: bool) -> int:
+def _usage(error: typer.TyperException, args: Sequence[str], *, as_json: bool) -> int:
     """An error of the command line itself, in the form of all others: what, then where to read more."""
     context = getattr(error, "ctx", None)
-    where = context.command_path if context is not None else "cachetool"
+    if context is not None:
+        where = context.command_path
+    else:  # an option without its value
+        where = " ".join(["cachetool", *(verb.__name__ for verb in _VERBS if verb.__name__ in args[:1])])
     what = " ".join(error.format_message().split())
     refused = getattr(error.__cause__, "errors", None)  # of pydantic, which Typer checks values with
     if refused is not None:

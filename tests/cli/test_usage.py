@@ -45,6 +45,11 @@ def test_a_command_line_that_does_not_parse_is_two_lines_with_a_way_on(here: Run
     assert ran.stdout == ""
 
 
+@pytest.mark.parametrize("line", ["convert --to", "evict --nope", "pull"])
+def test_the_way_on_is_the_help_of_the_command_that_was_meant(here: Run, line: str) -> None:
+    assert here(*line.split()).error.endswith(f"try 'cachetool {line.split()[0]} --help'")
+
+
 @pytest.mark.parametrize(
     "line", ["pul --json", "pull a --nope --json", "evict --json", "pull a --samples -1 --json", "ls --json"]
 )
