@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from cachetool.formats.base import Reader
 from cachetool.formats.shard import check_content, check_samples, open_shard, side_folder, stored_checksums
 from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
 from cachetool.schema import Schema
+from cachetool.scratch import listing_scratch
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.files import FileOptions, FileSource, is_file_input, open_files
 from cachetool.sources.guard import GuardedFile
@@ -283,17 +284,17 @@ class _Objects:
 
     def __init__(self, source: Source, schema: Schema) -> None:
         self._source, self.schema, self.samples = source, schema, source.units
-        self._listing: tempfile.TemporaryDirectory[str] | None = None
+        self._kept = ExitStack()
 
     @classmethod
     def of_folder(cls, folder: Path, options: SourceOptions) -> _Objects:
         """A local one, listed now."""
-        listing = tempfile.TemporaryDirectory(prefix="cachetool-")
-        where = Path(listing.name) / "listing"
-        list_source(str(folder), where, replace(options, read_as="objects"))
-        source = open_source(str(folder), where, options)
-        found = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
-        found._listing = listing
+        with ExitStack() as stack:
+            where = stack.enter_context(listing_scratch()) / "listing"
+            list_source(str(folder), where, replace(options, read_as="objects"))
+            source = open_source(str(folder), where, options)
+            found = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
+            found._kept = stack.pop_all()
         return found
 
     @classmethod
@@ -313,5 +314,4 @@ class _Objects:
 
     def close(self) -> None:
         self._source.close()
-        if self._listing is not None:
-            self._listing.cleanup()
+        self._kept.close()

@@ -7,7 +7,6 @@ leaves them alone.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
 from cachetool.inputs import Input, Survey, identity, open_input, survey
 from cachetool.planning import refuse_cap
 from cachetool.progress import Progress, Report
+from cachetool.scratch import listing_scratch
 
 __all__ = ["take_in", "write_shards"]
 
@@ -55,7 +55,7 @@ def take_in(
         stack.enter_context(leaving_nothing(cache))
         found = survey(description, part_bytes(cache.max_size))
         id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
-        listing = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
+        listing = stack.enter_context(listing_scratch())
         new = listing if cache.source(id) is None else None
         _refuse_small_cap(cache, found, kind, part_bytes, step, new)
         cache.check_schema(dataset, found.schema)

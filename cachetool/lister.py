@@ -11,7 +11,6 @@ These are the targets of tasks (:mod:`cachetool.engines`), as those of :mod:`cac
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.scratch import listing_scratch
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
 from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.listing import Listing
@@ -135,7 +135,7 @@ def _changes(old: SegmentedListing, fresh: Listing, folder: Path) -> Message:
 def list_on(channel: Channel, *, root: str, url: str, source: str, options: Message, early: int) -> Message:
     """Go on with a listing that is not whole until it is; each segment can be drawn from at once."""
     parsed = SourceOptions.from_json(options)
-    with CacheDir(Path(root)) as cache, tempfile.TemporaryDirectory(prefix="cachetool-") as scratch:
+    with CacheDir(Path(root)) as cache, listing_scratch() as scratch:
         row = cache.source(source)
         assert row is not None
         parts = SegmentedListing.open(cache.listing(source), units=row.units).parts

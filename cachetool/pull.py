@@ -10,12 +10,10 @@ A pull that fails before the job leaves the cache as it was, byte for byte.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.catalog import Connection
@@ -43,6 +41,7 @@ from cachetool.planning import (
     source_row,
 )
 from cachetool.progress import Progress, Report, silent
+from cachetool.scratch import listing_scratch
 from cachetool.settled import Elsewhere, PullResult, Settled, why_ended
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
@@ -77,9 +76,7 @@ def pull(
         if elsewhere is not None:
             elsewhere.refuse(cache, id, url)
             if cache.source(id) is None:
-                elsewhere.restore(
-                    cache, id, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
-                )
+                elsewhere.restore(cache, id, stack.enter_context(listing_scratch()))
         known = cache.source(id)
         flight = options.source.concurrency
         plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
@@ -88,7 +85,7 @@ def pull(
             again = SourceOptions.from_json(known.options)
             options = replace(options, source=replace(again, concurrency=flight))
         # Outside of the cache until its size is known: what is in the cache is charged first.
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cachetool-")))
+        scratch = stack.enter_context(listing_scratch())
         listing = cache.listing(id) if known is not None and cache.listing(id).exists() else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
         if known is not None and new is None and not known.whole and not options.start_early:

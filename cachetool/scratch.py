@@ -10,9 +10,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-__all__ = ["scratch"]
+__all__ = ["listing_scratch", "scratch"]
 
 
 @contextlib.contextmanager
@@ -26,6 +27,11 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(fd)
+
+
+def listing_scratch() -> AbstractContextManager[Path]:
+    """For the listing of a source, in the folder for temporary files."""
+    return scratch(Path(tempfile.gettempdir()), "cachetool-listing-")
 
 
 def _held(folder: str) -> int | None:

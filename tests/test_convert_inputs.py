@@ -105,6 +105,26 @@ def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path
     assert np.asarray(whole(out).columns["x"]).tolist() == np.arange(120.0).reshape(20, 2, 3).tolist()
 
 
+def test_the_listing_that_a_killed_conversion_left_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, place = tmp_path / "objects", tmp_path / "place"
+    objects.mkdir()
+    place.mkdir()
+    for number in range(20):
+        np.save(objects / f"{number:02d}.npy", np.arange(6.0) + number)
+    subprocess.run(
+        [sys.executable, KILLED, objects, tmp_path / "out", "200"],
+        env={**os.environ, "TMPDIR": str(place)},
+        check=False,
+    )
+    assert len(list(place.glob("cachetool-listing-*"))) == 1
+
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    assert cachetool.convert(objects, to="hdf5", out=tmp_path / "out", shard_size=200).samples == 20
+    assert list(place.glob("cachetool-listing-*")) == []
+
+
 def test_other_options_begin_anew(foreign: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     subprocess.run([sys.executable, KILLED, foreign / "x.npy", out, "120"], check=False)

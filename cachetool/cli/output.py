@@ -13,6 +13,7 @@ cursor or change colours. JSON needs no such care, its encoder escapes all of it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -88,7 +89,8 @@ def fail(kind: str, message: str, exit_code: int, *, as_json: bool) -> int:
     # A message of more lines keeps all its words: what follows the first line becomes the second.
     _talk("\n".join(["error: " + lines[0], *([" ".join(lines[1:])] if lines[1:] else [])]))
     if as_json:
-        _write(json.dumps({"error": kind, "message": "\n".join(lines), "exit_code": exit_code}, indent=2) + "\n")
+        with contextlib.suppress(CapacityError):  # where even this cannot be written, stderr and the code say it
+            _write(json.dumps({"error": kind, "message": "\n".join(lines), "exit_code": exit_code}, indent=2) + "\n")
     return exit_code
 
 

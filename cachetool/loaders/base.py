@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
+from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed, Processes
 from cachetool.loaders.files import located
 from cachetool.loaders.order import Shuffle
@@ -22,7 +22,7 @@ from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
 
-__all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths", "Epoch"]
+__all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths"]
 
 T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
@@ -118,7 +118,9 @@ class BaseLoader(ABC, Generic[T]):
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._iterator: weakref.ref[Epoch[T]] | None = None
+        self._progress: Progress | None = None
         self._resume: dict[str, Any] | None = None
+        self._taken = 0  # batches of the epoch to resume that were delivered before
         self._last = -1  # number of the epoch that was begun last
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
 
@@ -152,7 +154,7 @@ class BaseLoader(ABC, Generic[T]):
 
     def _begin(self) -> Epoch[T]:
         before = None if self._iterator is None else self._iterator()
-        if self._concurrent and before is not None and not before.ended and not before.replaced:
+        if self._concurrent and before is not None and not before.progress.ended and not before.replaced:
             epoch = self._started(self._new_feed(), max(self.epoch, self._last + 1), None)
             epoch.own_feed()
             self._beside.add(epoch)
@@ -160,23 +162,32 @@ class BaseLoader(ABC, Generic[T]):
         if before is not None:
             before.replace()
         epoch = self._started(self._fed(), self.epoch, self._resume)
-        self._iterator = weakref.ref(epoch)
+        self._iterator, self._progress = weakref.ref(epoch), epoch.progress
+        if epoch.progress.ended:  # nothing was left of the epoch that was resumed
+            epoch.deliver()
         return epoch
 
     def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None) -> Epoch[T]:
         begun = feed.begin(number, resume)
         self._last = number
-        steps = self._agreed(begun.steps.count)
-        return Epoch(self, feed, begun, steps if self._limit is None else min(steps, self._limit))
+        taken = 0 if resume is None else self._taken
+        steps = self._agreed(self._limited(begun, taken))
+        return Epoch(self, Progress(feed, begun, steps, taken))
+
+    def _limited(self, begun: Begun, taken: int) -> int:
+        steps = begun.steps.count
+        return steps if self._limit is None else max(0, min(steps, self._limit - taken))
 
     def __len__(self) -> int:
         """Number of batches of the present snapshot; the next epoch may have more. Waits as ``iter()`` does."""
         epoch = None if self._iterator is None else self._iterator()
-        begun = epoch.begun if epoch is not None else self._fed().prepare(self.epoch)
-        steps = begun.steps.count
-        return steps if self._limit is None else min(steps, self._limit)
+        if epoch is None:
+            return self._limited(self._fed().prepare(self.epoch), 0)
+        return self._limited(epoch.progress.begun, epoch.progress.before)
 
     def _fed(self) -> Feed:
+        if self._feed is not None and self._feed.unsure:
+            self._feed.close()
         if self._feed is None or self._feed.closed or self._feed.pid != os.getpid():  # a fork has feeders of its own
             self._feed = self._new_feed()
             self._finalizer = weakref.finalize(self, self._feed.close)
@@ -192,12 +203,16 @@ class BaseLoader(ABC, Generic[T]):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of."""
-        epoch = None if self._iterator is None else self._iterator()
+        """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of.
+
+        In the middle of an epoch, also of one that was left with ``break``, it raises :class:`UsageError` once the
+        feeders ended.
+        """
+        at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed}
-        if epoch is None or epoch.step == 0 or epoch.ended:
-            return {**state, "resume": self._resume}
-        return {**state, "resume": self._fed().state(epoch.begun.steps.reached(epoch.step))}
+        if at is None or at.step == 0 or at.ended:
+            return {**state, "resume": self._resume, "taken": self._taken}
+        return {**state, "resume": at.resume(), "taken": at.before + at.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
@@ -208,16 +223,16 @@ class BaseLoader(ABC, Generic[T]):
             raise UsageError("not a state of this version's loaders")
         if state["seed"] != self._settings.seed:
             raise UsageError(f"the state was made with seed={state['seed']}, this loader has {self._settings.seed}")
-        self.epoch, self._resume = int(state["epoch"]), state["resume"]
+        self.epoch, self._resume, self._taken = int(state["epoch"]), state["resume"], int(state.get("taken", 0))
         before = None if self._iterator is None else self._iterator()
         if before is not None:
             before.replace()
-        self._iterator = None
+        self._iterator = self._progress = None
 
     def _delivered(self) -> None:
         """The last batch of an epoch was delivered."""
         self.epoch += 1
-        self._resume = None
+        self._resume, self._taken = None, 0
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -240,87 +255,6 @@ class BaseLoader(ABC, Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class Epoch(Iterator[T]):
-    """One epoch of a loader."""
-
-    def __init__(self, loader: BaseLoader[T], feed: Feed, begun: Begun, steps: int) -> None:
-        self._loader, self.begun, self._steps = loader, begun, steps
-        self._feed, self._generation = feed, begun.generation
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._ready: deque[T] = deque()
-        self._fetched = self.step = 0
-        """Batches delivered."""
-        self.replaced = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether the last batch was delivered."""
-        return self.step >= self._steps
-
-    @property
-    def all_fetched(self) -> bool:
-        """Whether nothing is left to fetch."""
-        return self._fetched >= self._steps
-
-    def __next__(self) -> T:
-        batch = self.fetch()
-        self.count()
-        return batch
-
-    def fetch(self) -> T:
-        """The next batch, for whoever calls :meth:`count` once it is delivered. Raises ``StopIteration`` at the end."""
-        if not self._ready:
-            self._refill()
-        self._fetched += 1
-        return self._ready.popleft()
-
-    def _refill(self) -> None:
-        """Get what is there, all at once.
-
-        Between two batches the training loop drives this code out of the processor's caches.
-        """
-        if self.all_fetched:
-            raise StopIteration
-        if self.replaced:
-            raise UsageError("this iterator ended when its loader was iterated again, closed or interrupted")
-        try:
-            batches = self._feed.take(self._generation, self._fetched)
-            self._ready.extend(map(self._loader._finish, batches[: self._steps - self._fetched]))
-        except BaseException:
-            self.replace()  # an epoch with a hole in it is not gone on with
-            raise
-
-    def replace(self) -> None:
-        """Nothing is fetched from now on: the feeders work for somebody else."""
-        self.replaced = True
-        self._ready.clear()
-
-    def uncounted(self) -> Iterator[T]:
-        """What is left to fetch, for whoever calls :meth:`count` once a batch is delivered."""
-        while not self.all_fetched:
-            yield self.fetch()
-
-    def count(self) -> None:
-        """A batch was delivered; the last one ends the epoch."""
-        self.step += 1
-        if self.step == self._steps and not self.replaced:
-            self._feed.delivered(self._generation, self.step)
-            self._loader._delivered()
-            self.end()
-
-    def own_feed(self) -> None:
-        """The feeders are this epoch's alone: they end with it, or when nobody has it any more."""
-        self._finalizer = weakref.finalize(self, self._feed.close)
-
-    def end(self) -> None:
-        """Stop feeders that are this epoch's alone."""
-        if self._finalizer is not None and self._feed.pid == os.getpid():
-            self._finalizer()
-
-    def __len__(self) -> int:
-        return self._steps - self.step
 
 
 def _check(values: dict[str, tuple[bool, Any, str]]) -> None:

@@ -61,6 +61,9 @@ class Feed(Protocol):
     """Of the process that it belongs to."""
     closed: bool
     """Whether it was closed, by itself too when a feeder died."""
+    unsure: bool
+    """Whether a signal interrupted :meth:`take`: batches may have been taken out that were not counted, so no other
+    epoch may begin."""
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
@@ -81,8 +84,9 @@ class Feed(Protocol):
         """The last of so many batches of the epoch was delivered."""
         ...
 
-    def state(self, reached: int) -> dict[str, Any]:
-        """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks."""
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
+        """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks. Raises
+        :class:`UsageError` when another one is the present one."""
         ...
 
     def close(self) -> None:
@@ -96,7 +100,7 @@ class Processes:
     def __init__(self, settings: Settings, *, feeders: int, transform: bytes) -> None:
         if not supported():
             raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
-        self.pid, self.closed = os.getpid(), False
+        self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -161,9 +165,9 @@ class Processes:
         """See :class:`Feed`."""
         return Begun.from_json(self._ask("prepare", epoch=epoch))
 
-    def state(self, reached: int) -> dict[str, Any]:
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`Feed`."""
-        found: dict[str, Any] = self._ask("state", reached=reached)["state"]
+        found: dict[str, Any] = self._ask("state", generation=generation, reached=reached)["state"]
         return found
 
     def delivered(self, generation: int, batches: int) -> None:
@@ -172,6 +176,16 @@ class Processes:
 
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`Feed`."""
+        self.unsure = True
+        try:
+            made = self._take(generation, step)
+        except CacheToolError:
+            self.unsure = False
+            raise
+        self.unsure = False
+        return made
+
+    def _take(self, generation: int, step: int) -> list[Batch]:
         readers = self._readers
         made: list[Batch] = []
         own = readers[step % len(readers)].ring
@@ -183,7 +197,7 @@ class Processes:
             reader = readers[(step + len(made)) % len(readers)]
             try:
                 batch = reader.take(generation)
-            except Exception:
+            except CacheToolError:
                 if not made:
                     raise
                 return made  # it comes again, when its turn has come

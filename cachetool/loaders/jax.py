@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from cachetool.errors import UsageError, without
-from cachetool.loaders.base import Epoch
+from cachetool.loaders.epoch import Epoch
 
 try:
     import jax

@@ -122,7 +122,7 @@ class Leader:
                 self._turns.delivered(asked["generation"], Delivered(**asked["pace"]))
                 return None
             case "state":
-                return {"state": asdict(self._turns.state(asked["reached"]))}
+                return {"state": asdict(self._turns.state(asked["generation"], asked["reached"]))}
             case unknown:
                 raise AssertionError(unknown)
         return Begun.of(plan, self._settings).to_json()

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
 from cachetool.loaders.arena import HUGE, map_at, reserve
 
@@ -119,7 +120,12 @@ class Head:
             raise OSError(ctypes.get_errno(), "mapping a slot failed")
 
     def region(self, slot: int) -> tuple[int, Bytes]:
-        """Where the slot lies in the file now, and its memory."""
+        """Where the slot lies in the file now, and its memory. Raises :class:`UsageError` beyond the addresses."""
         start, size = self.table[2 * slot], self.table[2 * slot + 1]
+        if start + size > len(self._whole):  # mapped there it would replace what is not ours
+            raise UsageError(
+                f"batches of a loader take more than the {len(self._whole) // 2**20} MiB of addresses that this process"
+                " has for them; keep fewer batches, or copies of them, or raise the limit (ulimit -v)"
+            )
         self._map(start, size)
         return start, self._whole[start : start + size]

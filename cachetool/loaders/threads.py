@@ -23,7 +23,7 @@ from cachetool.errors import CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
-from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.failure import described, rebuilt
 from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
@@ -46,7 +46,7 @@ class Thread:
     """A :class:`~cachetool.loaders.feed.Feed` in this process."""
 
     def __init__(self, settings: Settings, *, transform: Function | None) -> None:
-        self.pid, self.closed = os.getpid(), False
+        self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._settings = settings
         self._mailbox = Mailbox()
         self._queue = _Queue(settings.prefetch or _READY)
@@ -89,6 +89,9 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         while True:
             found = self._queue.get(self._pace)
+            if found is None:
+                self.close()
+                raise rebuilt(self._queue.failure)
             if isinstance(found, Batch):
                 if found.generation == generation:
                     assert found.step == step
@@ -102,10 +105,10 @@ class Thread:
             self._turns.delivered(generation, self._pace.delivered(batches))
             self._turns.settle()
 
-    def state(self, reached: int) -> dict[str, Any]:
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:
-            return asdict(self._turns.state(reached))
+            return asdict(self._turns.state(generation, reached))
 
     def close(self) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""
@@ -129,16 +132,19 @@ def _run(
             turns.exhausted(generation)
 
     transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
-    work(
-        settings,
-        mailbox,
-        queue,
-        Parts(open_by_reading),
-        transform=transform,
-        number=0,
-        feeders=1,
-        exhausted=exhausted,
-    )
+    try:
+        work(
+            settings,
+            mailbox,
+            queue,
+            Parts(open_by_reading),
+            transform=transform,
+            number=0,
+            feeders=1,
+            exhausted=exhausted,
+        )
+    except BaseException as error:  # noqa: BLE001 - without this thread the training thread would wait for ever
+        queue.end(described(error))
 
 
 class _Queue:
@@ -148,12 +154,16 @@ class _Queue:
         self._room, self._filled = threading.Semaphore(ready), threading.Semaphore(0)
         self._items: deque[Batch | tuple[int, Mapping[str, Any]]] = deque()
         self._schema: Schema | None = None
+        self.failure: Mapping[str, Any] = {}
+        """Why the thread ended."""
 
-    def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]]:
-        """The next batch or error, waited for."""
+    def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]] | None:
+        """The next batch or error, waited for; None when the thread ended."""
         if not self._filled.acquire(blocking=False):
             with pace.waiting():
                 self._filled.acquire()
+        if not self._items:
+            return None
         item = self._items.popleft()
         self._room.release()
         return item
@@ -179,6 +189,11 @@ class _Queue:
         self._items.append((generation, error))
         self._filled.release()
 
+    def end(self, failure: Mapping[str, Any]) -> None:
+        """There will be no more, since the thread failed."""
+        self.failure = failure
+        self._filled.release()
+
     def close(self) -> None:
         """Let a thread that waits for room go on: what it makes is thrown away."""
         self._room.release()
@@ -189,6 +204,16 @@ def open_by_reading(part: Part, schema: Schema) -> OpenPart:
     if not part.extents.exists():
         return open_by_extents(part, schema)
     return _ReadPart(part.folder, load_extents(part.extents, schema))
+
+
+def _read(fd: int, wanted: memoryview, offset: int, what: str) -> None:
+    """Fill ``wanted``; one call brings 2 GiB at most."""
+    stop = offset + len(wanted)
+    while wanted:
+        count = os.preadv(fd, [wanted], stop - len(wanted))
+        if not count:
+            raise CorruptError(f"{what} reaches to {stop}, where the file has ended: it is cut short")
+        wanted = wanted[count:]
 
 
 class _ReadPart:
@@ -212,9 +237,7 @@ class _ReadPart:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a part may have a dozen files: none is kept open
         try:
             for number, offset in enumerate(offsets.tolist()):
-                wanted = view[at[number] : at[number + 1]]
-                if os.preadv(fd, [wanted], offset) != len(wanted):
-                    raise CorruptError(f"{path} is cut short: field {field.name!r} reaches to {offset + len(wanted)}")
+                _read(fd, view[at[number] : at[number + 1]], offset, f"{path}: field {field.name!r}")
         finally:
             os.close(fd)
         if field.kind == "fixed":

@@ -10,8 +10,9 @@ import torch
 from torch import distributed
 
 from cachetool.block import Ragged
-from cachetool.loaders.base import BaseLoader, CacheOrPaths, Epoch
+from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
+from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_values import TensorList, world

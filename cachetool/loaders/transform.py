@@ -73,7 +73,7 @@ class Transform:
         extra = {"rng": np.random.default_rng((self._seed, epoch, number))} if self._random else {}
         try:
             result = self._function(argument, **extra)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
             raise TransformError from error
         if not isinstance(result, Mapping) or not result:
             raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}")

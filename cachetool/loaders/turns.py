@@ -116,14 +116,14 @@ class Turns:
         if self._settings.epochs is None or following < self._settings.epochs:
             try:
                 self._look_ahead(following, follows=follows)
-            except CacheToolError:
+            except Exception:  # noqa: BLE001
                 return  # whoever begins that epoch will hear of it
 
     def delivered(self, generation: int, pace: Delivered) -> None:
         """The last batch of a plan was delivered: the next snapshot is looked at, if that was not just done; the epoch
         counts and its lease ends with :meth:`settle`."""
         self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
-        with contextlib.suppress(CacheToolError):  # whoever begins that epoch will hear of it
+        with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
             self._renew()
         self._until = time.monotonic() + self._settings.hold
         current = self._current
@@ -148,9 +148,11 @@ class Turns:
             turn, pace = self._over.pop(0)
             self._done_with(turn.lease, pace)
 
-    def state(self, reached: int) -> Resume:
-        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks."""
-        assert self._current is not None
+    def state(self, generation: int, reached: int) -> Resume:
+        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
+        :class:`UsageError` when another one was begun meanwhile."""
+        if self._current is None or self._current.plan.generation != generation:
+            raise UsageError("the epoch whose state is asked for is over: another one was begun")
         plan, parts, origins = self._current.plan, self._current.parts, self._current.origins
         if origins is None:
             assert plan.view is not None
@@ -331,13 +333,13 @@ class Turns:
                 lease.served(pace)
         except CapacityError:
             pass  # on a full disk: it was delivered all the same
-        except CacheToolError as error:
+        except (CacheToolError, OSError) as error:
             say(f"an epoch was not counted: {error}")
             told = True
         finally:
             self._free.append(lease)
             try:
                 lease.release(unread=unread)
-            except CacheToolError as error:
+            except (CacheToolError, OSError) as error:
                 if not told:
                     say(f"a snapshot is kept until this process ends: {error}")

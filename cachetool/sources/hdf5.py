@@ -205,7 +205,8 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0], ahead=file.ahead)
         file.slabs.append(slab)
         read = slab.read
-    offset = None if dataset.chunks or dataset.id.get_create_plist().get_nfilters() else dataset.id.get_offset()
+    packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)
+    offset = None if packed else dataset.id.get_offset()
     return StoredColumn(
         name,
         little.str,
@@ -218,6 +219,17 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         chunk=dataset.chunks[0] if dataset.chunks else 1,
         parts=(lambda: _parts(file.open()[name])) if dataset.chunks else None,
     )
+
+
+def _plain(dataset: Any, dtype: np.dtype[Any]) -> bool:
+    """Whether the values lie in the file as they do in an array of ``dtype``.
+
+    h5py gives the next NumPy type for those that NumPy lacks: 12 bits in an int16, bfloat16, numbers of three bytes.
+    """
+    try:
+        return bool(dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)))
+    except TypeError:
+        return False
 
 
 def _parts(dataset: Any) -> list[Part]:

@@ -164,6 +164,8 @@ def _number(kind: Any) -> str:
 def _values(array: Any, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
     if array.null_count:
         raise BadObject("it has values that are null; choose other fields with --fields")
+    if str(array.type).startswith("time"):  # of day: these come as objects of Python
+        array = array.cast(f"int{array.type.bit_width}")
     found = array.to_numpy(zero_copy_only=False)
     return np.ascontiguousarray(found.view("<i8") if found.dtype.kind in "mM" else found, dtype=dtype)
 

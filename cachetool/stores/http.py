@@ -153,7 +153,10 @@ class HttpStore:
         if response.status == 416:
             raise BadObject(f"{what} is shorter than when it was listed")
         if response.status == 200:
-            raise SourceError(f"{what}: the server ignores the Range header, so that parts of objects cannot be read")
+            raise SourceError(
+                f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
+                " cachetool convert URL fetches whole files"
+            )
         _check_status(response, what, 206, listed=True)
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":

@@ -133,7 +133,10 @@ class HubStore:
         last = start + length - 1
         response = self._client.fetch(self._url_of(item), headers={"Range": f"bytes={start}-{last}"}, most=length)
         if response.status == 200:
-            raise SourceError(f"{what}: the server ignores the Range header, so that parts of objects cannot be read")
+            raise SourceError(
+                f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
+                " cachetool convert URL fetches whole files"
+            )
         self._check(response, what, 206, listed=True)
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":

@@ -221,7 +221,7 @@ class ObjectStore:
                     return self._get(item, None, want)
                 raise SourceError(
                     f"{self.url}: {item.key!r}: the server ignores the Range header, so that parts of objects cannot be"
-                    " read"
+                    " read; cachetool convert URL fetches whole files"
                 ) from None
             ours = as_our_error(error, place=self.url, key=item.key)
             if isinstance(ours, NotFound):

@@ -190,6 +190,16 @@ def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path
     assert ran.stderr == "error: cannot write the result to stdout: No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_error_that_cannot_be_written_as_json_keeps_its_line_and_code(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ran = start("ls", "--cache", str(tmp_path / "none"), "--json", stdout=full.fileno())
+
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: there is no cache at ")
+    assert len(ran.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-"])
 def test_closed_streams_do_not_disturb_a_command(filled: Path, closed: str) -> None:
     ran = subprocess.run(

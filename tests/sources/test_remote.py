@@ -140,6 +140,70 @@ def test_rows_come_in_the_order_drawn_and_each_once(tmp_path: Path, server: Http
         assert [bytes(block.columns["name"][at]).decode() for at in range(9)] == [f"name {n}" for n in draws[:9]]
 
 
+def narrow(number: h5py.h5t.TypeID, bits: int, at: int = 0) -> h5py.h5t.TypeID:
+    """A whole number with fewer bits than its bytes have."""
+    made = number.copy()
+    made.set_precision(bits)
+    made.set_offset(at)
+    return made
+
+
+def bfloat16() -> h5py.h5t.TypeID:
+    made = h5py.h5t.IEEE_F32LE.copy()
+    made.set_fields(15, 7, 8, 0, 7)
+    made.set_size(2)
+    made.set_ebias(127)
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [narrow(h5py.h5t.STD_I16LE, 12), narrow(h5py.h5t.STD_I16LE, 12, 2), narrow(h5py.h5t.STD_I32LE, 24), bfloat16()],
+    ids=["12 bits", "12 bits from the second", "24 bits", "bfloat16"],
+)
+def test_numbers_that_numpy_does_not_have_are_what_h5py_makes_of_them(
+    tmp_path: Path, server: Http, kind: h5py.h5t.TypeID
+) -> None:
+    """Their bytes in the file are not those of the NumPy type."""
+    path = tmp_path / "place" / "rows.h5"
+    with h5py.File(path, "w") as file:
+        values = h5py.h5d.create(file.id, b"values", kind, h5py.h5s.create_simple((ROWS, 8)))
+        values.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(ROWS * 8, dtype="i4").reshape(ROWS, 8) % 256 - 100)
+        file["label"] = LABELS
+    with h5py.File(path) as file:
+        expected = file["values"][:]
+    with source_of(f"{server.url}/rows.h5", tmp_path / "listing") as source:
+        draws = source.order(seed=3, turn=0)[np.arange(ROWS)]
+        block = everything(source, draws)
+
+    assert block.columns["values"].dtype == expected.dtype
+    np.testing.assert_array_equal(block.columns["values"], expected[draws])
+    np.testing.assert_array_equal(block.columns["label"], LABELS[draws])
+
+
+def test_times_of_day_in_parquet_are_whole_numbers(tmp_path: Path, server: Http) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    seconds = np.arange(50) * 61
+    columns = {
+        unit: pyarrow.array(seconds * per, pyarrow.int32() if per <= 1000 else pyarrow.int64()).cast(kind)
+        for unit, per, kind in (
+            ("s", 1, pyarrow.time32("s")),
+            ("ms", 1000, pyarrow.time32("ms")),
+            ("us", 10**6, pyarrow.time64("us")),
+            ("ns", 10**9, pyarrow.time64("ns")),
+        )
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "place" / "rows.parquet")
+    with source_of(f"{server.url}/rows.parquet", tmp_path / "listing") as source:
+        block = everything(source, np.arange(50))
+
+    assert [block.columns[unit].dtype.str for unit in columns] == ["<i4", "<i4", "<i8", "<i8"]
+    for unit, per in (("s", 1000), ("ms", 1000), ("us", 10**6), ("ns", 10**9)):  # Parquet has no seconds
+        np.testing.assert_array_equal(block.columns[unit], seconds * per)
+
+
 @pytest.mark.parametrize("write", [write_chunked_hdf5, write_zarr, write_sharded_zarr, write_parquet])
 def test_what_is_stored_together_is_drawn_together_and_then_shuffled(
     tmp_path: Path, server: Http, write: object
