@@ -54,6 +54,8 @@ class Epoch(Iterator[T]):
         self._loader, self.progress = loader, progress
         self._feed, self._steps = progress.feed, progress.steps
         self._generation = progress.begun.generation
+        self._left = weakref.finalize(self, progress.feed.left, self._generation)
+        self._left.atexit = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._ready: deque[T] = deque()
         self._fetched = 0
@@ -110,6 +112,7 @@ class Epoch(Iterator[T]):
 
     def deliver(self) -> None:
         """All batches were delivered."""
+        self._left.detach()
         self._feed.delivered(self._generation, self.progress.step)
         self._loader._delivered()
         self.end()

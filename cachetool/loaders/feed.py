@@ -84,6 +84,11 @@ class Feed(Protocol):
         """The last of so many batches of the epoch was delivered."""
         ...
 
+    def left(self, generation: int) -> None:
+        """Nobody has the iterator of this epoch any more, which was not delivered whole: its snapshot is given up
+        ``hold`` seconds from now. May be called in the middle of any other call."""
+        ...
+
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks. Raises
         :class:`UsageError` when another one is the present one."""
@@ -164,6 +169,14 @@ class Processes:
     def prepare(self, epoch: int) -> Begun:
         """See :class:`Feed`."""
         return Begun.from_json(self._ask("prepare", epoch=epoch))
+
+    def left(self, generation: int) -> None:
+        """See :class:`Feed`."""
+        if self.closed or self.pid != os.getpid():
+            return
+        line = json.dumps({"id": 0, "do": "left", "generation": generation}).encode() + b"\n"
+        with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
+            os.write(self._processes[0].stdin.fileno(), line)  # type: ignore[union-attr]
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`Feed`."""

@@ -67,8 +67,12 @@ class Leader:
             poll.register(fd, select.POLLIN)
         while True:
             while (line := self._lines.next()) is not None:
+                asked = json.loads(line)
+                if asked["do"] == "left":  # said at any time, also while an answer is waited for
+                    self._turns.left(asked["generation"])
+                    continue
                 self._pending = None  # whoever waited for it gave up
-                self._answer(json.loads(line))
+                self._answer(asked)
             if self._pending is not None:
                 self._answer(self._pending[0])
             wait = _POLL if self._pending else self._turns.tick()

@@ -70,6 +70,7 @@ class MappedParts:
         self._turns += 1
         self._arena: Arena | None = None
         self._open: dict[str, _Mapped] = {}
+        self._tables: dict[str, _Table] = {}  # which refer to the maps as well
         self._view: View | None = None  # whose tables these are
         self._ahead: Readahead | None = None
         self._schema: Schema | None = None

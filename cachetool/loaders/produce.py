@@ -11,6 +11,7 @@ batch.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -36,18 +37,15 @@ from cachetool.schema import Field, Schema
 
 __all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
 
+_LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
 
 
 class Sink(Protocol):
     """Where batches go."""
 
-    def open(self) -> None:
-        """Wait for room for one batch."""
-        ...
-
-    def cancel(self) -> None:
-        """Give the room back."""
+    def open(self, over: Callable[[], bool]) -> bool:
+        """Wait for room for one batch; False, and none is taken, when it is ``over``."""
         ...
 
     def begin(self, schema: Schema) -> None:
@@ -98,11 +96,14 @@ class Mailbox:
         """Whether another plan came in its place."""
         return plan.generation < self._least or self._closed
 
-    def get(self) -> Plan | None:
-        """The next plan, waited for; None when there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._plans)
-            return None if self._closed else self._plans.popleft()
+    def get(self, due: Callable[[], None] | None = None) -> Plan | None:
+        """The next plan, waited for; None when there will be none. ``due`` is called now and then meanwhile."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed or self._plans, None if due is None else _LOOK):
+                    return None if self._closed else self._plans.popleft()
+            assert due is not None
+            due()
 
 
 def work(
@@ -116,14 +117,15 @@ def work(
     feeders: int,
     exhausted: Callable[[int], None],
     soon: float = 0.0,
+    due: Callable[[], None] | None = None,
 ) -> None:
     """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed.
 
     ``exhausted`` is called when the last batch of a plan was made; with ``soon`` when about so many seconds of work are
-    left of it, which it must not fail for.
+    left of it, which it must not fail for. ``due`` is called now and then while there is no plan.
     """
     maker = _Maker(settings, mailbox, sink, places, transform, exhausted, soon)
-    while (plan := mailbox.get()) is not None:
+    while (plan := mailbox.get(due)) is not None:
         if plan.view is None:
             places.close()
             continue
@@ -164,6 +166,7 @@ class _Maker:
         were made and their end is still to be told."""
         step, opened = number, False
         made, told, begun = 0, False, time.perf_counter()
+        over = functools.partial(self._mailbox.is_over, plan)
         try:
             count = plan.steps(self._settings).count
             schema = self._schema(view)
@@ -176,10 +179,8 @@ class _Maker:
                 found = batches(self._places, view, indices, schema, empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
-                    self._sink.open()
-                    opened = True
-                    if self._mailbox.is_over(plan):
-                        self._sink.cancel()
+                    opened = self._sink.open(over)
+                    if not opened:
                         return False
                     if direct:
                         self._sink.begin(schema)
@@ -195,8 +196,8 @@ class _Maker:
                         told = True
                         self._exhausted(plan.generation)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
-            if not opened:
-                self._sink.open()
+            if not opened and not self._sink.open(over):
+                return False
             self._sink.fail(plan.generation, step, described(error))
             return False
         return not told

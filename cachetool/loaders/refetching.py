@@ -9,12 +9,24 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cachetool.errors import CacheToolError, from_json
+from cachetool.errors import CacheToolError, UsageError, from_json
+from cachetool.loaders.resume import Resume, found_again
+from cachetool.loaders.view import View
 
-__all__ = ["pulled_again"]
+__all__ = ["have_again"]
 
 
-def pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
+def have_again(root: str, view: View, resume: Resume) -> None:
+    """Have shards pulled again that an epoch had and that are gone from the view."""
+    _, _, gone = found_again(view, resume)
+    known = {each["id"]: each for each in resume.origins}
+    if unknown := sorted(set(gone) - set(known)):
+        raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
+    if gone:
+        _pulled_again(root, [known[id] for id in gone])
+
+
+def _pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
     """Pull these evicted shards again (:mod:`cachetool.refetch`). Raises what went wrong there."""
     boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
     arguments = {"root": root, "shards": list(shards)}

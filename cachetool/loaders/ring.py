@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from sys import getrefcount
 from typing import Any
 
@@ -25,6 +26,7 @@ from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, Head, Owner,
 __all__ = ["Ring", "RingWriter", "Slot"]
 
 _PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_LOOK = 0.5  # seconds
 _MANY = 8  # slots
 _LOOKS = 16  # slots in use that are looked at when a batch is taken: thousands may be kept
 
@@ -225,10 +227,14 @@ class RingWriter:
         for _ in range(slots):
             self._library.sem_post(self._head.free)
 
-    def acquire(self) -> int:
-        """Wait for a slot that nobody sees."""
-        while self._library.sem_wait(self._head.free):
-            pass  # interrupted by a signal
+    def acquire(self, over: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait for a slot that nobody sees; None when it is ``over``, which is looked at now and then."""
+        while self._library.sem_trywait(self._head.free) and not wait(self._head.free, _LOOK):
+            if over():
+                return None
+        if over():
+            self._library.sem_post(self._head.free)
+            return None
         slot = self._head.states[: self._slots].tobytes().find(IDLE)
         if slot < 0:
             slot = self._slots
@@ -238,11 +244,6 @@ class RingWriter:
             self._regions[slot] = 0, np.empty(0, dtype=np.uint8)
         self._head.states[slot] = IN_USE
         return slot
-
-    def put_back(self, slot: int) -> None:
-        """Give a slot back that was not filled."""
-        self._head.states[slot] = IDLE
-        self._library.sem_post(self._head.free)
 
     def memory(self, slot: int, nbytes: int = 0, *, keep: int = 0) -> Bytes:
         """The slot's memory, made larger to ``nbytes`` when it has less: its first ``keep`` bytes are then copied."""

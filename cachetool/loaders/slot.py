@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,13 +91,13 @@ class SlotWriter:
         self._kept: dict[int, _Filled] = {}
         self._largest = 0
 
-    def open(self) -> None:
-        """Wait for room."""
-        self._slot = self._ring.acquire()
-
-    def cancel(self) -> None:
-        """Give the room back."""
-        self._ring.put_back(self._slot)
+    def open(self, over: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for room; False when it is ``over`` before there is any."""
+        slot = self._ring.acquire(over)
+        if slot is None:
+            return False
+        self._slot = slot
+        return True
 
     def begin(self, schema: Schema) -> None:
         """Say which fields the batch has."""

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ __all__ = ["Thread"]
 
 _READY = 2
 _POLL = 0.2
+_LOOK = 0.5
 
 
 class Thread:
@@ -49,12 +50,13 @@ class Thread:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._settings = settings
         self._mailbox = Mailbox()
-        self._queue = _Queue(settings.prefetch or _READY)
         self._turns = Turns(settings, self._mailbox.put)
         self._lock, self._pace = threading.Lock(), Pace()
+        self._duties = _Duties(self._turns, self._lock)
+        self._queue = _Queue(settings.prefetch or _READY, self._duties.due)
         self._thread = threading.Thread(
             target=_run,
-            args=(settings, self._mailbox, self._queue, self._turns, self._lock, transform),
+            args=(settings, self._mailbox, self._queue, self._duties, transform),
             name="cachetool-feeder",
             daemon=True,
         )
@@ -105,6 +107,10 @@ class Thread:
             self._turns.delivered(generation, self._pace.delivered(batches))
             self._turns.settle()
 
+    def left(self, generation: int) -> None:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        self._duties.left = generation
+
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:
@@ -122,15 +128,30 @@ class Thread:
             self._turns.close()
 
 
-def _run(
-    settings: Settings, mailbox: Mailbox, queue: _Queue, turns: Turns, lock: threading.Lock, function: Function | None
-) -> None:
+class _Duties:
+    """What the thread does beside its batches."""
+
+    def __init__(self, turns: Turns, lock: threading.Lock) -> None:
+        self._turns, self._lock = turns, lock
+        self.left = 0
+        """Generation of an epoch that was left."""
+
+    def exhausted(self, generation: int) -> None:
+        """All batches of a plan are made."""
+        with self._lock:
+            self._turns.exhausted(generation)
+
+    def due(self) -> None:
+        """Called now and then while there is nothing else to do."""
+        with self._lock:
+            left, self.left = self.left, 0
+            self._turns.left(left)
+            self._turns.tick()
+            self._turns.settle()
+
+
+def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, function: Function | None) -> None:
     """The thread; it knows nothing of the loader, which can be collected while this runs."""
-
-    def exhausted(generation: int) -> None:
-        with lock:
-            turns.exhausted(generation)
-
     transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
     try:
         work(
@@ -141,7 +162,8 @@ def _run(
             transform=transform,
             number=0,
             feeders=1,
-            exhausted=exhausted,
+            exhausted=duties.exhausted,
+            due=duties.due,
         )
     except BaseException as error:  # noqa: BLE001 - without this thread the training thread would wait for ever
         queue.end(described(error))
@@ -150,7 +172,8 @@ def _run(
 class _Queue:
     """Batches in plain memory; a :class:`~cachetool.loaders.produce.Sink`."""
 
-    def __init__(self, ready: int) -> None:
+    def __init__(self, ready: int, due: Callable[[], None]) -> None:
+        self._due = due
         self._room, self._filled = threading.Semaphore(ready), threading.Semaphore(0)
         self._items: deque[Batch | tuple[int, Mapping[str, Any]]] = deque()
         self._schema: Schema | None = None
@@ -168,11 +191,15 @@ class _Queue:
         self._room.release()
         return item
 
-    def open(self) -> None:
-        self._room.acquire()
-
-    def cancel(self) -> None:
-        self._room.release()
+    def open(self, over: Callable[[], bool]) -> bool:
+        while not self._room.acquire(timeout=_LOOK):
+            self._due()
+            if over():
+                return False
+        if over():
+            self._room.release()
+            return False
+        return True
 
     def begin(self, schema: Schema) -> None:
         self._schema = schema

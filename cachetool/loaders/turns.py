@@ -26,7 +26,7 @@ from cachetool.cache.history import Delivered
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, CapacityError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
-from cachetool.loaders.refetching import pulled_again
+from cachetool.loaders.refetching import have_again
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
@@ -52,6 +52,11 @@ class _Turn:
     origins: Sequence[dict[str, Any]] | None = None
     """Of an epoch that was taken up again: as it was told."""
 
+    def told(self) -> Sequence[dict[str, Any]]:
+        """Where its shards were pulled from."""
+        assert self.plan.view is not None
+        return self.lease.origins(self.plan.view) if self.origins is None else self.origins
+
 
 class Turns:
     """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of every new plan.
@@ -71,6 +76,9 @@ class Turns:
         """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
         self._ahead: _Turn | None = None
         self._until = self._sure = 0.0
+        self._left = False
+        self._gone: _Turn | None = None
+        """An epoch that was left and given up; its lease is over."""
 
     def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
         """Start an epoch on the newest snapshot, or on what is left of an earlier one.
@@ -91,7 +99,7 @@ class Turns:
             ahead = self._take(epoch, resume)
             self._publish(ahead.plan)
         self._drop_current()
-        self._current, self._ahead = ahead, None
+        self._current, self._ahead, self._gone, self._left = ahead, None, None, False
         return ahead.plan
 
     def prepare(self, epoch: int) -> Plan:
@@ -104,11 +112,8 @@ class Turns:
         assert self._ahead is not None
         return self._ahead.plan
 
-    def exhausted(self, generation: int) -> None:
+    def exhausted(self, generation: int, *, follows: bool = True) -> None:
         """All batches of a plan are made, or nearly: go on with the next epoch, provisionally."""
-        self._go_on(generation, follows=True)
-
-    def _go_on(self, generation: int, *, follows: bool) -> None:
         current = self._current
         if current is None or current.plan.generation != generation or self._ahead is not None:
             return
@@ -122,7 +127,7 @@ class Turns:
     def delivered(self, generation: int, pace: Delivered) -> None:
         """The last batch of a plan was delivered: the next snapshot is looked at, if that was not just done; the epoch
         counts and its lease ends with :meth:`settle`."""
-        self._go_on(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
+        self.exhausted(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
         with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
             self._renew()
         self._until = time.monotonic() + self._settings.hold
@@ -151,12 +156,10 @@ class Turns:
     def state(self, generation: int, reached: int) -> Resume:
         """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
         :class:`UsageError` when another one was begun meanwhile."""
-        if self._current is None or self._current.plan.generation != generation:
+        turn = self._current or self._gone
+        if turn is None or turn.plan.generation != generation:
             raise UsageError("the epoch whose state is asked for is over: another one was begun")
-        plan, parts, origins = self._current.plan, self._current.parts, self._current.origins
-        if origins is None:
-            assert plan.view is not None
-            origins = self._current.lease.origins(plan.view)
+        plan, parts, origins = turn.plan, turn.parts, turn.told()
         if not plan.lost:
             return Resume(reached, plan.samples, parts, origins)
         positions, _ = plan.left(self._settings)
@@ -172,13 +175,24 @@ class Turns:
         less = "batch_size=" if self._settings.drop_last else "min_samples= and wait="
         return UsageError(f"{text}; fill it with: {command}, or set {less}")
 
+    def left(self, generation: int) -> None:
+        """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
+        if self._current is not None and self._current.plan.generation == generation:
+            self._until, self._left = time.monotonic() + self._settings.hold, True
+
     def tick(self) -> float | None:
-        """Give the provisional snapshot up when its time is over; gives how many seconds are left, None: no matter."""
-        if self._ahead is None or self._current is not None:
+        """Give the provisional snapshot up, and that of an epoch that was left, when their time is over; gives how many
+        seconds are left, None: no matter."""
+        current = self._current
+        if (current is None and self._ahead is None) or (current is not None and not self._left):
             return None
         left = self._until - time.monotonic()
         if left > 0:
             return left
+        if current is not None:
+            with contextlib.suppress(CacheToolError, OSError):
+                self._gone = replace(current, origins=current.told())
+            self._drop_current()
         self._drop_ahead()
         self._publish(Plan(self._next(), 0, None))
         return None
@@ -230,7 +244,7 @@ class Turns:
                 raise self._short[1]
             if resume is not None:
                 if self._settings.missing == "refetch":
-                    self._refetch(lease, resume)
+                    have_again(self._settings.root, lease.newest(), resume)
                 view = self._same(lease.newest(epoch=epoch))
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
             view, samples = self._enough(lease, epoch)
@@ -260,15 +274,6 @@ class Turns:
 
     def _count(self, view: View) -> int:
         return view.samples if self._split is None else len(self._split.chosen(view))
-
-    def _refetch(self, lease: Subscription, resume: Resume) -> None:
-        """Have shards pulled again that an epoch had and that are gone; those that are there stay meanwhile."""
-        _, _, gone = found_again(lease.newest(), resume)
-        known = {each["id"]: each for each in resume.origins}
-        if unknown := sorted(set(gone) - set(known)):
-            raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
-        if gone:
-            pulled_again(self._settings.root, [known[id] for id in gone])
 
     def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
         view, lost, _ = found_again(view, resume)
