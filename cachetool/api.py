@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,7 @@ class Cache(CacheDir):
 
     def pull(
         self,
-        source: str,
+        source: str | os.PathLike[str],
         *,
         to: str | None = None,
         samples: int | None = None,
@@ -104,6 +105,7 @@ class Cache(CacheDir):
             key=key,
             concurrency=concurrency,
         )
+        source = os.fspath(source)
         if elsewhere(on, self.root, address=address, placement=placement):
             from cachetool.cluster import pull_over
 

@@ -76,10 +76,13 @@ class BackgroundPull:
     wait for samples raise it. A store that cannot be reached any more is tried again for as long as it takes.
     """
 
-    def __init__(self, cache: CacheDir | str | Path, url: str, *, workers: int = 2, **options: Any) -> None:
+    def __init__(
+        self, cache: CacheDir | str | Path, url: str | os.PathLike[str], *, workers: int = 2, **options: Any
+    ) -> None:
         if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
             raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
         asked = PullOptions.of(workers=workers, follow=True, **options)
+        url = os.fspath(url)
         self.url = redact(url)
         self._source = source_id(url, asked)
         self._pid = os.getpid()

@@ -10,8 +10,9 @@ from typing import Any, Self
 from cachetool.cache import Room, policy_names
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
+from cachetool.schema import names_of
 from cachetool.sources import SourceOptions
-from cachetool.units import parse_duration, parse_fraction, parse_rate, parse_size
+from cachetool.units import parse_duration, parse_fraction, parse_rate, parse_size, parse_whole
 
 __all__ = ["PullOptions"]
 
@@ -63,9 +64,10 @@ class PullOptions:
         source = {each.name: given.pop(each.name) for each in fields(SourceOptions) if each.name in given}
         known = [each.name for each in fields(cls) if each.name not in ("source", "lost")]
         if unknown := set(given) - set(known):
+            known += [each.name for each in fields(SourceOptions)]
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
         if source.get("fields") is not None:
-            source["fields"] = tuple(source["fields"])
+            source["fields"] = names_of(source["fields"])
         source["rename"] = dict(source.get("rename") or {})
         return cls(**given, source=SourceOptions(**source))
 
@@ -79,6 +81,9 @@ class PullOptions:
         return cls(**{**value, "source": SourceOptions.from_json(value["source"])})
 
     def __post_init__(self) -> None:
+        for name in ("samples", "seed", "workers", "min_epochs"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_whole(value, what=f"--{name.replace('_', '-')}"))
         if self.to is not None:
             get_format(self.to)
         if self.samples is not None and self.samples < 1:

@@ -28,7 +28,7 @@ import numpy as np
 
 from cachetool.errors import UsageError
 
-__all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
+__all__ = ["KEY", "Field", "Kind", "Schema", "names_of", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
 """What a field is, which decides how every format stores it."""
@@ -65,6 +65,11 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
         raise UsageError(f"dtype {found} has no unit; use one such as datetime64[ns]")
     little: np.dtype[Any] = found.newbyteorder("<")
     return little
+
+
+def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Names of fields; of one alone when it is given without a list around it."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +204,9 @@ class Schema:
         text = json.dumps(self.to_json(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def select(self, names: Iterable[str]) -> Schema:
+    def select(self, names: str | Iterable[str]) -> Schema:
         """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
-        return Schema(tuple(self[name] for name in names))
+        return Schema(tuple(self[name] for name in names_of(names)))
 
     def describe(self) -> str:
         """All fields for people, on one line."""

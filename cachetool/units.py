@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import re
 
 from cachetool.errors import UsageError
@@ -14,6 +16,7 @@ __all__ = [
     "parse_fraction",
     "parse_rate",
     "parse_size",
+    "parse_whole",
     "size_option",
 ]
 
@@ -29,14 +32,22 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _MAX_BYTES = 2**62
 
 
-def parse_size(text: str | int, *, what: str = "size") -> int:
-    """Bytes that ``text`` stands for, at least 0.
+def parse_whole(value: object, *, what: str) -> int:
+    """A whole number, one of NumPy as well. Raises :class:`UsageError`."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} {value!r} is not a whole number") from None
+
+
+def parse_size(text: str | float, *, what: str = "size") -> int:
+    """Bytes that ``text`` stands for, at least 0; a number is one of bytes, rounded up.
 
     Raises :class:`UsageError`, quoting the text, when it is no size; ``what`` names it in the message.
     """
-    if isinstance(text, int):
-        text = str(text)
-    match = _NUMBER.fullmatch(text)
+    if isinstance(text, numbers.Real) and math.isfinite(text):
+        text = str(math.ceil(text))
+    match = _NUMBER.fullmatch(str(text))
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise UsageError(f"{what} {text!r} is not a size; write it like 50GB, 512MiB or 1000000")
@@ -46,7 +57,7 @@ def parse_size(text: str | int, *, what: str = "size") -> int:
     return value
 
 
-def parse_rate(text: str | int, *, what: str = "rate") -> int:
+def parse_rate(text: str | float, *, what: str = "rate") -> int:
     """Bytes a second: a size, with or without ``/s``. Raises :class:`UsageError`."""
     if isinstance(text, str):
         text = re.sub(r"(?i)(/s|ps)\s*$", "", text)

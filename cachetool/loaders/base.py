@@ -21,6 +21,8 @@ from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
+from cachetool.schema import names_of
+from cachetool.units import parse_duration, parse_fraction, parse_whole
 
 __all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths"]
 
@@ -40,7 +42,7 @@ class BaseLoader(ABC, Generic[T]):
         cache_or_paths: CacheOrPaths,
         *,
         batch_size: int,
-        fields: Sequence[str] | None = None,
+        fields: str | Sequence[str] | None = None,
         shuffle: str | bool = "full",
         seed: int = 0,
         drop_last: bool = False,
@@ -54,16 +56,22 @@ class BaseLoader(ABC, Generic[T]):
         dataset: str | None = None,
         run: str | None = None,
         split: str | None = None,
-        validation: float = 0.05,
+        validation: float | str = 0.05,
         min_samples: int | None = None,
-        wait: float = 600.0,
-        hold: float = 60.0,
+        wait: float | str = 600.0,
+        hold: float | str = 60.0,
         epochs: int | None = None,
         missing: str = "error",
         verify: bool = False,
         concurrent: bool = False,
     ) -> None:
         rank, world_size = self._world(rank, world_size)
+        batch_size, seed, workers = (
+            parse_whole(value, what=f"{name}=")
+            for name, value in (("batch_size", batch_size), ("seed", seed), ("workers", workers))
+        )
+        wait, hold = parse_duration(wait, what="wait="), parse_duration(hold, what="hold=")
+        validation = parse_fraction(validation, what="validation=")
         _check(
             {
                 "batch_size": (batch_size >= 1, batch_size, "at least 1"),
@@ -92,7 +100,7 @@ class BaseLoader(ABC, Generic[T]):
             paths=tuple(map(str, paths)),
             dataset=dataset,
             run=run,
-            fields=None if fields is None else tuple(fields),
+            fields=None if fields is None else names_of(fields),
             batch_size=batch_size,
             shuffle=SHUFFLES[shuffle],
             seed=seed,

@@ -85,6 +85,8 @@ class Epoch(Iterator[T]):
         """
         if self.all_fetched:
             raise StopIteration
+        if self._feed.pid != os.getpid():
+            raise UsageError(f"this iterator belongs to process {self._feed.pid}; iterate the loader again in this one")
         if self.replaced:
             raise UsageError("this iterator ended when its loader was iterated again, closed or interrupted")
         try:
@@ -107,7 +109,7 @@ class Epoch(Iterator[T]):
     def count(self) -> None:
         """A batch was delivered; the last one ends the epoch."""
         self.progress.step += 1
-        if self.progress.step == self._steps and not self.replaced:
+        if self.progress.step == self._steps and not self.replaced and self._feed.pid == os.getpid():
             self.deliver()
 
     def deliver(self) -> None:

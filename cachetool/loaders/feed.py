@@ -31,6 +31,7 @@ from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.ring import Ring
 from cachetool.loaders.ring_memory import supported
 from cachetool.loaders.slot import Batch, SlotReader
+from cachetool.schema import Schema
 
 __all__ = ["Feed", "Processes"]
 
@@ -108,6 +109,7 @@ class Processes:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
+        self._schemas: dict[bytes, Schema] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = self._statements = 0
         self._rest = b""
@@ -131,7 +133,7 @@ class Processes:
     def _start(self, number: int, feeders: int, settings: Settings, transform: bytes, fds: Sequence[int]) -> None:
         ring = Ring()
         self._rings.append(ring)
-        self._readers.append(SlotReader(ring))
+        self._readers.append(SlotReader(ring, self._schemas))
         paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
         boot = f"{paths}; from cachetool.loaders.feeder import main; main()"
         process = subprocess.Popen(

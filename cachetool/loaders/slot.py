@@ -202,9 +202,10 @@ class _Form(NamedTuple):
 class SlotReader:
     """Makes batches of the slots that come out of a ring."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, schemas: dict[bytes, Schema] | None = None) -> None:
+        """``schemas``: what readers of the same batches have in common."""
         self.ring = ring
-        self._schemas: dict[bytes, Schema] = {}
+        self._schemas = {} if schemas is None else schemas
 
     def take(self, generation: int) -> Batch | None:
         """The next batch of a generation, of those that are ready; None when there is none.

@@ -143,7 +143,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._resume = self._resume, None
         key = self._key(0 if info is None else info.seed - info.id)
-        epoch, view = self._begun(worker, key, None if state is None else state["epoch"])
+        epoch, view = self._begun(worker, workers, key, None if state is None else state["epoch"])
         self._reading = self._read(epoch, view, worker, workers, state)
         return self._stream(self._reading, worker, workers, key)
 
@@ -154,7 +154,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         self._iterations = os.getpid(), loader, count
         return (hash((loader, count)) & (2**62 - 1)) + 1
 
-    def _begun(self, worker: int, key: int, epoch: int | None) -> tuple[int, View]:
+    def _begun(self, worker: int, workers: int, key: int, epoch: int | None) -> tuple[int, View]:
         """The number of the epoch, and the snapshot it reads, leased."""
         calls, subscription = self._calls, self._subscription
         if self._led:
@@ -166,9 +166,10 @@ class CacheIterableDataset(IterableDataset[Sample]):
         # Who asks for the same epoch of the same run gets the same snapshot while anyone has it.
         run = f"{self._token} {key}"
         if worker == 0:
-            fresh, epoch = epoch is None, calls.next_epoch if epoch is None else epoch
-            view = subscription.newest(epoch=epoch, run=run, sparing=fresh)
-            calls.begin(key, Call(epoch, view.version, view.fingerprint))
+            with calls.beginning(key, workers) as begin:
+                fresh, epoch = epoch is None, calls.next_epoch if epoch is None else epoch
+                view = subscription.newest(epoch=epoch, run=run, sparing=fresh)
+                begin(Call(epoch, view.version, view.fingerprint))
             return epoch, view
         call = calls.join(key, worker)
         view = subscription.newest(epoch=call.epoch, run=run)

@@ -7,7 +7,7 @@ fields of all that follows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -63,24 +63,27 @@ class Transform:
         the first one was.
         """
         if self._batch:
-            return self._block(self._call(_values(block), epoch, int(indices[0])))
+            ragged = {field.name for field in block.schema if field.kind == "ragged"}
+            return self._block(self._call(_values(block), epoch, int(indices[0])), ragged)
         results = [self._call(block.sample(i), epoch, number) for i, number in enumerate(indices.tolist())]
         if self._schema is None:
             self._schema = _schema(results[0])
         return _checked(self._schema, results)
 
     def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
-        extra = {"rng": np.random.default_rng((self._seed, epoch, number))} if self._random else {}
+        extra = {"rng": np.random.default_rng((self._seed % 2**64, epoch, number))} if self._random else {}
         try:
             result = self._function(argument, **extra)
         except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
             raise TransformError from error
         if not isinstance(result, Mapping) or not result:
             raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}")
+        if others := [name for name in result if not isinstance(name, str)]:
+            raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
 
-    def _block(self, result: Mapping[str, Any]) -> Block:
-        columns = {name: _column(name, value) for name, value in result.items()}
+    def _block(self, result: Mapping[str, Any], ragged: Set[str]) -> Block:
+        columns = {name: _column(name, value, ragged=name in ragged) for name, value in result.items()}
         schema = Schema(tuple(field for field, _ in columns.values()))
         self._schema = self._schema or schema
         if schema != self._schema:
@@ -121,7 +124,11 @@ def _field(name: str, value: Any) -> Field:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # NumPy's own of unequal lists, and whatever other libraries' arrays raise
+        what = f"transform= gave {type(value).__name__} for field {name!r}, of which NumPy makes no array"
+        raise UsageError(f"{what}: {' '.join(str(error).split())}") from error
     if array.dtype.kind in "OUSV":
         raise UsageError(
             f"transform= gave {type(value).__name__} for field {name!r}; give arrays, numbers, str or bytes"
@@ -145,10 +152,12 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
         raise UsageError(f"transform= must give what its first result was: {error}") from error
 
 
-def _column(name: str, value: Any) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], str | bytes):
+def _column(name: str, value: Any, *, ragged: bool) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field. One that came ``ragged`` stays so as a list of arrays."""
+    if isinstance(value, list | tuple) and value and (ragged or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
+        if field.kind == "fixed" and field.shape:
+            field = Field(name, field.dtype, (None,) * len(field.shape))
         column = Block.from_samples(Schema((field,)), [{name: each} for each in value]).columns[name]
         return field, column
     array = _array(name, value)

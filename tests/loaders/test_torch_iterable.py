@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cachetool.cache import CacheDir
 from cachetool.errors import CacheToolError
 from cachetool.loaders.rollcall import Call, RollCall
 from tests.loaders.conftest import run_script
@@ -43,6 +44,12 @@ def test_every_epoch_has_the_newest_samples_exactly_once(
         assert found["same seeds"]
         assert [found["leases before"], found["leases"]] == [0, 0]
     assert all(each == digests(EVERY, range(40)) for each in seen["every"])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_several_iterators_at_once_have_an_epoch_each(method: str, cache: CacheDir) -> None:
+    """Two of one DataLoader, one each of two, and a second one for a moment."""
+    assert run_script("torch_twice.py", method, cache.root) == [list(range(60))] * 5
 
 
 def test_the_order_does_not_depend_on_the_number_of_workers(forked: dict[str, Any]) -> None:

@@ -1,0 +1,141 @@
+"""Arguments as people write them in Python: NumPy's numbers, floats for bytes, one name for a list, texts for times."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool.cache import CacheDir
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.numpy import Loader
+
+
+def numbers(batches: Any) -> list[int]:
+    """The numbers of the samples of these batches, in order."""
+    return [int(number) for batch in batches for number in batch["number"]]
+
+
+@pytest.mark.parametrize("workers", [0, np.int64(2)])
+def test_numbers_of_numpy_and_one_name_are_taken(workers: Any, cache: CacheDir) -> None:
+    options: dict[str, Any] = {"batch_size": np.int64(4), "seed": np.int64(3), "wait": "10min", "hold": "1s"}
+    with Loader(cache, fields="number", workers=workers, **options) as loader:
+        found = numbers(loader)
+    with Loader(cache, fields=["number"], workers=1, batch_size=4, seed=3) as loader:
+        assert found == numbers(loader)
+    with Loader(cache, batch_size=4, workers=workers, seed=-1, transform=drawn) as loader:
+        assert len(numbers(loader)) == 60
+
+
+def drawn(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"number": rng.integers(9)}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 4.0}, "batch_size= 4.0 is not a whole number"),
+        ({"seed": "one"}, "seed= 'one' is not a whole number"),
+        ({"hold": "soon"}, "hold= 'soon' is not a duration"),
+        ({"wait": None}, "wait= None is not a duration"),
+        ({"validation": "much"}, "validation= 'much' is not a share"),
+    ],
+)
+def test_what_is_no_such_value_is_refused_when_the_loader_is_made(
+    options: dict[str, Any], says: str, cache: CacheDir
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        Loader(cache, **{"batch_size": 4, **options})
+
+
+def test_a_path_and_floats_of_bytes_are_taken_by_a_pull(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(20):
+        np.save(source / f"{number:02d}.npy", np.full(4, number))
+    with cachetool.open_cache(tmp_path / "cache", max_size=20e6) as cache:
+        first = cache.pull(source, samples=np.int64(5), seed=np.int64(1), shard_size=1e6, fields="npy")  # type: ignore[arg-type]
+        assert first.samples == 5
+        with pytest.raises(UsageError, match=r"--samples 5\.0 is not a whole number"):
+            cache.pull(source, samples=5.0)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"unknown option 'field'; there are .*\bfields\b"):
+            cachetool.BackgroundPull(cache, source, field=["x"])
+        with cachetool.BackgroundPull(cache, source), Loader(cache, batch_size=4, min_samples=20) as loader:
+            assert sum(len(batch["npy"]) for batch in loader) == 20
+        with pytest.raises(UsageError, match="'nan' is not a size"):
+            cache.evict("nan")
+
+
+def passed(columns: dict[str, Any]) -> dict[str, Any]:
+    return columns
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_columns_pass_through_a_transform_of_batches(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, workers=workers, seed=1) as loader:
+        expected = [[value.tolist() for value in batch["ragged"]] for batch in loader]
+    with Loader(cache, batch_size=4, workers=workers, seed=1, transform=passed, transform_each="batch") as loader:
+        assert [[value.tolist() for value in batch["ragged"]] for batch in loader] == expected
+
+
+class Refuses:
+    """Of another library, which makes no NumPy array of it."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@pytest.mark.parametrize(
+    ("gives", "says"),
+    [
+        ({"x": [[1], [2, 3]]}, "transform= gave list for field 'x', of which NumPy makes no array"),
+        ({"x": Refuses()}, "transform= gave Refuses for field 'x', .*BFloat16"),
+        ({1: 1}, "transform= must name its fields by str, it gave 1"),
+    ],
+)
+def test_what_cannot_be_a_field_of_a_batch_is_named(gives: Any, says: str, cache: CacheDir) -> None:
+    with (
+        Loader(cache, batch_size=4, workers=1, transform=lambda sample: gives) as loader,
+        pytest.raises(UsageError, match=says),
+    ):
+        next(iter(loader))
+
+
+def test_what_the_transform_gives_first_holds_for_all_feeders(cache: CacheDir) -> None:
+    def alternates(columns: dict[str, Any]) -> dict[str, Any]:
+        kind = np.float32 if columns["number"][0] % 8 else np.float64
+        return {"x": np.zeros(len(columns["number"]), dtype=kind)}
+
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "transform_each": "batch"}
+    loader = Loader(cache, workers=2, transform=alternates, **options)
+    with loader, pytest.raises(CacheToolError, match=r"batches differ: x: float\d\d and x: float"):
+        list(loader)
+
+
+def _go_on(batches: Any, answer: Any) -> None:
+    try:
+        for _ in batches:
+            pass
+        answer.send("it went on")
+    except UsageError as error:
+        answer.send(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=1, fields=["number"], workers=workers) as loader:
+        batches = iter(loader)
+        first = numbers([next(batches)])
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        child = multiprocessing.get_context("fork").Process(target=_go_on, args=(batches, theirs))
+        child.start()
+        assert f"this iterator belongs to process {os.getpid()}" in ours.recv()
+        child.join(20)
+        assert sorted(first + numbers(batches)) == list(range(60))
+        assert loader.epoch == 1
