@@ -11,7 +11,7 @@ The claim is taken by :mod:`cachetool.sampler`, which asks for the next one as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -181,8 +181,6 @@ class Drawing:
         plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
         left_out = len(skipped), self._gone(upto) - self._gone(start)
-        if skipped:
-            self._refuse_too_many(skipped, upto - start)
         drawn = self._ranges(upto)
         fresh = sum(b - a for a, b in drawn)
         brought = fresh if self._held.lost else fresh - sum(left_out)
@@ -216,7 +214,8 @@ class Drawing:
         self._from, self._room, self._fetched = upto, (0, 0), 0
         self._skipped = [s for s in self._skipped if s not in skipped]
         if skipped:
-            self._tell_of(skipped)
+            self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
+            self._refuse_too_many(skipped[-1])
 
     def _regain(self, connection: Connection, upto: int, samples: int) -> None:
         """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
@@ -242,15 +241,9 @@ class Drawing:
         """How many of the claim's positions below ``upto`` have vanished."""
         return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
 
-    def _tell_of(self, skipped: Sequence[Skipped]) -> None:
-        self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
-
-    def _refuse_too_many(self, skipped: Sequence[Skipped], draws: int) -> None:
-        """Before they are done: whatever was wrong with all of these may be mended, and the same command run again."""
+    def _refuse_too_many(self, last: Skipped) -> None:
         unused, drawn = self._claims.unused()
-        unused, drawn, last = unused + len(skipped), drawn + draws, skipped[-1]
         if unused > max(TOLERATED_FEW, TOLERATED * drawn):
-            self._tell_of(skipped)
             raise BadObject(
                 f"{unused} of {drawn} draws could not be used, more than 1 %; the last was {last.key}: {last.reason}"
             )

@@ -40,7 +40,8 @@ def _held(folder: str) -> int | None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    fcntl.flock(fd, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):  # some file systems over a network lock no folders: then nobody sweeps there
+        fcntl.flock(fd, fcntl.LOCK_EX)
     if os.path.exists(folder):
         return fd
     os.close(fd)

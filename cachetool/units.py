@@ -45,7 +45,7 @@ def parse_size(text: str | float, *, what: str = "size") -> int:
 
     Raises :class:`UsageError`, quoting the text, when it is no size; ``what`` names it in the message.
     """
-    if isinstance(text, numbers.Real) and math.isfinite(text):
+    if isinstance(text, numbers.Integral) or (isinstance(text, numbers.Real) and math.isfinite(text)):
         text = str(math.ceil(text))
     match = _NUMBER.fullmatch(str(text))
     factor = _FACTORS.get(match.group(2).lower()) if match else None
@@ -72,6 +72,8 @@ def parse_duration(text: str | float, *, what: str = "duration") -> float:
 
     Raises :class:`UsageError`, quoting the text, when it is none.
     """
+    if isinstance(text, numbers.Real) and text >= 0:
+        return float(text)
     match = _NUMBER.fullmatch(str(text))
     factor = _SECONDS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:

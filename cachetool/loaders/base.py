@@ -6,6 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeAlias, TypeVar
@@ -15,8 +16,8 @@ from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed, Processes
 from cachetool.loaders.files import located
-from cachetool.loaders.order import Shuffle
-from cachetool.loaders.plan import Begun, Settings
+from cachetool.loaders.order import Shuffle, Steps
+from cachetool.loaders.plan import Settings
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
@@ -66,10 +67,15 @@ class BaseLoader(ABC, Generic[T]):
         concurrent: bool = False,
     ) -> None:
         rank, world_size = self._world(rank, world_size)
-        batch_size, seed, workers = (
-            parse_whole(value, what=f"{name}=")
-            for name, value in (("batch_size", batch_size), ("seed", seed), ("workers", workers))
-        )
+        rank, world_size = parse_whole(rank, what="rank="), parse_whole(world_size, what="world_size=")
+        batch_size, seed = parse_whole(batch_size, what="batch_size="), parse_whole(seed, what="seed=")
+        workers = parse_whole(workers, what="workers=")
+        steps, prefetch, epochs, min_samples = (
+            None if value is None else parse_whole(value, what=f"{name}=")
+            for name, value in (
+                ("steps", steps), ("prefetch", prefetch), ("epochs", epochs), ("min_samples", min_samples)
+            )
+        )  # fmt: skip
         wait, hold = parse_duration(wait, what="wait="), parse_duration(hold, what="hold=")
         validation = parse_fraction(validation, what="validation=")
         _check(
@@ -104,7 +110,7 @@ class BaseLoader(ABC, Generic[T]):
             batch_size=batch_size,
             shuffle=SHUFFLES[shuffle],
             seed=seed,
-            drop_last=drop_last,
+            drop_last=bool(drop_last),
             rank=rank,
             world_size=world_size,
             split=split,
@@ -114,7 +120,7 @@ class BaseLoader(ABC, Generic[T]):
             hold=hold,
             epochs=epochs,
             missing=missing,
-            verify=verify,
+            verify=bool(verify),
             prefetch=prefetch,
             each=transform_each,
         )
@@ -128,7 +134,8 @@ class BaseLoader(ABC, Generic[T]):
         self._iterator: weakref.ref[Epoch[T]] | None = None
         self._progress: Progress | None = None
         self._resume: dict[str, Any] | None = None
-        self._taken = 0  # batches of the epoch to resume that were delivered before
+        self._taken = self._resumed = 0
+        # Batches of the epoch to resume that were delivered before, and its number.
         self._last = -1  # number of the epoch that was begun last
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
 
@@ -169,7 +176,7 @@ class BaseLoader(ABC, Generic[T]):
             return epoch
         if before is not None:
             before.replace()
-        epoch = self._started(self._fed(), self.epoch, self._resume)
+        epoch = self._started(self._fed(), self.epoch, self._left_over)
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
@@ -179,19 +186,26 @@ class BaseLoader(ABC, Generic[T]):
         begun = feed.begin(number, resume)
         self._last = number
         taken = 0 if resume is None else self._taken
-        steps = self._agreed(self._limited(begun, taken))
+        steps = self._agreed(self._limited(begun.steps, taken))
         return Epoch(self, Progress(feed, begun, steps, taken))
 
-    def _limited(self, begun: Begun, taken: int) -> int:
-        steps = begun.steps.count
-        return steps if self._limit is None else max(0, min(steps, self._limit - taken))
+    def _limited(self, steps: Steps, taken: int) -> int:
+        return steps.count if self._limit is None else max(0, min(steps.count, self._limit - taken))
+
+    @property
+    def _left_over(self) -> dict[str, Any] | None:
+        """What is left of the epoch that comes next, unless that was set to another one."""
+        return self._resume if self.epoch == self._resumed else None
 
     def __len__(self) -> int:
         """Number of batches of the present snapshot; the next epoch may have more. Waits as ``iter()`` does."""
         epoch = None if self._iterator is None else self._iterator()
-        if epoch is None:
-            return self._limited(self._fed().prepare(self.epoch), 0)
-        return self._limited(epoch.progress.begun, epoch.progress.before)
+        if epoch is not None:
+            return self._limited(epoch.progress.begun.steps, epoch.progress.before)
+        steps, rest = self._fed().prepare(self.epoch).steps, self._left_over
+        if rest is None:
+            return self._limited(steps, 0)
+        return self._limited(replace(steps, samples=rest["samples"], position=rest["position"]), self._taken)
 
     def _fed(self) -> Feed:
         if self._feed is not None and self._feed.unsure:
@@ -218,8 +232,8 @@ class BaseLoader(ABC, Generic[T]):
         """
         at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed}
-        if at is None or at.step == 0 or at.ended:
-            return {**state, "resume": self._resume, "taken": self._taken}
+        if at is None or at.step == 0 or at.ended or at.begun.epoch != self.epoch:
+            return {**state, "resume": self._left_over, "taken": self._taken}
         return {**state, "resume": at.resume(), "taken": at.before + at.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,7 +245,8 @@ class BaseLoader(ABC, Generic[T]):
             raise UsageError("not a state of this version's loaders")
         if state["seed"] != self._settings.seed:
             raise UsageError(f"the state was made with seed={state['seed']}, this loader has {self._settings.seed}")
-        self.epoch, self._resume, self._taken = int(state["epoch"]), state["resume"], int(state.get("taken", 0))
+        self.epoch = self._resumed = int(state["epoch"])
+        self._resume, self._taken = state["resume"], int(state.get("taken", 0))
         before = None if self._iterator is None else self._iterator()
         if before is not None:
             before.replace()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cachetool.errors import UsageError
+from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.feed import Feed
 from cachetool.loaders.plan import Begun
 
@@ -115,8 +116,9 @@ class Epoch(Iterator[T]):
     def deliver(self) -> None:
         """All batches were delivered."""
         self._left.detach()
-        self._feed.delivered(self._generation, self.progress.step)
         self._loader._delivered()
+        with contextlib.suppress(CacheToolError):  # whoever begins the next one will hear of it
+            self._feed.delivered(self._generation, self.progress.step)
         self.end()
 
     def own_feed(self) -> None:

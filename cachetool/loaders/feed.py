@@ -113,6 +113,7 @@ class Processes:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = self._statements = 0
         self._rest = b""
+        self._telling, self._left = False, 0
         self._pace = Pace()
         self._answers, answers = os.pipe()
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
@@ -174,7 +175,8 @@ class Processes:
 
     def left(self, generation: int) -> None:
         """See :class:`Feed`."""
-        if self.closed or self.pid != os.getpid():
+        self._left = generation if self._telling else 0
+        if self.closed or self.pid != os.getpid() or self._telling:
             return
         line = json.dumps({"id": 0, "do": "left", "generation": generation}).encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
@@ -255,9 +257,15 @@ class Processes:
         self._asked += 1
         leader = self._processes[0]
         assert leader.stdin is not None
-        with self._death_of(leader):
-            leader.stdin.write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
-            leader.stdin.flush()
+        self._telling = True
+        try:
+            with self._death_of(leader):
+                leader.stdin.write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
+                leader.stdin.flush()
+        finally:
+            self._telling = False
+        if self._left:
+            self.left(self._left)
 
     @contextlib.contextmanager
     def _death_of(self, process: subprocess.Popen[bytes]) -> Any:

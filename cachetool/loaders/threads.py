@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column
-from cachetool.errors import CorruptError
+from cachetool.errors import CacheToolError, CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
@@ -89,6 +89,16 @@ class Thread:
 
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
+        self.unsure = True
+        try:
+            made = self._take(generation, step)
+        except CacheToolError:
+            self.unsure = False
+            raise
+        self.unsure = False
+        return made
+
+    def _take(self, generation: int, step: int) -> list[Batch]:
         while True:
             found = self._queue.get(self._pace)
             if found is None:
@@ -123,6 +133,9 @@ class Thread:
         self.closed = True
         self._mailbox.close()
         self._queue.close()
+        if self._thread is threading.current_thread():  # which collected the loader, in the middle of its duties
+            self._duties.last = True
+            return
         self._thread.join()
         with self._lock:
             self._turns.close()
@@ -135,11 +148,19 @@ class _Duties:
         self._turns, self._lock = turns, lock
         self.left = 0
         """Generation of an epoch that was left."""
+        self.last = False
+        """Whether the thread gives everything back at its end."""
 
     def exhausted(self, generation: int) -> None:
         """All batches of a plan are made."""
         with self._lock:
             self._turns.exhausted(generation)
+
+    def end(self) -> None:
+        """The thread ends."""
+        if self.last:
+            with self._lock:
+                self._turns.close()
 
     def due(self) -> None:
         """Called now and then while there is nothing else to do."""
@@ -167,6 +188,7 @@ def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, f
         )
     except BaseException as error:  # noqa: BLE001 - without this thread the training thread would wait for ever
         queue.end(described(error))
+    duties.end()
 
 
 class _Queue:

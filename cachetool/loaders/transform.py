@@ -7,7 +7,7 @@ fields of all that follows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,8 +63,9 @@ class Transform:
         the first one was.
         """
         if self._batch:
-            ragged = {field.name for field in block.schema if field.kind == "ragged"}
-            return self._block(self._call(_values(block), epoch, int(indices[0])), ragged)
+            given = _values(block)
+            firsts = {field.name: given[field.name][0] for field in block.schema if field.kind == "ragged"}
+            return self._block(self._call(given, epoch, int(indices[0])), firsts)
         results = [self._call(block.sample(i), epoch, number) for i, number in enumerate(indices.tolist())]
         if self._schema is None:
             self._schema = _schema(results[0])
@@ -82,8 +83,8 @@ class Transform:
             raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
 
-    def _block(self, result: Mapping[str, Any], ragged: Set[str]) -> Block:
-        columns = {name: _column(name, value, ragged=name in ragged) for name, value in result.items()}
+    def _block(self, result: Mapping[str, Any], firsts: Mapping[str, Any]) -> Block:
+        columns = {name: _column(name, value, firsts.get(name)) for name, value in result.items()}
         schema = Schema(tuple(field for field, _ in columns.values()))
         self._schema = self._schema or schema
         if schema != self._schema:
@@ -152,9 +153,10 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
         raise UsageError(f"transform= must give what its first result was: {error}") from error
 
 
-def _column(name: str, value: Any, *, ragged: bool) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field. One that came ``ragged`` stays so as a list of arrays."""
-    if isinstance(value, list | tuple) and value and (ragged or isinstance(value[0], str | bytes)):
+def _column(name: str, value: Any, first: Any) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field: a ragged one passed through, whose ``first`` is still it,
+    stays ragged."""
+    if isinstance(value, list | tuple) and value and (value[0] is first or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:
             field = Field(name, field.dtype, (None,) * len(field.shape))

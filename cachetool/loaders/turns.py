@@ -188,7 +188,7 @@ class Turns:
             return None
         left = self._until - time.monotonic()
         if left > 0:
-            return left
+            return min(left, 3600.0)  # hold= may be infinite
         if current is not None:
             with contextlib.suppress(CacheToolError, OSError):
                 self._gone = replace(current, origins=current.told())

@@ -127,27 +127,6 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     assert "07--a.npy" in ran.stdout
 
 
-def test_what_too_many_bad_objects_took_with_them_comes_once_they_are_mended(run: Run, tmp_path: Path) -> None:
-    """A mount that was away for a moment is not a hundred samples less for ever."""
-    folder, away = tmp_path / "some", tmp_path / "away"
-    folder.mkdir()
-    for number in range(300):
-        np.save(folder / f"{number:03d}.npy", np.full(4, number))
-    run("pull", folder, "--samples", "1", "--max-size", "20MB")
-    away.mkdir()
-    for path in folder.glob("1*"):
-        path.rename(away / path.name)
-
-    ran = run("pull", folder, "--all", "--on-error", "skip", "--json")
-    assert (ran.code, "more than 1 %" in ran.stderr) == (3, True)
-    again = run("pull", folder, "--all", "--on-error", "skip")
-    assert again.code == 3, "they are still away"
-    for path in away.iterdir():
-        path.rename(folder / path.name)
-    assert run("pull", folder, "--all", "--on-error", "skip").code == 0
-    assert run("stats", "--json").document["samples"] >= 290  # ten may be left out in any case
-
-
 def tar(path: Path, sizes: dict[str, int]) -> None:
     with tarfile.open(path, "w") as archive:
         for name, size in sizes.items():

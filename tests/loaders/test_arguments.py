@@ -36,6 +36,15 @@ def drawn(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {"number": rng.integers(9)}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int, cache: CacheDir) -> None:
+    counts = dict.fromkeys(("prefetch", "epochs", "min_samples", "steps", "world_size"), np.int64(1))
+    flags = dict.fromkeys(("drop_last", "verify", "concurrent"), np.bool_(True))
+    endless = {"wait": float("inf"), "hold": np.float32("inf"), "rank": np.int64(0)}
+    with Loader(cache, batch_size=4, workers=workers, fields=["number"], **counts, **flags, **endless) as loader:  # type: ignore[arg-type]
+        assert len(numbers(loader)) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -81,6 +90,15 @@ def test_ragged_columns_pass_through_a_transform_of_batches(workers: int, cache:
         expected = [[value.tolist() for value in batch["ragged"]] for batch in loader]
     with Loader(cache, batch_size=4, workers=workers, seed=1, transform=passed, transform_each="batch") as loader:
         assert [[value.tolist() for value in batch["ragged"]] for batch in loader] == expected
+
+
+def padded(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"ragged": [np.zeros((8, 8), np.int16) for _ in columns["ragged"]]}
+
+
+def test_a_ragged_column_that_a_transform_pads_is_an_array(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, workers=1, transform=padded, transform_each="batch") as loader:
+        assert next(iter(loader))["ragged"].shape == (4, 8, 8)
 
 
 class Refuses:

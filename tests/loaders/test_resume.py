@@ -87,6 +87,48 @@ def test_batches_before_a_resume_count_among_the_steps(workers: int, cache: Cach
 
 
 @pytest.mark.parametrize("workers", EACH)
+def test_the_length_of_an_epoch_to_resume_is_what_is_left_of_it(workers: int, cache: CacheDir) -> None:
+    with opened(cache, workers=workers) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        state = loader.state_dict()
+    with opened(cache, workers=workers) as loader:
+        loader.load_state_dict(state)
+        assert len(loader) == 11
+        assert len(list(loader)) == 11
+        assert len(loader) == 15
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_another_epoch_than_the_one_that_was_left_begins_at_its_beginning(workers: int, cache: CacheDir) -> None:
+    with opened(cache, workers=workers) as loader:
+        for _ in loader:
+            break
+        state = loader.state_dict()
+        assert state["resume"] is not None
+        loader.epoch = 7
+        assert (loader.state_dict()["epoch"], loader.state_dict()["resume"]) == (7, None)
+        loader.load_state_dict(state)
+        loader.epoch = 7
+        assert sorted(numbers(loader)) == list(range(60))
+        assert loader.epoch == 8
+
+
+def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(cache: CacheDir) -> None:
+    with opened(cache, workers=1) as loader:
+        batches = iter(loader)
+        first = numbers([next(batches) for _ in range(14)])
+        until(lambda: len(batches._ready) == 1)  # type: ignore[attr-defined]
+        feeder = loader._feed._processes[0]  # type: ignore[union-attr]
+        feeder.kill()
+        feeder.wait()
+        assert sorted(first + numbers(batches)) == list(range(60))
+        assert loader.epoch == 1
+        assert sorted(numbers(loader)) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", EACH)
 def test_a_state_that_is_not_known_any_more_is_an_error_that_says_so(workers: int, cache: CacheDir) -> None:
     loader = opened(cache, workers=workers)
     batches = iter(loader)
