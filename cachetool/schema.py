@@ -28,7 +28,7 @@ import numpy as np
 
 from cachetool.errors import UsageError
 
-__all__ = ["KEY", "Field", "Kind", "Schema", "names_of", "storage_dtype"]
+__all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
 """What a field is, which decides how every format stores it."""
