@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.feed import Feed
 from cachetool.loaders.plan import Begun
+from cachetool.loaders.slot import Batch
 
 if TYPE_CHECKING:
     from cachetool.loaders.base import BaseLoader
@@ -91,11 +92,21 @@ class Epoch(Iterator[T]):
         if self.replaced:
             raise UsageError("this iterator ended when its loader was iterated again, closed or interrupted")
         try:
-            batches = self._feed.take(self._generation, self._fetched)
+            batches = self._taken()
             self._ready.extend(map(self._loader._finish, batches[: self._steps - self._fetched]))
         except BaseException:
             self.replace()  # an epoch with a hole in it is not gone on with
             raise
+
+    def _taken(self) -> list[Batch]:
+        self._feed.unsure = True
+        try:
+            batches = self._feed.take(self._generation, self._fetched)
+        except CacheToolError:
+            self._feed.unsure = False
+            raise
+        self._feed.unsure = False
+        return batches
 
     def replace(self) -> None:
         """Nothing is fetched from now on: the feeders work for somebody else."""

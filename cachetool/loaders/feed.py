@@ -63,8 +63,8 @@ class Feed(Protocol):
     closed: bool
     """Whether it was closed, by itself too when a feeder died."""
     unsure: bool
-    """Whether a signal interrupted :meth:`take`: batches may have been taken out that were not counted, so no other
-    epoch may begin."""
+    """Whether :meth:`take` was interrupted, as whoever calls it notes: batches may have been taken out that were not
+    counted, so no other epoch may begin."""
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
@@ -193,16 +193,6 @@ class Processes:
 
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`Feed`."""
-        self.unsure = True
-        try:
-            made = self._take(generation, step)
-        except CacheToolError:
-            self.unsure = False
-            raise
-        self.unsure = False
-        return made
-
-    def _take(self, generation: int, step: int) -> list[Batch]:
         readers = self._readers
         made: list[Batch] = []
         own = readers[step % len(readers)].ring

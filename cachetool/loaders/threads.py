@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column
-from cachetool.errors import CacheToolError, CorruptError
+from cachetool.errors import CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
@@ -89,16 +89,6 @@ class Thread:
 
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
-        self.unsure = True
-        try:
-            made = self._take(generation, step)
-        except CacheToolError:
-            self.unsure = False
-            raise
-        self.unsure = False
-        return made
-
-    def _take(self, generation: int, step: int) -> list[Batch]:
         while True:
             found = self._queue.get(self._pace)
             if found is None:
