@@ -51,13 +51,12 @@ class Slot:
 
     def look(self, head: Head) -> None:
         """See where the slot lies now, which a feeder changes that makes it larger."""
-        start, size = head.table[2 * self.number], head.table[2 * self.number + 1]
-        if start != self._start:
+        if head.table[2 * self.number] != self._start:
             self._start, region = head.region(self.number)
             self._base = int(region.ctypes.data)
             self.memory = region.data
             """The bytes of the slot; none of them may be looked at once it is given back."""
-            self.numbers = self.memory[: size // 8 * 8].cast("q")
+            self.numbers = self.memory[: len(region) // 8 * 8].cast("q")
             """The same as int64."""
             self.forget()
 
@@ -173,16 +172,16 @@ class Ring:
 
     def _give_back(self, looks: int) -> None:
         """Find slots that nobody sees any more among so many of those in use, the longest used first."""
-        live = self._live
+        live, forked = self._live, bool(self._inherited)
         for _ in range(looks):
             slot = live[0]
-            if slot.seen:
+            if _referred(slot.arrays):
                 live.rotate(-1)
                 continue
             live.popleft()
-            if not (self._inherited and self._inherited.keep(slot.number)):
+            if not (forked and self._inherited.keep(slot.number)):
                 self._free(slot.number)
-        if self._inherited:
+        if forked:
             for number in self._inherited.ended():  # kept for children that have ended
                 self._free(number)
 

@@ -194,9 +194,11 @@ class _Form(NamedTuple):
     """What batches are like whose heads are the same behind generation and step."""
 
     head: bytes
+    stop: int
+    """Where that ends in the slot."""
     schema: Schema
-    columns: dict[str, slice]
-    """Which of the slot's arrays are those of each field; it alone may refer to them."""
+    columns: list[tuple[str, int, int]]
+    """Of each field, which of the slot's arrays are its own: the first one, and how many."""
 
 
 class SlotReader:
@@ -215,25 +217,27 @@ class SlotReader:
         ring = self.ring
         while ring.ready:
             slot = ring.next()
-            made, step = slot.numbers[:2]
+            made = slot.numbers[0]
             if made > generation:
                 break  # of the next epoch
-            batch = self._batch(slot, made, step) if made == generation else None
+            batch = self._batch(slot) if made == generation else None
             ring.take(slot)
             if batch is not None:
                 return batch
         return None
 
-    def _batch(self, slot: Slot, generation: int, step: int) -> Batch:
+    def _batch(self, slot: Slot) -> Batch:
         form: _Form | None = slot.form
-        if form is None or slot.memory[_KEYS : _KEYS + len(form.head)] != form.head:
+        if form is None or bytes(slot.memory[_KEYS : form.stop]) != form.head:
             form = slot.form = self._form(slot)
         arrays = slot.arrays
         columns: dict[str, Column] = {}
-        for name, part in form.columns.items():
-            views = [array[...] for array in arrays[part]]
-            columns[name] = views[0] if len(views) == 1 else Ragged(*views)
-        return Batch(generation, step, form.schema, columns)
+        for name, first, count in form.columns:
+            if count == 1:
+                columns[name] = arrays[first][...]
+            else:
+                columns[name] = Ragged(*[array[...] for array in arrays[first : first + count]])
+        return Batch(slot.numbers[0], slot.numbers[1], form.schema, columns)
 
     def _form(self, slot: Slot) -> _Form:
         length, count = slot.numbers[2:_NUMBERS].tolist()
@@ -241,15 +245,15 @@ class SlotReader:
         places = slot.numbers[_NUMBERS : _NUMBERS + 2 * count].tolist()
         schema = self._schema(bytes(slot.memory[at : at + length]))
         slot.forget()
-        columns: dict[str, slice] = {}
+        columns: list[tuple[str, int, int]] = []
         pairs = iter(zip(places[::2], places[1::2], strict=True))
         for field in schema:
             first = len(slot.arrays)
             for dtype, inner in _parts(field):
                 offset, size = next(pairs)
                 slot.array(offset, (size, *inner), dtype)
-            columns[field.name] = slice(first, len(slot.arrays))
-        return _Form(bytes(slot.memory[_KEYS : at + length]), schema, columns)
+            columns.append((field.name, first, len(slot.arrays) - first))
+        return _Form(bytes(slot.memory[_KEYS : at + length]), at + length, schema, columns)
 
     def _schema(self, text: bytes) -> Schema:
         schema = self._schemas.get(text)
