@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
 from cachetool.stores.base import ZARR_METADATA, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 
@@ -121,11 +121,25 @@ class LocalStore:
                     raise
                 return os.open(os.path.realpath(path), _FLAGS)
         except (FileNotFoundError, NotADirectoryError) as error:
+            self._refuse_away()
             raise NotFound(f"{item.key!r} is not there any more; it was when {self.url!r} was listed") from error
         except PermissionError as error:
             raise AccessDenied(f"{self.url!r}: {item.key!r} cannot be read: permission denied") from error
         except OSError as error:
+            self._refuse_away()
             raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
+
+    def _refuse_away(self) -> None:
+        """Raises :class:`Unreachable` when nothing at all is in the folder, as where a mount is away: then no object is
+        at fault, and none may be left out for it."""
+        try:
+            with os.scandir(self._root) as entries:
+                if next(entries, None) is not None:
+                    return
+            what = "is empty now"
+        except OSError as error:
+            what = f"cannot be read any more: {error.strerror}"
+        raise Unreachable(f"the folder {self.url!r} {what}; if it is a mount, mount it again, and run this again")
 
     def find(self, key: str) -> Object:
         """The file with this name below the folder."""

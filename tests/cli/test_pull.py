@@ -135,6 +135,26 @@ def tar(path: Path, sizes: dict[str, int]) -> None:
             archive.addfile(about, io.BytesIO(bytes(size)))
 
 
+def test_a_mount_that_is_away_costs_no_draw_with_on_error_skip(run: Run, tmp_path: Path) -> None:
+    folder, aside = tmp_path / "mount", tmp_path / "aside"
+    folder.mkdir()
+    for number in range(60):
+        np.save(folder / f"{number:02d}.npy", np.full(4, number))
+    line = ("pull", folder, "--max-size", "8MB", "--on-error", "skip", "--json")
+    assert run(*line, "--samples", "20").code == 0
+    folder.rename(aside)
+    folder.mkdir()
+
+    ran = run(*line, "--all")
+
+    assert ran.code == 3
+    assert "is empty now" in ran.error
+    folder.rmdir()
+    aside.rename(folder)
+    assert run(*line, "--all").document["samples"] == 40
+    assert run("stats", "--json").document["sources"][0]["drawn"] == 60
+
+
 def test_archives_bring_as_many_samples_as_were_asked_for_whatever_they_hold(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "tars"
     folder.mkdir()

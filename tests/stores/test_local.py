@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, NotFound
+from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable
 from cachetool.stores import Object, open_store
 from cachetool.stores.local import open_local_store
 
@@ -106,6 +106,21 @@ def test_a_file_below_what_is_now_a_file_is_not_found(tmp_path: Path) -> None:
 
     with pytest.raises(NotFound, match="not there any more"):
         open_local_store(tmp_path).get(Object("a/b.npy", 1))
+
+
+@pytest.mark.parametrize("away", ["empty", "gone"])
+def test_a_folder_that_holds_nothing_any_more_is_no_fault_of_its_objects(tmp_path: Path, away: str) -> None:
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    (folder / "a.npy").write_bytes(b"x")
+    store = open_local_store(folder)
+    (item,) = next(iter(store.list()))
+    (folder / "a.npy").unlink()
+    if away == "gone":
+        folder.rmdir()
+
+    with pytest.raises(Unreachable, match="if it is a mount"):
+        store.get(item)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
