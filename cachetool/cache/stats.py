@@ -36,6 +36,8 @@ class Stats:
     overhead: int
     free_disk: int
     """Free bytes of the disk the cache is on."""
+    min_free: int
+    """Of them, how many pulls leave free."""
     shards: int
     samples: int
     shard_bytes: int
@@ -123,6 +125,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             listings=usage.listings,
             overhead=usage.overhead,
             free_disk=layout.free_disk(),
+            min_free=meta["min_free"],
             shards=sum(each["shards"] for each in datasets),
             samples=sum(each["samples"] for each in datasets),
             shard_bytes=sum(each["bytes"] for each in datasets),

@@ -66,7 +66,12 @@ def pull(
         ),
     ] = None,
     min_free: Annotated[
-        str | None, typer.Option("--min-free", metavar="SIZE", help="Leave at least this much of the disk free.")
+        str | None,
+        typer.Option(
+            "--min-free",
+            metavar="SIZE",
+            help="Leave at least this much of the disk free; kept for later runs. Default of a new one: 0.",
+        ),
     ] = None,
     policy: PolicyOption = "oldest",
     dataset: Annotated[str, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset.")] = "default",

@@ -112,7 +112,10 @@ def _print(out: Output, found: dict[str, Any]) -> None:
     out.line(f"cache {os.path.abspath(found['root'])}")
     out.line(f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)}")
     out.line(f"{count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}{_retiring(found)}")
-    out.line(f"{count(found['evicted'], 'shard')} evicted so far, {format_size(found['free_disk'])} of disk free")
+    floor = f", {format_size(found['min_free'])} stay so (--min-free)" if found["min_free"] else ""
+    out.line(
+        f"{count(found['evicted'], 'shard')} evicted so far, {format_size(found['free_disk'])} of disk free{floor}"
+    )
     out.table(
         ["dataset", "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
         [

@@ -355,6 +355,16 @@ def test_a_first_pull_that_is_refused_leaves_nothing(here: Run, remote: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_floor_of_free_disk_is_kept_and_shown(run: Run, remote: Path) -> None:
+    assert run("pull", remote, "--samples", "5", "--max-size", "8MB", "--min-free", "1MB").code == 0
+    assert run("pull", remote, "--samples", "5").code == 0
+
+    assert run("stats", "--json").document["min_free"] == 1_000_000
+    assert "1.0 MB stay so (--min-free)" in run("stats").stdout
+    assert run("pull", remote, "--samples", "5", "--min-free", "0").code == 0
+    assert "--min-free" not in run("stats").stdout
+
+
 def test_a_first_pull_whose_objects_are_all_bad_leaves_nothing(here: Run, tmp_path: Path) -> None:
     """They were whole while the schema was looked for."""
     source = tmp_path / "source"
