@@ -83,7 +83,8 @@ def make_dataset(
     timedelta64 as int64.
 
     ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. Raises :class:`UsageError`
-    for a cache, dataset or field that is not there, and when shards are in another format than TFRecord.
+    for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
+    a dataset that was emptied since ends with an error that says so; with ``repeat`` so does one over an empty side.
     """
     if batch_size < 1 or shuffle_buffer < 0:
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
@@ -95,9 +96,7 @@ def make_dataset(
     try:
         first = subscription.newest(peek=True)
         if not first.samples:
-            raise UsageError(
-                f"dataset {first.dataset!r} has no samples yet; fill it: cachetool pull SOURCE --to tfrecord{where}"
-            )
+            raise UsageError(_nothing(first, where))
         size = _record_size(first, _files(first, sides, where)[0])
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
@@ -111,6 +110,8 @@ def make_dataset(
         try:
             view = mine.newest(epoch=None if run is None else number, sparing=True)
             columns = _files(view, sides, where)
+            if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
+                raise UsageError(_nothing(view, where, split))
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
             yield tuple([column[i] for i in at] for column in columns)
@@ -146,6 +147,12 @@ def make_dataset(
         options.experimental_optimization.inject_prefetch = False
         out = out.repeat()
     return out.with_options(options)
+
+
+def _nothing(view: View, where: str, split: str | None = None) -> str:
+    if split is not None and view.samples:
+        return f"none of the {view.samples} samples of dataset {view.dataset!r} is of split {split!r}; pull more"
+    return f"dataset {view.dataset!r} has no samples; fill it: cachetool pull SOURCE --to tfrecord{where}"
 
 
 def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list[str], list[bytes]]:

@@ -70,6 +70,7 @@ def test_training_and_validation_are_disjoint_and_whole_and_those_of_the_numpy_l
     assert all(same for epoch in epochs for same in epoch[2:])
     assert seen["sides leases"] == 0
     assert seen["empty side"] == []
+    assert "is of split 'validation'" in seen["empty side for ever"]
     assert "split is 'train' or 'validation'" in seen["bad split"][0]
     assert "a share between 0 and 1" in seen["bad split"][1]
     assert "split= needs the field __key__" in seen["no keys"]
@@ -96,6 +97,8 @@ def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> No
     assert "no field 'no'" in seen["unknown field"]
     assert "no dataset 'no'" in seen["unknown dataset"]
     assert seen["left by errors"] == 0
+    assert len(seen["emptied"]) == 2
+    assert all("has no samples; fill it: cachetool pull SOURCE --to tfrecord" in said for said in seen["emptied"])
 
 
 def test_the_pieces_serve_a_pipeline_of_ones_own(seen: dict[str, Any]) -> None:

@@ -189,6 +189,8 @@ def sides(root: Path, out: dict[str, Any]) -> None:
 
         few = make_dataset(cache, batch_size=16, fields=["number"], split="validation", validation=1e-9)
         out["empty side"] = numbers(iter(few))
+        endless = make_dataset(cache, batch_size=16, split="validation", validation=1e-9, repeat=True)
+        out["empty side for ever"] = refused(functools.partial(next, iter(endless)))
         out["bad split"] = [
             refused(lambda: make_dataset(cache, batch_size=1, split="test")),
             refused(lambda: make_dataset(cache, batch_size=1, split="train", validation=1.0)),
@@ -260,6 +262,11 @@ def errors(root: Path, out: dict[str, Any]) -> None:
         out["other format"] = refused(lambda: make_dataset(cache, batch_size=2))
         out["other format later"] = refused(lambda: list(dataset))
         out["left by errors"] = len(leases(cache))
+    with open_cache(root / "emptied", max_size="20MB") as cache:
+        put(cache, range(5), format="tfrecord")
+        datasets = [make_dataset(cache, batch_size=2, repeat=repeat) for repeat in (False, True)]
+        cache.evict(cache.usage().total - cache.shards()[0].bytes)
+        out["emptied"] = [refused(functools.partial(list, dataset)) for dataset in datasets]
 
 
 def main(name: str) -> None:
