@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
@@ -256,6 +256,12 @@ class BaseLoader(ABC, Generic[T]):
         """The last batch of an epoch was delivered."""
         self.epoch += 1
         self._resume, self._taken = None, 0
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a loader has feeders of its own and can be neither pickled nor copied; make another where it is iterated,"
+            " which load_state_dict() lets go on where this one is"
+        )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

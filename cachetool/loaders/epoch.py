@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.feed import Feed
@@ -140,6 +140,9 @@ class Epoch(Iterator[T]):
         """Stop feeders that are this epoch's alone."""
         if self._finalizer is not None and self._feed.pid == os.getpid():
             self._finalizer()
+
+    def __reduce__(self) -> NoReturn:
+        self._loader.__reduce__()
 
     def __len__(self) -> int:
         return self._steps - self.progress.step

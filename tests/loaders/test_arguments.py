@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,16 @@ def test_what_is_no_such_value_is_refused_when_the_loader_is_made(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         Loader(cache, **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("twice", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_and_its_epochs_are_not_copied(twice: Callable[[Any], Any], cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, workers=1) as loader:
+        epoch = iter(loader)
+        for each in (loader, epoch):
+            with pytest.raises(UsageError, match="neither pickled nor copied; make another where it is iterated"):
+                twice(each)
+        assert len(numbers(epoch)) == 60
 
 
 def test_a_path_and_floats_of_bytes_are_taken_by_a_pull(tmp_path: Path) -> None:
