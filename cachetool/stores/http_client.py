@@ -7,7 +7,7 @@ What each answer leads to::
     429, 503         wait (Retry-After clamped to 300 s, else full jitter), until limits.throttle
     408, 5xx, broken connection, silence
                      again with full jitter until limits.retry; a body cut short goes on where it stopped, when the
-                     server can prove by a strong ETag that it is still the same
+                     server proves by the same strong ETag and length that it is still the same
     other 4xx        returned to the caller
 """
 
@@ -122,6 +122,13 @@ class _Partial:
     data: _Body | Sink = field(default_factory=_Body)
     validator: str = ""
     """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
+    whole: int | None = None
+    """Bytes of all of it, where the server told."""
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.data.clear()
+        self.validator, self.whole = "", None
 
 
 class _Broken(Exception):
@@ -188,7 +195,9 @@ class HttpClient:
                     patience = self._limits.throttle
                     asked = retry_after(response.headers.get("Retry-After"))
             most_wait = min(30.0 if patience > self._limits.retry else 3.0, 0.1 * 2.0 ** min(attempt, 16))
-            pause = random.uniform(0, most_wait) if asked is None else asked + random.uniform(0, 0.1)
+            pause = random.uniform(0, most_wait)
+            if asked:  # 0 would be to ask again at once, for as long as it says so
+                pause = asked + random.uniform(0, min(most_wait, 1.0))
             if time.monotonic() - began + pause > patience:
                 raise Unreachable(
                     f"{redact(url)}: {why}, {attempt} times in {time.monotonic() - began:.0f} s"
@@ -202,7 +211,7 @@ class HttpClient:
         if len(partial.data) and partial.validator and "Range" not in headers:
             headers |= {"Range": f"bytes={len(partial.data)}-", "If-Range": partial.validator}
         else:
-            partial.data.clear()
+            partial.clear()
         for _ in range(_MAX_HOPS + 1):
             origin = origin_of(url)
             connection = self._connection(origin)
@@ -257,18 +266,23 @@ class HttpClient:
             return memoryview(b"")
         if answer.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
             raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
+        etag = answer.headers.get("ETag", "")
         if resuming and answer.status == 206:
             if not answer.headers.get("Content-Range", "").startswith(f"bytes {len(partial.data)}-"):
                 raise _Broken("the server goes on at another place than asked")
+            whole = None if length is None else len(partial.data) + length
+            other = None not in (whole, partial.whole) and whole != partial.whole
+            if etag != partial.validator or other:  # not every server that knows Range knows If-Range
+                partial.clear()
+                raise _Broken("it was replaced while it was fetched")
         else:
-            partial.data.clear()
+            partial.clear()
         if length is None and not answer.chunked and size < 0:
             raise BadObject(f"{redact(url)}: the server tells no length, so that nobody knows whether it is complete")
         if answer.status == 200 and size >= 0 and length not in (None, size):
             raise BadObject(f"{redact(url)} changed since it was listed: {length} bytes instead of {size}")
-        etag = answer.headers.get("ETag", "")
-        partial.validator = etag if etag.startswith('"') else ""
         wanted = None if length is None else len(partial.data) + length
+        partial.validator, partial.whole = etag if etag.startswith('"') else "", wanted
         _read(answer, partial.data, wanted, _limit(size, most, answer.status), url)
         return partial.data.whole() if isinstance(partial.data, _Body) else memoryview(b"")
 

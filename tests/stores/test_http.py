@@ -158,6 +158,29 @@ def test_a_broken_transfer_starts_again_when_the_object_has_changed_or_has_no_et
     assert get(without)[0] == BODY
 
 
+@pytest.mark.parametrize(
+    ("etag", "more"), [({"ETag": '"v2"'}, 0), ({}, 0), ({"ETag": '"v1"'}, 8)], ids=["other", "none", "longer"]
+)
+def test_a_part_of_another_version_is_not_appended(etag: dict[str, str], more: int) -> None:
+    """Row 44: a server that knows Range but not If-Range, and an object that was replaced in between."""
+    new = BODY[::-1] + bytes(more)
+
+    def script(handler: Scripted) -> None:
+        if handler.number == 1:
+            handler.answer(200, BODY[:5000], ETag='"v1"', Content_Length=str(len(BODY)))
+            handler.close_connection = True
+        elif "Range" in handler.headers:
+            assert handler.headers["Range"] == "bytes=5000-"
+            handler.answer(206, new[5000:], Content_Range=f"bytes 5000-{len(new) - 1}/{len(new)}", **etag)
+        else:
+            handler.answer(200, new, **etag)
+
+    body, server = get(script, Object("a.npy", -1))
+
+    assert body == new
+    assert len(server.requests) == 3
+
+
 def test_a_server_that_goes_on_elsewhere_is_not_appended() -> None:
     """Row 43: a 206 from another place."""
 
@@ -289,6 +312,14 @@ def test_slow_down_is_obeyed_as_long_as_it_asks(naps: list[float], status: int) 
     assert body == BODY
     assert len(server.requests) == 3
     assert [round(nap) for nap in naps] == [7, 7]
+
+
+def test_slow_down_for_no_time_at_all_is_no_leave_to_ask_without_end(naps: list[float]) -> None:
+    with scripted_server(lambda handler: handler.answer(429, Retry_After="0")) as server:
+        with pytest.raises(Unreachable, match="the server answers 429"):
+            store_at(server).get(ITEM)
+
+    assert len(server.requests) < 100
 
 
 def test_slow_down_without_a_time_is_answered_by_ever_rarer_requests(naps: list[float]) -> None:
