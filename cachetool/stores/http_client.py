@@ -13,7 +13,6 @@ What each answer leads to::
 
 from __future__ import annotations
 
-import email.utils
 import http.client
 import random
 import socket
@@ -30,14 +29,13 @@ import numpy as np
 
 from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
-from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of
+from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after
 from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
-__all__ = ["HttpClient", "Response", "Sink", "retry_after"]
+__all__ = ["HttpClient", "Response", "Sink"]
 
 _MAX_HOPS = 5
-_MAX_RETRY_AFTER = 300.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _FLAP = 5.0
@@ -340,20 +338,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, http.client.HTTPException):
         return f"the connection ended early or the answer is no HTTP ({type(error).__name__})"
     return f"no connection ({getattr(error, 'strerror', None) or type(error).__name__})"
-
-
-def retry_after(value: str | None, *, now: float | None = None) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for, clamped to [0, 300]; None when it is absent or senseless."""
-    if value is None:
-        return None
-    value = value.strip()
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now)
-        except (ValueError, TypeError, OverflowError):
-            return None
-    if seconds != seconds:
-        return None
-    return min(max(seconds, 0.0), _MAX_RETRY_AFTER)

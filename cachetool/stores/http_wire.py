@@ -7,6 +7,7 @@ goes through :class:`_Reader`, which also measures the rate: a transfer that has
 
 from __future__ import annotations
 
+import email.utils
 import http.client
 import io
 import ipaddress
@@ -23,8 +24,9 @@ from cachetool.errors import SourceError, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.redact import redact
 
-__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of"]
+__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after"]
 
+_MAX_RETRY_AFTER = 300.0
 HEADER_BYTES = 2**20
 """All headers of an answer, interim answers (1xx) and trailers included, are less."""
 
@@ -48,8 +50,8 @@ def origin_of(url: str) -> Origin:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{redact(url)!r} is not a URL: {error}") from None
+    except ValueError:  # its message quotes what may be a password
+        raise UsageError(f"{redact(url)!r} is not a URL: its host or its port cannot be read") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{redact(url)!r} is not an http:// or https:// URL")
     return Origin(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80))
@@ -177,3 +179,20 @@ def _public(address: str) -> bool:
     mapped = getattr(ip, "ipv4_mapped", None)
     ip = mapped or ip
     return ip.is_global and not ip.is_multicast
+
+
+def retry_after(value: str | None, *, now: float | None = None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for, clamped to [0, 300]; None when it is absent or senseless."""
+    if value is None:
+        return None
+    value = value.strip()
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now)
+        except (ValueError, TypeError, OverflowError):
+            return None
+    if seconds != seconds:
+        return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER)

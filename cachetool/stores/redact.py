@@ -10,7 +10,9 @@ import os
 import re
 from urllib.parse import quote, unquote
 
-__all__ = ["SECRET_VARIABLES", "canonical", "printable", "redact", "scrub", "split_url"]
+from cachetool.errors import UsageError
+
+__all__ = ["SECRET_VARIABLES", "canonical", "printable", "redact", "refuse_hidden_user", "scrub", "split_url"]
 
 SECRET_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -31,6 +33,8 @@ SECRET_VARIABLES = (
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # The part before the @ is the container there, not a user.
 _CONTAINER_BEFORE_AT = ("abfs", "abfss")
+_ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?")
+_WITHOUT_PORT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
 _ASSIGNED = re.compile(
     r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
@@ -57,11 +61,34 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def _hides_user(url: str) -> bool:
+    """Whether user info seems to hold a ``/``, ``?`` or ``#`` as it is, before which a parser of URLs ends it: keys of
+    AWS have slashes. The rest of it would be taken for a path, and shown."""
+    scheme, rest = split_url(url)
+    place = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    after = rest[len(place) :]
+    place = place.rpartition("@")[2]
+    if not scheme or scheme == "file" or ":" not in place or "@" not in after or _ADDRESS.fullmatch(place):
+        return False
+    return not place.rpartition(":")[2].isdigit() or after[0] in "?#" or scheme in _WITHOUT_PORT
+
+
+def refuse_hidden_user(url: str) -> None:
+    """Raise :class:`UsageError` for user info that would be taken for something else."""
+    if _hides_user(url):
+        advice = "in a user name or a password / is written %2F, ? %3F, # %23 and @ %40"
+        if split_url(url)[0] in _WITHOUT_PORT:
+            advice = "user info does not belong in it, credentials come from the environment"
+        raise UsageError(f"{redact(url)!r}: {advice}")
+
+
 def redact(url: str) -> str:
     """``url`` without user info, query and fragment, fit to be shown and stored; a plain path stays as it is."""
     scheme, rest = split_url(url)
     if not scheme:  # a plain path, or chained URLs such as x::s3://...
         return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
+    if _hides_user(url):
+        rest = rest.rpartition("@")[2]
     if scheme != "file":
         rest = re.split(r"[?#]", rest, maxsplit=1)[0]
     place, slash, path = rest.partition("/")

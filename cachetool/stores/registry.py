@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from cachetool.errors import UsageError
 from cachetool.stores.base import Limits, Store
-from cachetool.stores.redact import redact, split_url
+from cachetool.stores.redact import redact, refuse_hidden_user, split_url
 
 __all__ = ["SCHEMES", "local_path", "open_store"]
 
@@ -23,6 +23,7 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
     Raises :class:`UsageError` for a scheme nobody knows (:class:`MissingExtra` when a package would serve it),
     :class:`NotFound` for a local folder that is not there, :class:`AccessDenied` when credentials are missing.
     """
+    refuse_hidden_user(url)
     scheme, _ = split_url(url)
     if not scheme and "://" in url:
         raise UsageError(f"{redact(url)!r} is neither a path nor a URL; known are a path and {', '.join(SCHEMES)}")

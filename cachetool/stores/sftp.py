@@ -53,8 +53,8 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{redact(url)!r} is not a URL: {error}") from None
+    except ValueError:  # its message quotes what may be a password
+        raise UsageError(f"{redact(url)!r} is not a URL: its host or its port cannot be read") from None
     if not parts.hostname or parts.query or parts.fragment:
         raise UsageError(f"{redact(url)}: an SFTP URL is sftp://user@host/absolute/path")
     login: dict[str, Any] = {"host": parts.hostname}

@@ -315,9 +315,11 @@ def test_slow_down_is_obeyed_as_long_as_it_asks(naps: list[float], status: int) 
 
 
 def test_slow_down_for_no_time_at_all_is_no_leave_to_ask_without_end(naps: list[float]) -> None:
-    with scripted_server(lambda handler: handler.answer(429, Retry_After="0")) as server:
-        with pytest.raises(Unreachable, match="the server answers 429"):
-            store_at(server).get(ITEM)
+    with (
+        scripted_server(lambda handler: handler.answer(429, Retry_After="0")) as server,
+        pytest.raises(Unreachable, match="the server answers 429"),
+    ):
+        store_at(server).get(ITEM)
 
     assert len(server.requests) < 100
 
@@ -401,7 +403,7 @@ def test_64_workers_that_are_told_to_slow_down_at_once_do_so_and_all_finish(
 )
 def test_retry_after_is_clamped(header: str | None, seconds: float | None) -> None:
     """Row 48."""
-    assert client.retry_after(header, now=1000.0) == seconds
+    assert http_wire.retry_after(header, now=1000.0) == seconds
 
 
 def test_a_failing_server_is_asked_again_for_a_while(naps: list[float]) -> None:

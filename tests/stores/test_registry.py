@@ -31,6 +31,24 @@ def test_a_web_url_is_shown_without_its_secrets() -> None:
     assert store.url == "https://host/folder"
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://KEY:CAN/ARY@bucket/x", "credentials come from the environment"),
+        ("http://user:CAN/ARY@host/x", "is written %2F"),
+        ("http://user:CAN#ARY@host/x", "is written %2F"),
+        ("http://user:12?CANARY@host/x", "is written %2F"),
+        ("sftp://user:CAN/ARY@host/x", "is written %2F"),
+    ],
+)
+def test_what_may_be_a_password_is_neither_looked_up_nor_shown(url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as caught:
+        open_store(url)
+
+    assert "CAN" not in str(caught.value)
+    assert "ARY" not in str(caught.value)
+
+
 @pytest.mark.parametrize("url", ["nope://host/a", "S3X://b", "reference://x", "simplecache::s3://x", "shell://x"])
 def test_an_unknown_scheme_names_the_known_ones(url: str) -> None:
     with pytest.raises(UsageError, match=r"known are a path and file, s3, s3a, gs") as caught:
