@@ -7,17 +7,21 @@ error sending request``. Servers echo keys and signatures in their messages, so 
 
 from __future__ import annotations
 
+import random
 import re
+import time
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
-from cachetool.stores.base import CHANGED
+from cachetool.stores.base import CHANGED, Limits
 from cachetool.stores.redact import printable, scrub
+from cachetool.stores.traffic import retried
 
-__all__ = ["as_our_error"]
+__all__ = ["Patience", "as_our_error"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _ENDPOINT = re.compile(r"https?://([^/\s\"'?#@]+@)?([^/\s\"'?#]+)")
+_SLOW_DOWN = (429, 503)
 _CLOCK = ("RequestTimeTooSkewed", "RequestExpired")
 _REFUSALS = (
     "AccessDenied",
@@ -29,6 +33,28 @@ _REFUSALS = (
     "SignatureDoesNotMatch",
     "UnsupportedAlgorithm",
 )
+
+
+class Patience:
+    """With a store that says "slow down": obstore asks again for ``limits.retry``, which is seconds, as it does for all
+    that fails."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._until = time.monotonic() + limits.throttle
+        self._attempt = 0
+
+    def with_(self, error: Exception) -> bool:
+        """Wait a while because of ``error``, after which the same can be asked for again; False when it cannot."""
+        status = _STATUS.search(str(error))
+        if status is None or int(status.group(1)) not in _SLOW_DOWN:
+            return False
+        self._attempt += 1
+        pause = random.uniform(0, min(30.0, 2.0**self._attempt))
+        if time.monotonic() + pause > self._until:
+            return False
+        retried()
+        time.sleep(pause)
+        return True
 
 
 def as_our_error(error: Exception, *, place: str, key: str | None = None) -> CacheToolError:
@@ -67,7 +93,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
         return SourceError(f"{what}: the bucket is in another region; set AWS_REGION")
     if status == 416:
         return BadObject(f"{what} is shorter than when it was listed")
-    if status in (429, 503):
+    if status in _SLOW_DOWN:
         return Unreachable(f"{what}: the store keeps answering 'slow down' ({said}); try later or with fewer workers")
     if status >= 500:
         return Unreachable(f"{what}: the server fails ({said}), also when asked again")

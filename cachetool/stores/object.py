@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from cachetool.errors import CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import Options, azure_options, gcs_options, s3_options
-from cachetool.stores.failures import as_our_error
+from cachetool.stores.failures import Patience, as_our_error
 from cachetool.stores.redact import redact, split_url
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
                 raise as_our_error(error, place=place, key=key) from None
 
         signed = Signed(signed_url, limits)
-    return ObjectStore(reading, lambda: make(limits.listing), place, signed)
+    return ObjectStore(reading, lambda: make(limits.listing), place, limits, signed)
 
 
 def _read(path: str) -> bytes:
@@ -125,13 +125,15 @@ class ObjectStore:
 
     concurrency = 32
 
-    def __init__(self, reading: Any, listing: Callable[[], Any], url: str, signed: Signed | None = None) -> None:
+    def __init__(
+        self, reading: Any, listing: Callable[[], Any], url: str, limits: Limits, signed: Signed | None = None
+    ) -> None:
         """A store of obstore's, what makes another one with the limits that suit a listing, the URL as it may be shown,
         and a faster way to large objects, where there is one.
 
         Made by :func:`open_object_store`.
         """
-        self._reading, self._listing, self._signed = reading, listing, signed
+        self._reading, self._listing, self._signed, self._limits = reading, listing, signed, limits
         self.url = url
         self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
@@ -156,35 +158,48 @@ class ObjectStore:
         self._refuse_fork()
         left_out: Counter[str] = Counter()
         circle = _Circle(self.url)
-        try:
-            for page in self._listing().list(offset=key, chunk_size=_LIST_CHUNK):
-                batch = []
-                for meta in page:
-                    circle.look(meta["path"])
-                    # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.
-                    if meta["size"] == 0 and not self._exists(meta["path"]):
-                        left_out["folder markers"] += 1
-                        continue
-                    batch.append(Object(meta["path"], meta["size"], _bare(meta["e_tag"])))
-                yield batch
-        except _errors() as error:
-            raise as_our_error(error, place=self.url) from None
+        for page in self._pages(key):
+            batch = []
+            for meta in page:
+                circle.look(meta["path"])
+                # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.
+                if meta["size"] == 0 and self._head(meta["path"]) is None:
+                    left_out["folder markers"] += 1
+                    continue
+                batch.append(Object(meta["path"], meta["size"], _bare(meta["e_tag"])))
+            yield batch
         self._left_out = left_out
 
-    def _exists(self, key: str) -> bool:
-        try:
-            self._reading.head(key)
-        except FileNotFoundError:
-            return False
-        return True
+    def _pages(self, after: str | None) -> Iterator[Any]:
+        patience = Patience(self._limits)
+        while True:
+            try:
+                for page in self._listing().list(offset=after, chunk_size=_LIST_CHUNK):
+                    yield page
+                    after, patience = page[-1]["path"] if page else after, Patience(self._limits)
+                return
+            except _errors() as error:
+                if not patience.with_(error):
+                    raise as_our_error(error, place=self.url) from None
+
+    def _head(self, key: str) -> Any:
+        """What the store says of an object; None where there is none."""
+        patience = Patience(self._limits)
+        while True:
+            try:
+                return self._reading.head(key)
+            except FileNotFoundError:
+                return None
+            except _errors() as error:
+                if not patience.with_(error):
+                    raise as_our_error(error, place=self.url, key=key) from None
 
     def find(self, key: str) -> Object:
         """The object with this key below the prefix."""
         self._refuse_fork()
-        try:
-            meta = self._reading.head(key)
-        except _errors() as error:
-            raise as_our_error(error, place=self.url, key=key) from None
+        meta = self._head(key)
+        if meta is None:
+            raise as_our_error(FileNotFoundError(), place=self.url, key=key)
         return Object(key, meta["size"], _bare(meta["e_tag"]))
 
     def get(self, item: Object) -> memoryview:
@@ -205,8 +220,15 @@ class ObjectStore:
 
     def _get(self, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
         self._refuse_fork()
+        patience = Patience(self._limits)
         try:
-            found = self._reading.get(item.key, options=options)
+            while True:
+                try:
+                    found = self._reading.get(item.key, options=options)
+                    break
+                except _errors() as error:
+                    if not patience.with_(error):
+                        raise
             meta = found.meta
             check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
             if options is None and want < item.size:

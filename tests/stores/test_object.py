@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import socket
 import subprocess
@@ -16,9 +17,9 @@ import pytest
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
 from cachetool.stores import Limits, Object, open_store
-from tests.servers import Moto, free_port, rclone_s3, scripted_server
+from tests.servers import Moto, Scripted, free_port, rclone_s3, scripted_server
 
-QUICK = Limits(retry=0.8)
+QUICK = Limits(retry=0.8, throttle=0.8)
 SILENT = Limits(retry=0.8, silence=0.5, listing=0.5)
 SECRET = "CANARYsecret"
 
@@ -138,6 +139,42 @@ def test_each_refusal_of_a_server_is_the_error_that_helps(
     assert type(error) is kind
     assert said in str(error)
     assert "s3://bucket/prefix" in str(error)
+
+
+def test_slow_down_is_borne_for_longer_than_what_fails(made_up: pytest.MonkeyPatch) -> None:
+    """Row 47: refused while listing, at a page in the middle, and at each object, for longer than obstore asks."""
+    refused: collections.Counter[str] = collections.Counter()
+    pages = {"": [f"{number}.npy" for number in range(3)], "2.npy": ["3.npy", "4.npy"]}
+
+    def script(handler: Scripted) -> None:
+        query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(handler.path).query))
+        what = query.get("continuation-token", query.get("start-after", "")) if query else handler.path
+        if query or "range" not in handler.headers:
+            refused[what] += 1
+            if refused[what] <= 10:
+                handler.answer((429, 503)[refused[what] % 2])
+                return
+        if not query:
+            handler.answer(200, b"x", ETag='"e"', Last_Modified="Thu, 01 Jan 1970 00:16:50 GMT")
+            return
+        more = what == ""
+        keys = pages["2.npy" if what in ("next", "2.npy") else ""]
+        found = "".join(
+            f"<Contents><Key>{key}</Key><Size>1</Size><ETag>e</ETag>"
+            "<LastModified>1970-01-01T00:16:50.000Z</LastModified></Contents>"
+            for key in keys
+        )
+        rest = "<NextContinuationToken>next</NextContinuationToken>" if more else ""
+        handler.answer(200, f"<ListBucketResult>{rest}{found}</ListBucketResult>".encode())
+
+    made_up.setattr("cachetool.stores.failures.time.sleep", lambda seconds: None)
+    with scripted_server(script) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        store = open_store("s3://bucket", limits=Limits(retry=0.2))
+        items = [item for page in store.list() for item in page]
+        assert [item.key for item in items] == ["0.npy", "1.npy", "2.npy", "3.npy", "4.npy"]
+        assert [bytes(store.get(item)) for item in items] == [b"x"] * 5
+        assert store.find("1.npy").size == 1  # type: ignore[attr-defined]
 
 
 def test_a_refused_connection_is_unreachable(made_up: pytest.MonkeyPatch) -> None:
