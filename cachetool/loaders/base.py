@@ -128,7 +128,8 @@ class BaseLoader(ABC, Generic[T]):
         self._concurrent = concurrent
         self._function = b"" if transform is None or workers == 0 else dumps(transform)
         self.epoch = 0
-        """Number of the epoch that the next ``iter()`` begins: how many were delivered whole."""
+        """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
+        one, or the next one if it was left."""
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._iterator: weakref.ref[Epoch[T]] | None = None
@@ -176,6 +177,8 @@ class BaseLoader(ABC, Generic[T]):
             return epoch
         if before is not None:
             before.replace()
+        if self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch:
+            self.epoch += 1  # else a loop with a `break` in it would see the same samples for ever
         epoch = self._started(self._fed(), self.epoch, self._left_over)
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
@@ -231,20 +234,30 @@ class BaseLoader(ABC, Generic[T]):
         feeders ended.
         """
         at = self._progress
-        state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed}
+        state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
         if at is None or at.step == 0 or at.ended or at.begun.epoch != self.epoch:
             return {**state, "resume": self._left_over, "taken": self._taken}
         return {**state, "resume": at.resume(), "taken": at.before + at.step}
 
+    def _order(self) -> dict[str, Any]:
+        """What the samples of an epoch and their order depend on, beside the seed."""
+        found: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
+        return found if found["split"] is None else {**found, "validation": self._settings.validation}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
 
-        Raises :class:`UsageError` for the state of a loader with another seed.
+        Raises :class:`UsageError` for the state of a loader with another seed, and in the middle of an epoch for that
+        of one with another ``shuffle``, ``split`` or ``validation``: it has other samples, or another order.
         """
         if state.get("state") != _STATE:
             raise UsageError("not a state of this version's loaders")
         if state["seed"] != self._settings.seed:
             raise UsageError(f"the state was made with seed={state['seed']}, this loader has {self._settings.seed}")
+        here = self._order()
+        for name, value in state.get("order", {}).items() if state["resume"] else ():
+            if here.get(name) != value:
+                raise UsageError(f"the state was made with {name}={value!r}, this loader has {here.get(name)!r}")
         self.epoch = self._resumed = int(state["epoch"])
         self._resume, self._taken = state["resume"], int(state.get("taken", 0))
         before = None if self._iterator is None else self._iterator()

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("before", "begun", "feed", "step", "steps")
+    __slots__ = ("before", "begun", "failed", "feed", "step", "steps")
 
     def __init__(self, feed: Feed, begun: Begun, steps: int, before: int) -> None:
         self.feed, self.begun = feed, begun
@@ -33,11 +33,18 @@ class Progress:
         """Batches in all, and those of it that were delivered before it was resumed."""
         self.step = 0
         """Batches delivered."""
+        self.failed = False
+        """Whether an error ended it."""
 
     @property
     def ended(self) -> bool:
         """Whether the last batch was delivered."""
         return self.step >= self.steps
+
+    @property
+    def left(self) -> bool:
+        """Whether the loop was left in the middle of it."""
+        return 0 < self.step < self.steps and not self.failed
 
     def resume(self) -> dict[str, Any]:
         """What it takes to go on from here. Raises :class:`UsageError` when the feeders ended."""
@@ -90,11 +97,15 @@ class Epoch(Iterator[T]):
         if self._feed.pid != os.getpid():
             raise UsageError(f"this iterator belongs to process {self._feed.pid}; iterate the loader again in this one")
         if self.replaced:
-            raise UsageError("this iterator ended when its loader was iterated again, closed or interrupted")
+            raise UsageError(
+                "this iterator ended when its loader was iterated again, closed or interrupted; with concurrent=True"
+                " one goes on when another begins"
+            )
         try:
             batches = self._taken()
             self._ready.extend(map(self._loader._finish, batches[: self._steps - self._fetched]))
-        except BaseException:
+        except BaseException as error:
+            self.progress.failed = isinstance(error, Exception)
             self.replace()  # an epoch with a hole in it is not gone on with
             raise
 

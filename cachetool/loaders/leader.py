@@ -20,7 +20,7 @@ from cachetool.loaders.produce import Mailbox
 from cachetool.loaders.resume import Resume
 from cachetool.loaders.turns import NotYet, Turns
 from cachetool.loaders.view import View
-from cachetool.loaders.waiting import Talk
+from cachetool.loaders.waiting import Talk, given_up
 
 __all__ = ["Leader"]
 
@@ -110,7 +110,7 @@ class Leader:
         _, until, talk = self._pending or (asked, now + self._settings.wait, Talk(self._settings.root))
         if now >= until:
             self._pending = None
-            write_line(self._answers, {"id": asked["id"], "error": described(self._turns.given_up(short))})
+            write_line(self._answers, {"id": asked["id"], "error": described(given_up(self._settings, short))})
             return
         talk.tell(short)
         self._pending = asked, until, talk

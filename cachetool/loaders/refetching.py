@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cachetool.errors import CacheToolError, UsageError, from_json
+from cachetool.errors import CacheToolError, CapBlocked, UsageError, from_json
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.view import View
 
@@ -22,8 +22,15 @@ def have_again(root: str, view: View, resume: Resume) -> None:
     known = {each["id"]: each for each in resume.origins}
     if unknown := sorted(set(gone) - set(known)):
         raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
-    if gone:
+    if not gone:
+        return
+    try:
         _pulled_again(root, [known[id] for id in gone])
+    except CapBlocked as error:
+        raise CapBlocked(
+            f"the {len(gone)} evicted shards of the epoch to resume find no room beside those that are there; raise"
+            " --max-size, or go on without them: missing='skip'"
+        ) from error
 
 
 def _pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column, Ragged
-from cachetool.errors import CacheToolError
+from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.failure import rebuilt
 from cachetool.loaders.ring import Ring, RingWriter, Slot
@@ -264,6 +264,9 @@ class SlotReader:
             schema = Schema.from_json(value["fields"])
             for other in self._schemas.values():
                 if other != schema:
-                    raise CacheToolError(f"batches differ: {other.describe()} and {schema.describe()}")
+                    raise UsageError(
+                        f"transform= gave {schema.describe()}, and {other.describe()} for another batch; fields, types"
+                        " and shapes must be the same for all"
+                    )
             self._schemas[text] = schema
         return schema

@@ -33,7 +33,7 @@ from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
 from cachetool.loaders.turns import NotYet, Turns
 from cachetool.loaders.view import Part
-from cachetool.loaders.waiting import Talk
+from cachetool.loaders.waiting import Talk, given_up
 from cachetool.schema import Field, Schema
 
 __all__ = ["Thread"]
@@ -83,7 +83,7 @@ class Thread:
                     return begun
             except NotYet as short:
                 if time.monotonic() >= until:
-                    raise self._turns.given_up(short) from None
+                    raise given_up(self._settings, short) from None
                 talk.tell(short)
             time.sleep(_POLL)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,12 @@ class Transform:
             given = _values(block)
             firsts = {field.name: given[field.name][0] for field in block.schema if field.kind == "ragged"}
             return self._block(self._call(given, epoch, int(indices[0])), firsts)
-        results = [self._call(block.sample(i), epoch, number) for i, number in enumerate(indices.tolist())]
+        first = block.sample(0)
+        numbers = indices.tolist()
+        results = [self._call(block.sample(i) if i else first, epoch, number) for i, number in enumerate(numbers)]
         if self._schema is None:
-            self._schema = _schema(results[0])
+            firsts = {field.name: first[field.name] for field in block.schema if field.kind == "ragged"}
+            self._schema = _schema(results, firsts)
         return _checked(self._schema, results)
 
     def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
@@ -78,13 +82,16 @@ class Transform:
         except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
             raise TransformError from error
         if not isinstance(result, Mapping) or not result:
-            raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}")
+            less = "; to leave samples out use one over batches, which may give fewer" if result is None else ""
+            raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}{less}")
         if others := [name for name in result if not isinstance(name, str)]:
             raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
 
     def _block(self, result: Mapping[str, Any], firsts: Mapping[str, Any]) -> Block:
-        columns = {name: _column(name, value, firsts.get(name)) for name, value in result.items()}
+        known = {} if self._schema is None else {field.name: field.kind == "ragged" for field in self._schema}
+        names = list(known) if known.keys() == result.keys() else result
+        columns = {name: _column(name, result[name], firsts.get(name), ragged=known.get(name, False)) for name in names}
         schema = Schema(tuple(field for field, _ in columns.values()))
         self._schema = self._schema or schema
         if schema != self._schema:
@@ -137,13 +144,33 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _schema(sample: Mapping[str, Any]) -> Schema:
-    return Schema(tuple(_field(name, value) for name, value in sample.items()))
+def _schema(results: Sequence[Mapping[str, Any]], firsts: Mapping[str, Any]) -> Schema:
+    """Of what came of the first batch; ``firsts``: the ragged values of its first sample. Such a field stays ragged
+    when it was passed through, or its values still differ in shape."""
+
+    def of(name: str, value: Any) -> Field:
+        field = _field(name, value)
+        if name not in firsts or not field.shape:
+            return field
+        still = value is firsts[name] or _differ([result.get(name) for result in results])
+        return _ragged(field) if still else field
+
+    return Schema(tuple(of(name, value) for name, value in results[0].items()))
+
+
+def _ragged(field: Field) -> Field:
+    return replace(field, shape=(None,) * len(field.shape))
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether these are arrays of one rank that differ in shape."""
+    shapes = {value.shape if isinstance(value, np.ndarray) else () for value in values}
+    return len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1
 
 
 def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
     for result in results:
-        if tuple(result) != schema.names:
+        if result.keys() != set(schema.names):
             raise UsageError(
                 f"transform= gave the fields {', '.join(result)}; at first it gave {', '.join(schema.names)}"
             )
@@ -153,13 +180,16 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
         raise UsageError(f"transform= must give what its first result was: {error}") from error
 
 
-def _column(name: str, value: Any, first: Any) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field: a ragged one passed through, whose ``first`` is still it,
-    stays ragged."""
-    if isinstance(value, list | tuple) and value and (value[0] is first or isinstance(value[0], str | bytes)):
+def _column(name: str, value: Any, first: Any, *, ragged: bool) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field. A list in place of a ragged column, of which ``first`` was
+    the first value, is one as well where it was before, where it was passed through, and where its values differ in
+    shape."""
+    listed = isinstance(value, list | tuple) and bool(value)
+    still = listed and (ragged or value[0] is first or (first is not None and _differ(value)))
+    if listed and (still or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:
-            field = Field(name, field.dtype, (None,) * len(field.shape))
+            field = _ragged(field)
         column = Block.from_samples(Schema((field,)), [{name: each} for each in value]).columns[name]
         return field, column
     array = _array(name, value)

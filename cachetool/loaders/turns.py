@@ -18,12 +18,10 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
-from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, CapacityError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.refetching import have_again
@@ -88,6 +86,8 @@ class Turns:
         """
         ahead = self._ahead
         if ahead is not None and ahead.plan.epoch == epoch and resume is None:
+            if self._current is not None:  # which was broken off
+                self._cut()
             self._renew(surely=surely)
             ahead = self._ahead
             assert ahead is not None
@@ -133,10 +133,8 @@ class Turns:
         self._until = time.monotonic() + self._settings.hold
         current = self._current
         if current is not None and current.plan.generation == generation:
-            ahead = self._ahead
-            if ahead is not None and ahead.plan.follows and pace.batches < current.plan.steps(self._settings).count:
-                self._ahead = replace(ahead, plan=replace(ahead.plan, follows=False))
-                self._publish(self._ahead.plan)  # what is left of the present one is not made either
+            if pace.batches < current.plan.steps(self._settings).count:
+                self._cut()
             self._current = None
             self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:
@@ -164,16 +162,6 @@ class Turns:
             return Resume(reached, plan.samples, parts, origins)
         positions, _ = plan.left(self._settings)
         return Resume(int(positions[reached]), plan.of[0], parts, origins)
-
-    def given_up(self, short: NotYet) -> CacheToolError:
-        """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
-        text = f"waited {self._settings.wait:g} s for samples: {short}"
-        with contextlib.suppress(CacheToolError), open_cache(self._settings.root, create=False) as cache:
-            for event in cache.stats().errors[:1]:
-                return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
-        command = f"cachetool pull SOURCE{cache_option(Path(self._settings.root))}"
-        less = "batch_size=" if self._settings.drop_last else "min_samples= and wait="
-        return UsageError(f"{text}; fill it with: {command}, or set {less}")
 
     def left(self, generation: int) -> None:
         """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
@@ -232,6 +220,12 @@ class Turns:
         self._ahead = None
         self._look_ahead(ahead.plan.epoch, instead=ahead)
 
+    def _cut(self) -> None:
+        """What is left of the present epoch is not made any more."""
+        if self._ahead is not None and self._ahead.plan.follows:
+            self._ahead = replace(self._ahead, plan=replace(self._ahead.plan, follows=False))
+            self._publish(self._ahead.plan)
+
     def _next(self) -> int:
         self._generation += 1
         return self._generation
@@ -277,15 +271,20 @@ class Turns:
 
     def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
         view, lost, _ = found_again(view, resume)
+        next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
         if lost and self._settings.missing != "skip":
+            skip = "missing='skip' goes on without their samples" if self._split is None else next_one
             raise UsageError(
-                f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; missing='skip'"
-                " goes on without their samples, missing='refetch' pulls them again"
+                f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since;"
+                f" missing='refetch' pulls them again, {skip}"
             )
         if not lost:
             return Plan(self._next(), epoch, view, self._count(view), resume.position)
         if self._split is not None:
-            raise UsageError("an epoch with split= cannot be resumed after shards of it were evicted")
+            raise UsageError(
+                "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
+                f" missing='refetch' pulls them again, {next_one}"
+            )
         plan = Plan(self._next(), epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
         return replace(plan, samples=len(plan.left(self._settings)[0]))
 

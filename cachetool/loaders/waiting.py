@@ -11,9 +11,10 @@ from pathlib import Path
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.layout import cache_option
 from cachetool.cache.pullers import PullState, pull_states
-from cachetool.errors import CacheToolError, SourceError
+from cachetool.errors import CacheToolError, SourceError, UsageError
+from cachetool.loaders.plan import Settings
 
-__all__ = ["WAIT", "Talk", "failed_pull", "say", "wait_for_samples"]
+__all__ = ["WAIT", "Talk", "failed_pull", "given_up", "say", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
@@ -42,6 +43,17 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def given_up(settings: Settings, short: object) -> CacheToolError:
+    """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
+    text = f"waited {settings.wait:g} s for samples: {short}"
+    with contextlib.suppress(CacheToolError), open_cache(settings.root, create=False) as cache:
+        for event in cache.stats().errors[:1]:
+            return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
+    command = f"cachetool pull SOURCE{cache_option(Path(settings.root))}"
+    less = "batch_size=" if settings.drop_last else "min_samples= and wait="
+    return UsageError(f"{text}; fill it with: {command}, or set {less}")
 
 
 def _who_pulls(root: Path) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.errors import UsageError
 from cachetool.loaders.numpy import Loader
 
 
@@ -105,12 +105,50 @@ def test_ragged_columns_pass_through_a_transform_of_batches(workers: int, cache:
         assert [[value.tolist() for value in batch["ragged"]] for batch in loader] == expected
 
 
+def reversed_fields(sample: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(sample.items(), reverse=bool(sample["number"] % 2)))
+
+
+def cropped(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"ragged": sample["ragged"][1:]}
+
+
+def cropped_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"ragged": [value[1:] for value in columns["ragged"]]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_values_stay_ragged_in_a_transform(workers: int, cache: CacheDir) -> None:
+    options: dict[str, Any] = {"batch_size": 20, "workers": workers, "seed": 1}
+    with Loader(cache, **options) as loader:
+        expected = {
+            int(number): value.tolist()
+            for batch in loader
+            for number, value in zip(batch["number"], batch["ragged"], strict=True)
+        }
+    assert len({np.shape(value) for value in expected.values()}) > 2
+    with Loader(cache, transform=reversed_fields, **options) as loader:
+        for batch in loader:
+            for number, value in zip(batch["number"], batch["ragged"], strict=True):
+                assert value.tolist() == expected[int(number)]
+    with Loader(cache, shuffle=False, transform=cropped, **options) as loader:
+        values = [value.tolist() for batch in loader for value in batch["ragged"]]
+    with Loader(cache, shuffle=False, transform=cropped_columns, transform_each="batch", **options) as loader:
+        assert values == [value.tolist() for batch in loader for value in batch["ragged"]]
+    assert values == [expected[number][1:] for number in range(60)]
+
+
 def padded(columns: dict[str, Any]) -> dict[str, Any]:
     return {"ragged": [np.zeros((8, 8), np.int16) for _ in columns["ragged"]]}
 
 
-def test_a_ragged_column_that_a_transform_pads_is_an_array(cache: CacheDir) -> None:
-    with Loader(cache, batch_size=4, workers=1, transform=padded, transform_each="batch") as loader:
+def padded_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"ragged": np.zeros((8, 8), np.int16)}
+
+
+@pytest.mark.parametrize(("each", "pads"), [("batch", padded), ("sample", padded_sample)])
+def test_a_ragged_column_that_a_transform_pads_is_an_array(each: str, pads: Any, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, workers=1, transform=pads, transform_each=each) as loader:
         assert next(iter(loader))["ragged"].shape == (4, 8, 8)
 
 
@@ -127,6 +165,7 @@ class Refuses:
         ({"x": [[1], [2, 3]]}, "transform= gave list for field 'x', of which NumPy makes no array"),
         ({"x": Refuses()}, "transform= gave Refuses for field 'x', .*BFloat16"),
         ({1: 1}, "transform= must name its fields by str, it gave 1"),
+        (None, "it gave NoneType; to leave samples out use one over batches"),
     ],
 )
 def test_what_cannot_be_a_field_of_a_batch_is_named(gives: Any, says: str, cache: CacheDir) -> None:
@@ -144,7 +183,7 @@ def test_what_the_transform_gives_first_holds_for_all_feeders(cache: CacheDir) -
 
     options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "transform_each": "batch"}
     loader = Loader(cache, workers=2, transform=alternates, **options)
-    with loader, pytest.raises(CacheToolError, match=r"batches differ: x: float\d\d and x: float"):
+    with loader, pytest.raises(UsageError, match=r"transform= gave x: float\d\d, and x: float\d\d for another batch"):
         list(loader)
 
 

@@ -87,7 +87,7 @@ def test_every_iteration_sees_the_newest_snapshot_and_its_lease_ends(workers: in
         assert sorted(numbers(loader)) == list(range(90))
         with pytest.raises(UsageError, match="this iterator ended when its loader was iterated again"):
             next(half)
-        assert loader.epoch == 3
+        assert loader.epoch == 4  # the one that was left has a number too
     assert leases(cache) == []
     assert [shard.epochs for shard in cache.shards()] == [3, 3, 3, 2, 1]
 
@@ -667,7 +667,7 @@ def test_a_state_whose_shards_were_evicted_goes_on_when_they_are_pulled_again(wo
         cache.evict(cache.usage().total - cache.shards()[0].bytes)
         with Loader(cache.root, missing="refetch", **options) as loader:
             loader.load_state_dict(state)
-            with pytest.raises(CacheToolError, match="npy"):
+            with pytest.raises(CacheToolError, match="is empty now"):
                 iter(loader)
         assert leases(cache) == []
 

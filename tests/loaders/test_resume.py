@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cachetool.cache import CacheDir
-from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders import ring_memory, threads
+from cachetool.cache import CacheDir, open_cache
+from cachetool.errors import CacheToolError, CapBlocked, UsageError
+from cachetool.loaders import refetching, ring_memory, threads
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.resume import Resume
 from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.loaders.view import View
+from tests.loaders.numbered import KEYED, put
 from tests.loaders.processes import children, until
 
 EACH = [0, 2]
@@ -22,6 +26,15 @@ EACH = [0, 2]
 def numbers(batches: Any) -> list[int]:
     """The numbers of the samples of these batches, in order."""
     return [int(number) for batch in batches for number in batch["number"]]
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[CacheDir]:
+    """A cache of three shards of 20 samples with keys, which tell the sides of a split."""
+    with open_cache(tmp_path / "keyed", max_size="20MB") as opened:
+        for start in (0, 20, 40):
+            put(opened, range(start, start + 20), schema=KEYED)
+        yield opened
 
 
 def opened(cache: CacheDir, **options: Any) -> Loader:
@@ -43,6 +56,96 @@ def test_a_state_after_break_goes_on_behind_the_batches_that_were_delivered(work
         assert sorted(first + numbers(loader)) == list(range(60))
         assert loader.epoch == 1
         assert sorted(numbers(loader)) == list(range(60))
+
+
+def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: CacheDir) -> None:
+    with opened(keyed, workers=1, split="train", validation=0.3) as loader:
+        start = loader.state_dict()
+        batches = iter(loader)
+        next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        del batches
+    for other, says in (
+        ({"shuffle": False}, "made with shuffle='full', this loader has 'no'"),
+        ({"split": "validation"}, "made with split='train', this loader has 'validation'"),
+        ({"split": None}, "made with split='train', this loader has None"),
+        ({"validation": 0.2}, r"made with validation=0\.3, this loader has 0\.2"),
+    ):
+        with opened(keyed, workers=1, **{"split": "train", "validation": 0.3, **other}) as loader:
+            with pytest.raises(UsageError, match=says):
+                loader.load_state_dict(state)
+            loader.load_state_dict(start)  # a whole epoch may be another one
+
+
+@pytest.mark.parametrize(("missing", "says"), [("error", "evicted since"), ("skip", "nobody knows which")])
+def test_a_side_of_a_split_without_its_shards_says_how_to_begin_anew(keyed: CacheDir, missing: str, says: str) -> None:
+    options: dict[str, Any] = {"workers": 1, "split": "train", "missing": missing}
+    with opened(keyed, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        del batches
+    keyed.evict(keyed.usage().total - keyed.shards()[0].bytes)
+    with opened(keyed, **options) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(UsageError, match=rf"{says}.*begin the next epoch with loader\.epoch = 1"):
+            iter(loader)
+        loader.epoch = 1
+        assert set(numbers(loader)) <= set(range(20, 60))
+        assert loader.epoch == 2
+
+
+def test_evicted_shards_that_find_no_room_are_said_to_be_those_of_the_epoch(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pull says would name this training as whom it waits for."""
+
+    def full(*_: Any) -> None:
+        raise CapBlocked("cache is full: pid 1 reads it")
+
+    monkeypatch.setattr(refetching, "_pulled_again", full)
+    view = View(1, "default", KEYED, ())
+    resume = Resume(0, 8, [["a", 1, 8, "content"]], [{"id": "a"}])
+    with pytest.raises(CapBlocked, match=r"1 evicted shards of the epoch to resume find no room.*missing='skip'"):
+        refetching.have_again(str(cache.root), view, resume)
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_a_loop_that_is_left_each_time_sees_other_samples_each_time(workers: int, cache: CacheDir) -> None:
+    found: list[tuple[int, list[int]]] = []
+    with opened(cache, workers=workers) as loader:
+        for _ in range(4):
+            for batch in loader:
+                found.append((loader.epoch, batch["number"].tolist()))
+                break
+        for _ in range(2):  # nothing was delivered: it was not begun
+            iter(loader)
+        whole = numbers(loader)
+        assert loader.epoch == 5
+    assert [epoch for epoch, _ in found] == [0, 1, 2, 3]
+    assert len({tuple(batch) for _, batch in found}) == 4
+    with opened(cache, workers=workers) as loader:  # the same as whoever left none of them
+        orders = [numbers(loader) for _ in range(5)]
+    assert [batch for _, batch in found] == [order[:4] for order in orders[:4]]
+    assert whole == orders[4]
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_an_epoch_that_failed_begins_again(workers: int, cache: CacheDir, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.touch()
+
+    def picky(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["number"] == 7 and bad.exists():
+            raise ValueError("no sevens")
+        return sample
+
+    with opened(cache, workers=workers, transform=picky, prefetch=1) as loader:
+        with pytest.raises(UsageError, match="no sevens"):
+            numbers(loader)
+        bad.unlink()
+        assert sorted(numbers(loader)) == list(range(60))
+        assert loader.epoch == 1
 
 
 @pytest.mark.parametrize("workers", EACH)
@@ -146,7 +249,7 @@ def test_a_state_that_is_not_known_any_more_is_an_error_that_says_so(workers: in
         loader.state_dict()
     numbers(loader)
     loader.close()
-    assert loader.state_dict()["epoch"] == 1
+    assert loader.state_dict()["epoch"] == 2
 
 
 @pytest.mark.parametrize("workers", EACH)
@@ -217,7 +320,7 @@ def test_an_interrupt_while_batches_are_counted_loses_none_of_the_epochs_after_i
             next(batches)
         assert sorted(numbers(loader)) == list(range(60))
         assert not set(feeders) & set(children())
-        assert loader.epoch == 1
+        assert loader.epoch == 2
 
 
 def _waits(semaphore: ctypes.c_void_p) -> bool:
