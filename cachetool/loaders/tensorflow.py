@@ -34,6 +34,7 @@ from cachetool.loaders.split import SIDES, Split
 from cachetool.loaders.subscription import CacheSubscription, subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
+from cachetool.units import parse_fraction
 
 try:
     import tensorflow as tf
@@ -63,7 +64,7 @@ def make_dataset(
     drop_remainder: bool = False,
     run: str | None = None,
     split: str | None = None,
-    validation: float = 0.05,
+    validation: float | str = 0.05,
 ) -> tf.data.Dataset:
     """Batches of the samples that are in the cache when an epoch begins.
 
@@ -88,9 +89,10 @@ def make_dataset(
     """
     if batch_size < 1 or shuffle_buffer < 0:
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
-    if split not in (None, *SIDES) or not 0 < validation < 1:
+    share = parse_fraction(validation, what="validation=")
+    if split not in (None, *SIDES) or not 0 < share < 1:
         raise UsageError(f"split is 'train' or 'validation', validation a share between 0 and 1: {split}, {validation}")
-    sides = None if split is None else Split(split, validation)
+    sides = None if split is None else Split(split, share)
     subscription = subscribe(cache, dataset=dataset, run=run)
     where = f" --cache {shlex.quote(str(subscription.root))}" if isinstance(subscription, CacheSubscription) else ""
     try:

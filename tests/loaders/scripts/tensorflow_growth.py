@@ -189,7 +189,7 @@ def sides(root: Path, out: dict[str, Any]) -> None:
 
         few = make_dataset(cache, batch_size=16, fields=["number"], split="validation", validation=1e-9)
         out["empty side"] = numbers(iter(few))
-        endless = make_dataset(cache, batch_size=16, split="validation", validation=1e-9, repeat=True)
+        endless = make_dataset(cache, batch_size=16, split="validation", validation="0.0000001%", repeat=True)
         out["empty side for ever"] = refused(functools.partial(next, iter(endless)))
         out["bad split"] = [
             refused(lambda: make_dataset(cache, batch_size=1, split="test")),
