@@ -167,9 +167,6 @@ class HttpClient:
         attempt = had = 0
         while True:
             attempt += 1
-            if len(partial.data) - had > self._limits.min_rate * (time.monotonic() - began):
-                # It broke, but it got on: what counts is the time without progress.
-                began, attempt, had = time.monotonic(), 1, len(partial.data)
             asked = None
             patience = self._limits.retry
             failure: Exception | None = None
@@ -192,6 +189,9 @@ class HttpClient:
                 if response.status in (429, 503):
                     patience = self._limits.throttle
                     asked = retry_after(response.headers.get("Retry-After"))
+            if len(partial.data) - had > self._limits.min_rate * (time.monotonic() - began):
+                # It broke, but it got on: what counts is the time without progress.
+                began, attempt, had = time.monotonic(), 1, len(partial.data)
             most_wait = min(30.0 if patience > self._limits.retry else 3.0, 0.1 * 2.0 ** min(attempt, 16))
             pause = random.uniform(0, most_wait)
             if asked:  # 0 would be to ask again at once, for as long as it says so

@@ -2,7 +2,8 @@
 
 Who one is and whom one trusts is what ``ssh`` knows: ``~/.ssh/config``, the agent, the keys in ``~/.ssh``, and
 ``~/.ssh/known_hosts``, without which a server is refused. Its event loop runs in a thread of its own; a connection that
-breaks is made anew. The "ETag" of a file is its time of modification and its size.
+breaks is made anew, and a file that was being read goes on where it stopped. The "ETag" of a file is its time of
+modification and its size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -154,14 +155,19 @@ class SftpStore:
 
     def _read(self, item: Object, start: int, length: int | None) -> memoryview:
         path = self._path(item.key).encode("utf-8", "surrogateescape")
+        data = bytearray()
+        version: Object | None = None
 
-        async def read(client: Any) -> bytearray:
+        async def read(client: Any) -> None:
+            nonlocal version
             within = self._limits.silence
             async with await asyncio.wait_for(client.open(path, "rb"), within) as file:
                 now = _object(item.key, await asyncio.wait_for(file.stat(), within))
                 check_identity(item, size=now.size, etag=now.etag)
+                if now != version or now.etag is None:  # what an earlier attempt brought may be of another version
+                    data.clear()
+                    version = now
                 want = now.size if length is None else length
-                data = bytearray()
                 while len(data) < want:
                     # As long as a slow line may take for a part; a line that is dead is found by keepalives.
                     part = await asyncio.wait_for(
@@ -169,14 +175,14 @@ class SftpStore:
                     )
                     if not part:
                         break
-                    data += part
+                    data.extend(part)
                 check_length(item, got=len(data), want=want)
-                return data
 
         try:
-            return memoryview(self._run(read, f"{self.url}: {item.key!r}")).toreadonly()
+            self._run(read, f"{self.url}: {item.key!r}", data)
         except NotFound:
             raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
+        return memoryview(data).toreadonly()
 
     def _path(self, key: str) -> str:
         if "\0" in key or any(part in (".", "..") for part in key.split("/")):
@@ -191,9 +197,10 @@ class SftpStore:
             connection, self._connection, self._client = self._connection, None, None
             asyncio.run_coroutine_threadsafe(_end(connection), loop)
 
-    def _run(self, work: Callable[[Any], Awaitable[T]], what: str) -> T:
-        """Do ``work`` with a client; again on a new connection when it breaks, until limits.retry."""
-        began, attempt = time.monotonic(), 0
+    def _run(self, work: Callable[[Any], Awaitable[T]], what: str, came: Sized = b"") -> T:
+        """Do ``work`` with a client; again on a new connection when it breaks, until limits.retry. ``came`` is what it
+        has brought so far and keeps for the next attempt."""
+        began, attempt, had = time.monotonic(), 0, 0
         while True:
             attempt += 1
             try:
@@ -202,6 +209,9 @@ class SftpStore:
                 failure = _refused(error, what, self._login["host"])
                 if failure is not None:
                     raise failure from None
+                if len(came) - had > self._limits.min_rate * (time.monotonic() - began):
+                    # It broke, but it got on: what counts is the time without progress.
+                    began, attempt, had = time.monotonic(), 1, len(came)
                 pause = random.uniform(0, min(3.0, 0.1 * 2.0**attempt))
                 if time.monotonic() - began + pause > self._limits.retry:
                     seconds = time.monotonic() - began

@@ -158,6 +158,21 @@ def test_a_broken_transfer_starts_again_when_the_object_has_changed_or_has_no_et
     assert get(without)[0] == BODY
 
 
+def test_a_long_transfer_that_breaks_goes_on_however_long_it_took(naps: list[float]) -> None:
+    """Row 42: each part takes longer than ``retry``, of which only the time without progress counts."""
+
+    def script(handler: Scripted) -> None:
+        start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        naps.append(20.0)
+        headers = {"ETag": '"v1"', "Content_Length": str(len(BODY) - start)}
+        if start:
+            headers["Content_Range"] = f"bytes {start}-{len(BODY) - 1}/{len(BODY)}"
+        handler.answer(206 if start else 200, BODY[start : start + 50_000], **headers)
+        handler.close_connection = True
+
+    assert get(script)[0] == BODY
+
+
 @pytest.mark.parametrize(
     ("etag", "more"), [({"ETag": '"v2"'}, 0), ({}, 0), ({"ETag": '"v1"'}, 8)], ids=["other", "none", "longer"]
 )

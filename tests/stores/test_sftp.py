@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
+import socketserver
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, MissingExtra, Unreachable, UsageError
-from cachetool.stores import Limits, open_store
-from tests.servers import free_port, sftp_server
+from cachetool.errors import AccessDenied, BadObject, MissingExtra, Unreachable, UsageError
+from cachetool.stores import Limits, Object, open_store
+from cachetool.stores import sftp as client
+from tests.servers import HOST, free_port, sftp_server
 
 QUICK = Limits(connect=2, silence=2, retry=1)
+LARGE = os.urandom(5 * 2**20)
+CUT = 5 * 2**19
+"""Two parts and a half, of the size in which a file is read."""
 
 
 @pytest.fixture
@@ -62,6 +72,110 @@ def test_a_connection_that_breaks_is_made_anew(home: Path, folder: Path) -> None
         store._connection.abort()  # type: ignore[attr-defined]  # as a router does that forgot it
 
         assert bytes(store.get(item)) == b"alpha"
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which the store's clock is ahead; pauses are added."""
+    ahead: list[float] = []
+
+    class Clock:
+        monotonic = staticmethod(lambda: time.monotonic() + sum(ahead))
+        sleep = staticmethod(ahead.append)
+
+    monkeypatch.setattr(client, "time", Clock)
+    return ahead
+
+
+@contextlib.contextmanager
+def cutting(url: str, home: Path, cut: Callable[[], None]) -> Iterator[str]:
+    """Another way to the server at ``url``: each connection ends after :data:`CUT` bytes, with a call of ``cut``."""
+    behind = int(url.rpartition(":")[2])
+
+    class Cut(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection((HOST, behind)) as server, contextlib.suppress(OSError):
+                for sock in (server, self.request):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                threading.Thread(target=self.ask, args=(server,), daemon=True).start()
+                left = CUT
+                while left and (came := server.recv(min(left, 65536))):
+                    self.request.sendall(came)
+                    left -= len(came)
+                if not left:
+                    cut()
+                self.request.shutdown(socket.SHUT_WR)  # what was sent still arrives, unlike after close
+
+        def ask(self, server: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while asked := self.request.recv(65536):
+                    server.sendall(asked)
+
+    with socketserver.ThreadingTCPServer((HOST, 0), Cut) as proxy:
+        proxy.daemon_threads = True
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        port = proxy.server_address[1]
+        known = home / ".ssh" / "known_hosts"
+        known.write_text(known.read_text().replace(f":{behind}", f":{port}"))
+        try:
+            yield url.replace(f":{behind}", f":{port}")
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def test_a_long_read_that_breaks_goes_on_where_it_stopped(home: Path, folder: Path, late: list[float]) -> None:
+    """Each connection lasts longer than ``retry``, of which only the time without progress counts."""
+    (folder / "a.npy").write_bytes(LARGE)
+    cuts: list[int] = []
+
+    def cut() -> None:
+        cuts.append(1)
+        late.append(20.0)
+
+    with (
+        sftp_server(folder, home) as direct,
+        cutting(direct, home, cut) as url,
+        contextlib.closing(open_store(url)) as store,
+    ):
+        assert bytes(store.get(store.find("a.npy"))) == LARGE
+        assert len(cuts) == 2
+        assert bytes(store.get_range(store.find("a.npy"), 100, 2**22)) == LARGE[100 : 100 + 2**22]
+
+
+def test_a_read_that_breaks_and_is_too_slow_is_given_up(home: Path, folder: Path, late: list[float]) -> None:
+    (folder / "a.npy").write_bytes(LARGE)
+    with (
+        sftp_server(folder, home) as direct,
+        cutting(direct, home, lambda: late.append(20.0)) as url,
+        contextlib.closing(open_store(url, limits=Limits(min_rate=2**20))) as store,
+        pytest.raises(Unreachable, match="1 times in 2"),
+    ):
+        store.get(store.find("a.npy"))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_parts_of_two_versions_are_never_put_together(home: Path, folder: Path, *, listed: bool) -> None:
+    """Replaced by a file of the same size when the connection breaks; without an ETag the new one is as good."""
+    (folder / "a.npy").write_bytes(LARGE)
+    new = LARGE[::-1]
+
+    def replace() -> None:
+        (folder / "b.npy").write_bytes(new)
+        os.utime(folder / "b.npy", (10**9, 10**9))
+        os.replace(folder / "b.npy", folder / "a.npy")
+
+    with (
+        sftp_server(folder, home) as direct,
+        cutting(direct, home, replace) as url,
+        contextlib.closing(open_store(url)) as store,
+    ):
+        if listed:
+            with pytest.raises(BadObject, match="another ETag"):
+                store.get(store.find("a.npy"))
+        else:
+            assert bytes(store.get(Object("a.npy", len(LARGE)))) == new
 
 
 def test_nobody_there_is_said_within_the_time_given(home: Path) -> None:
