@@ -326,8 +326,9 @@ def _html_index(folder: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def sftp_server(folder: Path, home: Path) -> Iterator[str]:
-    """Serve ``folder`` as ``/`` to the key in ``home/.ssh``, where the server's own key is known; gives its URL."""
+def sftp_server(folder: Path, home: Path, *, more_keys: tuple[str, ...] = ()) -> Iterator[str]:
+    """Serve ``folder`` as ``/`` to the key in ``home/.ssh``, where the server's own key is known, but none of
+    ``more_keys``, the algorithms of others; gives its URL."""
     import asyncio
 
     import asyncssh
@@ -344,7 +345,7 @@ def sftp_server(folder: Path, home: Path) -> Iterator[str]:
     listening = asyncssh.listen(
         HOST,
         0,
-        server_host_keys=[host],
+        server_host_keys=[host, *(asyncssh.generate_private_key(kind) for kind in more_keys)],
         authorized_client_keys=os.fspath(keys / "authorized"),
         sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=os.fsencode(folder)),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shlex
 import stat
 import threading
 import time
@@ -30,7 +31,7 @@ from cachetool.errors import (
     UsageError,
 )
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.redact import redact, scrub
+from cachetool.stores.redact import printable, redact, scrub
 from cachetool.stores.traffic import retried
 
 __all__ = ["SftpStore", "open_sftp_store"]
@@ -206,7 +207,7 @@ class SftpStore:
             try:
                 return self._wait(self._attempt(work))
             except _failures() as error:
-                failure = _refused(error, what, self._login["host"])
+                failure = _refused(error, what, self._login)
                 if failure is not None:
                     raise failure from None
                 if len(came) - had > self._limits.min_rate * (time.monotonic() - began):
@@ -249,6 +250,9 @@ class SftpStore:
                 self._connection = await asyncio.wait_for(
                     asyncssh.connect(
                         **self._login,
+                        # The algorithms of known keys first, then all others: where only those of a known key are
+                        # offered, as is the default, a server with another key just hangs up.
+                        server_host_key_algs="+*",
                         connect_timeout=limits.connect,
                         login_timeout=limits.silence,
                         keepalive_interval=limits.silence / 2,
@@ -305,10 +309,11 @@ def _lost() -> tuple[type[Exception], ...]:
     return asyncssh.ConnectionLost, asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection, asyncssh.DisconnectError
 
 
-def _refused(error: Exception, what: str, host: str) -> CacheToolError | None:
+def _refused(error: Exception, what: str, login: Mapping[str, Any]) -> CacheToolError | None:
     """The error of ours for one that another attempt would meet again; None when it may pass."""
     import asyncssh
 
+    host = login["host"]
     if isinstance(error, CacheToolError):
         return error
     if isinstance(error, asyncssh.SFTPNoSuchFile | asyncssh.SFTPNoSuchPath):
@@ -316,9 +321,17 @@ def _refused(error: Exception, what: str, host: str) -> CacheToolError | None:
     if isinstance(error, asyncssh.SFTPPermissionDenied):
         return AccessDenied(f"{what}: permission denied")
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
-        return AccessDenied(f"{what}: the key of {host} is not in ~/.ssh/known_hosts; connect once with: ssh {host}")
+        port = ["-p", str(login["port"])] if "port" in login else []
+        user = f"{printable(login['username'])}@" if "username" in login else ""
+        return AccessDenied(
+            f"{what}: the key that {host} shows is not in ~/.ssh/known_hosts; if the server is new, connect once with:"
+            f" {shlex.join(['ssh', *port, user + host])}\n"
+            "if it was known, its key was changed, or somebody else answers in its place: ask whoever runs it"
+        )
     if isinstance(error, asyncssh.PermissionDenied):
         return AccessDenied(f"{what}: {host} takes none of the keys and passwords that ssh would offer")
+    if isinstance(error, asyncssh.KeyExchangeFailed):  # mostly an algorithm that both sides know
+        return SourceError(f"{what}: {_line(error)}")
     if isinstance(error, asyncssh.SFTPError) and not isinstance(error, _lost()):
         return SourceError(f"{what}: {_line(error)}")
     if isinstance(error, asyncssh.KeyImportError | asyncssh.ConfigParseError):

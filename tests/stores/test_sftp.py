@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import asyncssh
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, MissingExtra, Unreachable, UsageError
+from cachetool.errors import AccessDenied, BadObject, MissingExtra, SourceError, Unreachable, UsageError
 from cachetool.stores import Limits, Object, open_store
 from cachetool.stores import sftp as client
 from tests.servers import HOST, free_port, sftp_server
@@ -39,11 +40,55 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_server_that_known_hosts_does_not_know_is_refused(home: Path, folder: Path) -> None:
-    with sftp_server(folder, home) as url, contextlib.closing(open_store(url, limits=QUICK)) as store:
-        (home / ".ssh" / "known_hosts").write_text("")
-        with pytest.raises(AccessDenied, match=r"known_hosts; connect once with: ssh 127\.0\.0\.1"):
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which the store's clock is ahead; pauses are added."""
+    ahead: list[float] = []
+
+    class Clock:
+        monotonic = staticmethod(lambda: time.monotonic() + sum(ahead))
+        sleep = staticmethod(ahead.append)
+
+    monkeypatch.setattr(client, "time", Clock)
+    return ahead
+
+
+@pytest.mark.parametrize("known", ["none", "another", "another algorithm"])
+def test_a_server_whose_key_is_not_known_is_refused_at_once(
+    home: Path, folder: Path, known: str, late: list[float]
+) -> None:
+    """It may be new, or somebody else in its place: what to do is said for both."""
+    with sftp_server(folder, home) as url, contextlib.closing(open_store(url)) as store:
+        port = url.rpartition(":")[2]
+        kind = {"another": "ssh-ed25519", "another algorithm": "ecdsa-sha2-nistp256"}.get(known)
+        key = asyncssh.generate_private_key(kind).export_public_key().decode() if kind else ""
+        (home / ".ssh" / "known_hosts").write_text(f"[{HOST}]:{port} {key}" if key else "")
+        with pytest.raises(AccessDenied) as caught:
             list(store.list())
+
+    assert str(caught.value) == (
+        f"{store.url}: the key that {HOST} shows is not in ~/.ssh/known_hosts; if the server is new, connect once with:"
+        f" ssh -p {port} user@{HOST}\n"
+        "if it was known, its key was changed, or somebody else answers in its place: ask whoever runs it"
+    )
+    assert late == []
+
+
+def test_of_several_keys_of_a_server_one_known_is_enough(home: Path, folder: Path) -> None:
+    """The server has a key of an algorithm that is preferred to that of the known one."""
+    with (
+        sftp_server(folder, home, more_keys=("ssh-ed448", "ecdsa-sha2-nistp256", "ssh-rsa")) as url,
+        contextlib.closing(open_store(url)) as store,
+    ):
+        assert [item.key for page in store.list() for item in page] == ["a.npy"]
+
+
+def test_a_server_with_no_algorithm_in_common_is_not_asked_again(home: Path, folder: Path, late: list[float]) -> None:
+    with sftp_server(folder, home) as url, contextlib.closing(open_store(url)) as store:
+        (home / ".ssh" / "config").write_text("Ciphers aes128-cbc\n")
+        with pytest.raises(SourceError, match="No matching encryption algorithm"):
+            list(store.list())
+    assert late == []
 
 
 def test_a_user_without_a_key_is_refused_in_one_line(home: Path, folder: Path) -> None:
@@ -72,19 +117,6 @@ def test_a_connection_that_breaks_is_made_anew(home: Path, folder: Path) -> None
         store._connection.abort()  # type: ignore[attr-defined]  # as a router does that forgot it
 
         assert bytes(store.get(item)) == b"alpha"
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the store's clock is ahead; pauses are added."""
-    ahead: list[float] = []
-
-    class Clock:
-        monotonic = staticmethod(lambda: time.monotonic() + sum(ahead))
-        sleep = staticmethod(ahead.append)
-
-    monkeypatch.setattr(client, "time", Clock)
-    return ahead
 
 
 @contextlib.contextmanager
