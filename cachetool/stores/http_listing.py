@@ -39,6 +39,7 @@ class Entry:
     """One line of an index page."""
 
     name: str
+    """Empty, or with a ``/`` in it, for an object that no key can name."""
     is_folder: bool
     size: int = -1
     etag: str | None = None
@@ -85,6 +86,12 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
 _NGINX_SIZE = re.compile(r"\s+\d{2}-[A-Z][a-z]{2}-\d{4} \d{2}:\d{2}\s+(\d{1,18})\s*$", re.MULTILINE)
 
 
+_SCHEMES = frozenset(
+    {"http", "https", "ftp", "file", "mailto", "javascript", "data", "tel", "sms", "about", "blob", "magnet", "news"}
+)
+"""What a link to another place may begin with; before any other colon stands a name that was not escaped."""
+
+
 class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -116,16 +123,25 @@ def _links(body: memoryview, page: str) -> Iterator[Entry]:
             target = urlsplit(urljoin(page, href))
         except ValueError:
             continue
-        path = unquote(target.path, errors="surrogateescape")
-        # Column headers sort by a query; parents and other places are not below this folder.
-        if target.query or (target.scheme, target.netloc) != (base.scheme, base.netloc) or not path.startswith(folder):
+        if target.query:  # column headers sort by a query
             continue
-        name, slash, deeper = path[len(folder) :].partition("/")
-        if not name or deeper or name in seen:
+        if (target.scheme, target.netloc) == (base.scheme, base.netloc):
+            path = unquote(target.path, errors="surrogateescape")
+            last = unquote(target.path.removesuffix("/").rpartition("/")[2], errors="surrogateescape")
+            is_folder, name = path.endswith("/"), path[len(folder) :].removesuffix("/")
+            # Parents and other places are not below this folder; what is deeper is on a page of its own. A slash that
+            # is escaped is part of the name.
+            if not path.startswith(folder) or not name or name != last.removesuffix("/"):
+                continue
+        elif target.netloc or target.scheme in _SCHEMES:
             continue
-        seen.add(name)
+        else:  # "c:d.npy", which a browser takes for a scheme as well
+            is_folder, name = False, ""
+        if (target.scheme, name or href) in seen:
+            continue
+        seen.add((target.scheme, name or href))
         size = _NGINX_SIZE.search(text)
-        yield Entry(name, bool(slash), int(size.group(1)) if size and not slash else -1)
+        yield Entry(name, is_folder, int(size.group(1)) if size and not is_folder else -1)
 
 
 def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:

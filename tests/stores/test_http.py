@@ -697,6 +697,27 @@ def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
     ]
 
 
+def test_links_to_names_that_cannot_be_used_are_counted() -> None:
+    """Row 71: a name with a slash in it, and one that reads as a URL; links to other places are none of ours."""
+    page = """<a href="fine.npy">fine</a> <a href="./1:2.npy">1</a> <a href="./e:f.npy">e</a> <a href="sub%2F">s</a>
+    <a href="a%2Fb.npy">1</a> <a href="a%2Fb.npy">again</a> <a href="c:d.npy">2</a> <a href="c:d.npy">again</a>
+    <a href="%2Fabs.npy">3</a> <a href="..%2Fup.npy">4</a> <a href="/place/f%2fg/">5</a> <a href="e:f.npy">6</a>
+    <a href="/">root</a> <a href="%2F">root</a> <a href="../">up</a> <a href="?C=N;O=D">Name</a>
+    <a href="http://other.host/place/evil.npy">x</a> <a href="mailto:me@host">m</a> <a href="javascript:x()">j</a>
+    <a href="deep/er.npy">d</a> <a href="deep/e%2Fr.npy">d</a> <a href="%2e%2e/up.npy">u</a> <a href="x:?y=z">q</a>"""
+
+    def script(handler: Scripted) -> None:
+        body = "" if handler.path.endswith("/sub/") else page
+        handler.answer(200, body.encode(), Content_Type="text/html; charset=utf-8")
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        found = sorted(item.key for listed in store.list() for item in listed)
+
+    assert found == ["1:2.npy", "e:f.npy", "fine.npy"]
+    assert store.left_out == {"odd names in an index": 6}
+
+
 def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
     assert get(lambda handler: handler.answer(200, BODY), Object("a.npy", -1))[0] == BODY
     with pytest.raises(Unreachable):
