@@ -232,6 +232,20 @@ def test_a_source_that_cannot_be_used_leaves_a_cache_as_it_was(
     assert tree(filled) == before
 
 
+@pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
+def test_what_convert_wrote_is_a_folder_of_files_of_one_kind(
+    here: Run, filled: Path, tmp_path: Path, format: str
+) -> None:
+    """The ``dataset.json`` beside them does not count."""
+    assert here("convert", "--to", format, "--out", "plain", "--cache", filled).code == 0
+    held = here("stats", "--json", "--cache", filled).document["samples"]
+
+    ran = here("pull", "plain", "--all", "--max-size", "8MB", "--cache", "new", "--json")
+
+    assert ran.code == 0, ran.stderr
+    assert ran.document["samples"] == held
+
+
 def test_a_cap_below_one_shard_is_refused_with_the_minimum_before_anything_is_made(
     run: Run, remote: Path, tmp_path: Path
 ) -> None:

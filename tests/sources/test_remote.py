@@ -23,6 +23,8 @@ from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.remote.kinds import Census
+from cachetool.stores import Object
 from tests.servers import Http, counted_s3, folder_server
 
 ROWS, SHAPE = 200, (8, 16)
@@ -232,6 +234,27 @@ def test_a_set_of_files_is_one_source(tmp_path: Path, server: Http) -> None:
     assert source.samples == 153
     assert len(set(keys(block))) == 153
     assert sorted(block.columns["label"].tolist()) == sorted([*range(50), *range(51), *range(52)])
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        (("part-00000.h5", "dataset.json", ".extents/part-00000.h5/extents.bin"), "hdf5"),
+        (("p.lmdb", "dataset.json", ".extents/p.lmdb/extents.bin"), "lmdb"),
+        (("p.zarr/zarr.json", "p.zarr/c/0", "dataset.json", ".extents/p.zarr/extents.bin"), "zarr"),
+        ((".zattrs", ".zarray", "0.0", "dataset.json"), "zarr"),
+        (("one/a.h5", "one/dataset.json"), None),
+        (("a.h5", "other.json"), None),
+        (("dataset.json",), None),
+    ],
+)
+def test_what_convert_writes_beside_its_files_does_not_count(keys: tuple[str, ...], kind: str | None) -> None:
+    """Object stores list hidden names, too. A ``dataset.json`` of each of many samples is one of their fields."""
+    census = Census("s3://bucket/out")
+
+    assert list(census.count([[Object(key, 1) for key in keys]])) == [[Object(key, 1) for key in keys]]
+
+    assert census.kind(None) == kind
 
 
 def test_npy_files_in_a_folder_are_a_sample_each_unless_asked_for_as_files(tmp_path: Path, server: Http) -> None:
