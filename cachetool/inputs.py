@@ -63,7 +63,7 @@ def describe(path: Path, options: FileOptions) -> Message:
     """How :func:`open_input` opens ``path`` in another process; raises :class:`UsageError` when it is not there."""
     if not path.exists():
         raise UsageError(f"there is no {path}; name a file or a folder to convert")
-    if (Layout(path).marker.is_file() or Layout(path).catalog.is_file()) and Layout(path).shards.is_dir():
+    if Layout(path).is_cache:
         raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
     value: Message = {"path": str(path.resolve()), "options": options.to_json()}
     if (path / DATASET_FILE).is_file():

@@ -14,6 +14,7 @@ from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.admission import asked, refuse_full_disk
 from cachetool.cache.capping import least_cap
 from cachetool.cache.commit import folder_bound
+from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.records import RANGE_BYTES
 from cachetool.cache.usage import measure
 from cachetool.engines import LocalEngine, Task
@@ -25,7 +26,7 @@ from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
 from cachetool.sources.early import SEGMENT
-from cachetool.stores import canonical, redact
+from cachetool.stores import canonical, local_path, redact, split_url
 from cachetool.stores.registry import SCHEMES
 from cachetool.units import format_size, parse_rate, parse_size
 
@@ -64,6 +65,16 @@ def check_place(url: str) -> None:
     if colon and scheme in SCHEMES and not rest.startswith("//") and not Path(url).exists():
         meant = redact(f"{scheme}://{rest.lstrip('/')}")
         raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
+
+
+def refuse_cache(url: str) -> None:
+    """Raise :class:`UsageError` for a source that is the folder of a cache: its files are no samples."""
+    if split_url(url)[0] in ("", "file") and Layout(path := local_path(url)).is_cache:
+        as_files = f"cachetool convert --to hdf5 --out DIR{cache_option(path)}"
+        raise UsageError(
+            f"{path} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
+            f"to copy its samples, write them into files and pull these: {as_files}"
+        )
 
 
 def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:

@@ -34,6 +34,7 @@ from cachetool.planning import (
     format_of,
     pace,
     prepare,
+    refuse_cache,
     refuse_small_cap,
     samples_per_shard,
     shard_bytes,
@@ -66,6 +67,7 @@ def pull(
     """
     began = time.monotonic()
     check_place(url)
+    refuse_cache(url)
     id = source_id(url, options)
     with ExitStack() as stack:
         stack.enter_context(leaving_nothing(cache))

@@ -116,6 +116,11 @@ class Layout:
             raise UsageError(f"cache {self.root} cannot be made: {error.strerror}; name another folder") from error
 
     @property
+    def is_cache(self) -> bool:
+        """Whether a cache lies here, be it one that lost its ``cachetool.json`` or its catalog."""
+        return (self.marker.is_file() or self.catalog.is_file()) and self.shards.is_dir()
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """The folders under the root."""
         return (self.holders, self.shards, self.listings)

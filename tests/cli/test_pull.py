@@ -232,6 +232,18 @@ def test_a_source_that_cannot_be_used_leaves_a_cache_as_it_was(
     assert tree(filled) == before
 
 
+@pytest.mark.parametrize("written", ["{}", "file://{}"])
+def test_a_cache_is_no_source(here: Run, filled: Path, tmp_path: Path, written: str) -> None:
+    ran = here("pull", written.format(filled), "--max-size", "8MB", "--cache", "new")
+
+    assert ran.code == 2
+    assert ran.error == (
+        f"{filled} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
+        "to copy its samples, write them into files and pull these: cachetool convert --to hdf5 --out DIR"
+    )
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
 def test_what_convert_wrote_is_a_folder_of_files_of_one_kind(
     here: Run, filled: Path, tmp_path: Path, format: str
