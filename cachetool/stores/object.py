@@ -270,7 +270,10 @@ class _Circle:
     def look(self, key: str) -> None:
         """The next key. Raises :class:`SourceError` when it was there before."""
         if key == self._key:
-            raise SourceError(f"{self._place}: the list leads back into itself: {key[:200]!r} comes again") from None
+            raise SourceError(
+                f"{self._place}: the list leads back into itself: {key[:200]!r} comes again;\n"
+                "or two keys differ by a / at an end, which cannot be told apart: then rename one"
+            ) from None
         self._left -= 1
         if not self._left:
             self._key, self._power = key, 2 * self._power

@@ -292,6 +292,18 @@ def test_pages_that_lead_back_into_themselves_are_an_error(
     assert "leads back into itself" in str(error)
 
 
+def test_two_keys_that_differ_by_a_slash_at_an_end_are_said_to_be_a_cause(made_up: pytest.MonkeyPatch) -> None:
+    """Rows 52 and 71: the client takes them for one."""
+    with s3_pages({"": (["/abs.x.npy", "abs.x.npy"], "")}) as server:
+        made_up.setenv("AWS_ENDPOINT_URL", server.url)
+        error = fail("s3://bucket")
+    assert isinstance(error, SourceError)
+    assert str(error).splitlines() == [
+        "s3://bucket: the list leads back into itself: 'abs.x.npy' comes again;",
+        "or two keys differ by a / at an end, which cannot be told apart: then rename one",
+    ]
+
+
 def test_empty_pages_and_pages_in_no_order_are_followed_to_the_end(made_up: pytest.MonkeyPatch) -> None:
     """Row 52."""
     with s3_pages({"": ([], "1"), "1": (["c.x", "a.x"], "2"), "2": ([], "3"), "3": (["b.x"], "")}) as server:
