@@ -31,7 +31,7 @@ from cachetool.errors import (
     UsageError,
 )
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.redact import printable, redact, scrub
+from cachetool.stores.redact import redact, scrub
 from cachetool.stores.traffic import retried
 
 __all__ = ["SftpStore", "open_sftp_store"]
@@ -322,10 +322,9 @@ def _refused(error: Exception, what: str, login: Mapping[str, Any]) -> CacheTool
         return AccessDenied(f"{what}: permission denied")
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
         port = ["-p", str(login["port"])] if "port" in login else []
-        user = f"{printable(login['username'])}@" if "username" in login else ""
         return AccessDenied(
             f"{what}: the key that {host} shows is not in ~/.ssh/known_hosts; if the server is new, connect once with:"
-            f" {shlex.join(['ssh', *port, user + host])}\n"
+            f" {shlex.join(['ssh', *port, host])}\n"
             "if it was known, its key was changed, or somebody else answers in its place: ask whoever runs it"
         )
     if isinstance(error, asyncssh.PermissionDenied):

@@ -68,7 +68,7 @@ def test_a_server_whose_key_is_not_known_is_refused_at_once(
 
     assert str(caught.value) == (
         f"{store.url}: the key that {HOST} shows is not in ~/.ssh/known_hosts; if the server is new, connect once with:"
-        f" ssh -p {port} user@{HOST}\n"
+        f" ssh -p {port} {HOST}\n"
         "if it was known, its key was changed, or somebody else answers in its place: ask whoever runs it"
     )
     assert late == []
