@@ -179,24 +179,38 @@ def lock_states(folder: Path) -> dict[str, bool]:
 
 
 def locks_work(folder: Path) -> bool:
-    """Whether a lock that this process holds in ``folder`` keeps another process out, and lets it in afterwards."""
-    path = folder / f"{secrets.token_hex(8)}.lock"
+    """Whether a lock that this process holds in ``folder`` keeps another process out, and lets it in afterwards.
+
+    A recovery beside us tries the same lock, and removes the file of one that is free: then another file is looked at.
+    """
+    for _ in range(_LOOKS):
+        path = folder / f"{secrets.token_hex(8)}.lock"
+        fd = _make_locked(path)
+        if fd is None:
+            continue
+        try:
+            if _other_gets(path):
+                return False
+            if not path.exists():  # whoever removed it got past the lock, or deletes by hand
+                continue
+            fcntl.lockf(fd, fcntl.LOCK_UN)
+            # Gone: a recovery removes what it could lock, so the lock did let it in.
+            if _other_gets(path) or not path.exists():
+                return True
+        finally:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+    return False
+
+
+_LOOKS = 5
+"""Files that :func:`locks_work` looks at before it believes that locks do not work."""
+
+
+def _other_gets(path: Path) -> bool:
+    """Whether a process of its own can lock the file now."""
     code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-
-    def other_gets_it() -> bool:
-        return (
-            subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode == 0
-        )
-
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        kept_out = not other_gets_it()
-        fcntl.lockf(fd, fcntl.LOCK_UN)
-        return kept_out and other_gets_it()
-    finally:
-        os.close(fd)
-        path.unlink(missing_ok=True)
+    return subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _others(folder: Path) -> list[Path]:

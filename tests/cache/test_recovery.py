@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.cache import CacheDir, SourceRow, draws, open_cache
+from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
 from cachetool.cache.losses import losses, reopen
 from cachetool.errors import CatalogError, UsageError
 
@@ -360,3 +360,34 @@ def test_a_new_cap_comes_into_force_beside_what_a_dead_process_left(cache: Cache
             assert again.stats().leases == []
             assert again.holder.path.exists()
             assert again.catalog.meta("max_size") == size
+
+
+def test_a_recovery_that_removes_the_lock_file_under_examination_breaks_no_lock(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = holders._other_gets
+    asked: list[Path] = []
+
+    def recovering(path: Path) -> bool:
+        asked.append(path)
+        if len(asked) == 1:  # deleted by hand while it was held: says nothing
+            path.unlink()
+        elif len(asked) == 3:  # free, as a recovery finds it
+            with open_cache(cache.root, create=False):
+                pass
+        return ask(path)
+
+    monkeypatch.setattr(holders, "_other_gets", recovering)
+
+    assert holders.locks_work(cache.layout.holders)
+    assert len(set(asked)) == 2
+    assert len(asked) == 3
+    assert [path for path in asked if path.exists()] == []
+
+
+@pytest.mark.parametrize("gets", [True, False], ids=["keep nobody out", "let nobody in"])
+def test_locks_that_do_not_work_are_called_so(cache: CacheDir, monkeypatch: pytest.MonkeyPatch, gets: bool) -> None:
+    monkeypatch.setattr(holders, "_other_gets", lambda path: gets)
+
+    assert not holders.locks_work(cache.layout.holders)
+    assert [path for path in cache.layout.holders.iterdir() if path != cache.holder.path] == []
