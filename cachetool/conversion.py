@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ class ConvertResult:
     skipped: tuple[tuple[str, str], ...] = ()
     """What of the input was not taken: name and reason."""
     present: int = 0
-    """Samples of the input that the cache had before."""
+    """Samples of the input that this did not bring: the cache had them before."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -176,11 +177,11 @@ def convert(
                 wait=wait,
                 report=report,
             )
+            made = [(shard.samples, shard.bytes) for shard in new]
         else:
             dataset = options.dataset or "default"
-            before = {shard.id for shard in cache.shards(dataset)}
             with described(source, options.files, beside=cache.root, report=report) as description:
-                found = take_in(
+                found, made = take_in(
                     cache,
                     description,
                     dataset=dataset,
@@ -193,9 +194,9 @@ def convert(
                     wait=wait,
                     report=report,
                 )
-            new = [shard for shard in cache.shards(dataset) if shard.id not in before]
-        made, size = [(shard.samples, shard.bytes) for shard in new], sum(shard.bytes for shard in new)
-        digest = content_digest(cache.shards(dataset))
+        size = sum(nbytes for _, nbytes in made)
+        with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
+            digest = content_digest(snapshot.shards)
     samples = sum(count for count, _ in made)
     return ConvertResult(
         to=options.to,
@@ -246,7 +247,7 @@ def _to_files(
         return snapshot.dataset, write({"kind": "cache", **place, "content": shards})
 
 
-def content_digest(shards: list[Shard]) -> str:
+def content_digest(shards: Sequence[Shard]) -> str:
     """Content digest of all samples of these shards in order, free of how they are cut; empty for none."""
     if not shards:
         return ""

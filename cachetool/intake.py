@@ -44,8 +44,9 @@ def take_in(
     verify: bool,
     wait: float,
     report: Report,
-) -> Survey:
-    """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds.
+) -> tuple[Survey, list[tuple[int, int]]]:
+    """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds, and
+    samples and bytes on disk of each shard that was committed by this and by nobody beside it.
 
     Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
     the input does not fit; what was committed stays. ``part_bytes`` gives the bytes of values in a shard for a cap,
@@ -64,11 +65,11 @@ def take_in(
         cache.declare(dataset, found.schema)
         if new is not None:
             cache.add_source(SourceRow(id, place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
-        _take_in(
+        made = _take_in(
             cache, description, found, id, dataset=dataset, kind=kind, step=step(found, cache.max_size),
             compression=compression, workers=workers, verify=verify, wait=wait, report=report,
         )  # fmt: skip
-    return found
+    return found, made
 
 
 def _refuse_small_cap(
@@ -89,8 +90,8 @@ def _refuse_small_cap(
 def _take_in(
     cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format, step: int,
     compression: str | None, workers: int, verify: bool, wait: float, report: Report,
-) -> None:  # fmt: skip
-    """Open the job, run the workers, close it."""
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Open the job, run the workers, close it; gives samples and bytes on disk of each shard."""
     room = Room(wait=wait)
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
 
@@ -114,10 +115,12 @@ def _take_in(
             "wait": wait,
         },
     )
+    made: list[tuple[int, int]] = []
     committed = moved = 0
 
     def on_message(_: int, message: Message) -> None:
         nonlocal committed, moved
+        made.append((message["samples"], message["on_disk"]))
         committed += message["samples"]
         moved += message["bytes"]
         report(Progress("convert", committed, found.samples, moved))
@@ -128,6 +131,7 @@ def _take_in(
         raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
     finally:
         edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
+    return made
 
 
 def write_shards(
@@ -155,8 +159,7 @@ def write_shards(
                 if held is None:
                     return {}
                 shard = _Shard(cache, samples, held, job=job, source=source, dataset=dataset, wait=wait)
-                count, nbytes = shard.write(kind, compression=compression, verify=verify)
-                channel.send({"samples": count, "bytes": nbytes})
+                channel.send(shard.write(kind, compression=compression, verify=verify))
         finally:
             samples.close()
             with cache.catalog.write() as connection:
@@ -174,8 +177,8 @@ class _Shard:
         row = cache.source(source)
         self._origin = Origin(source, row.url if row else None, held.turn, ((held.start, held.stop),), sole=True)
 
-    def write(self, kind: Format, *, compression: str | None, verify: bool) -> tuple[int, int]:
-        """Reserve, write, commit; gives samples and bytes of values."""
+    def write(self, kind: Format, *, compression: str | None, verify: bool) -> Message:
+        """Reserve, write, commit; gives samples, bytes of values, and bytes on disk."""
         schema, count = self._input.schema, self._held.stop - self._held.start
         blocks, nbytes = sized(self._input, self._held.start, self._held.stop)
         staging = self._cache.stage(
@@ -205,4 +208,4 @@ class _Shard:
                     connection, self._job, self._held, self._held.stop, samples=count, skipped=0
                 ),
             )
-        return count, nbytes
+        return {"samples": count, "bytes": nbytes, "on_disk": staging.nbytes}

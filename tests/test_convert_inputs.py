@@ -75,6 +75,23 @@ def test_a_foreign_input_goes_into_files_and_into_a_cache(
         assert sum(shard.samples for shard in cache.shards()) == 20, "it exists nowhere else as far as we know"
 
 
+def test_what_others_commit_meanwhile_is_not_counted(foreign: Path, tmp_path: Path) -> None:
+    np.save(foreign / "more.npy", np.ones((30, 2, 3), dtype="<f4"))
+    into: dict[str, Any] = {"cache": tmp_path / "cache", "to": "hdf5", "dataset": "one"}
+    others = []
+
+    def beside(progress: object) -> None:
+        if not others:
+            others.append(cachetool.convert(foreign / "more.npy", fields=["x"], rename={"more": "x"}, **into))
+
+    made = cachetool.convert(foreign / "x.npy", max_size="20MB", shard_size=120, workers=1, progress=beside, **into)
+
+    assert (made.samples, made.present, made.shards) == (20, 0, 4)
+    assert [(other.samples, other.present, other.shards) for other in others] == [(30, 0, 1)]
+    with open_cache(tmp_path / "cache") as cache:
+        assert made.bytes + others[0].bytes == sum(shard.bytes for shard in cache.shards())
+
+
 def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     content = block(EVERY_KIND, 60)
     for name, suffix in (("lmdb", ".lmdb"), ("hdf5", ".h5"), ("zarr", ".zarr")):

@@ -82,6 +82,8 @@ class Staging:
         self.id = id
         self.path = layout.shards / id
         self.bound = bound
+        self.nbytes = 0
+        """Bytes on disk; known once the shard is committed, when others may delete it."""
         self._catalog, self._layout, self._holder = catalog, layout, holder
         self._schema, self._format = schema, format
         self._open = True
@@ -140,11 +142,13 @@ class Staging:
         }
         columns = ", ".join(f"{name} = :{name}" for name in row)
         family = {"ancestors": list(heir.ancestors), "together": together}
-        nbytes = self._seal(connection, facts, origin, {**row, **{name: ids for name, ids in family.items() if ids}})
+        self.nbytes = self._seal(
+            connection, facts, origin, {**row, **{name: ids for name, ids in family.items() if ids}}
+        )
         connection.execute(
             "UPDATE shards SET state = 'ready', holder = NULL, bytes = :bytes, job = coalesce(job, :job),"
             f" {columns} WHERE id = :id",
-            {**row, "job": heir.job, "id": self.id, "bytes": nbytes},
+            {**row, "job": heir.job, "id": self.id, "bytes": self.nbytes},
         )
 
     def _seal(self, connection: Connection, facts: Facts, origin: Origin, row: Mapping[str, Any]) -> int:
