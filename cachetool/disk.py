@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cachetool.errors import CacheToolError, CapacityError, CatalogError
 
-__all__ = ["disk_error", "known_error", "naming_inodes"]
+__all__ = ["cache_around", "disk_error", "known_error", "naming_inodes"]
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -37,12 +37,21 @@ def known_error(error: BaseException) -> CacheToolError | None:
         return full
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
-    for root in Path(error.filename).parents:
-        if (root / "CACHEDIR.TAG").exists() and (root / "cachetool.json").exists():
-            return CatalogError(
-                f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
-                f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
-            )
+    if (root := cache_around(Path(error.filename))) is None:
+        return None
+    return CatalogError(
+        f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
+        f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
+    )
+
+
+def cache_around(path: Path) -> Path | None:
+    """The folder of the cache in which ``path`` lies or would lie, wherever links lead; None outside of every cache."""
+    folder = Path(os.path.realpath(path.parent))
+    for root in (folder, *folder.parents):
+        # os.path: what may not be looked at is no cache that this user could fill.
+        if os.path.exists(root / "CACHEDIR.TAG") and os.path.exists(root / "cachetool.json"):
+            return root
     return None
 
 

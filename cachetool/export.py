@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cachetool.block import Block
-from cachetool.cache.layout import fsync_folder, remove_tree, write_durable
+from cachetool.cache.layout import fsync_folder, refuse_in_cache, remove_tree, write_durable
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Engine, Message
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
@@ -45,9 +45,10 @@ RUN = "run"
 
 
 def require_new(out: Path) -> None:
-    """Raise :class:`UsageError` when there is anything at ``out``."""
+    """Raise :class:`UsageError` when there is anything at ``out``, or it lies in a cache, whose cap would not hold."""
     if out.exists():
         raise UsageError(f"{out} exists already; name a new folder with --out")
+    refuse_in_cache(out, "--out")
 
 
 def export(

@@ -23,7 +23,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from cachetool.disk import naming_inodes
+from cachetool.disk import cache_around, naming_inodes
 from cachetool.errors import UsageError
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "default_root",
     "disk_bytes",
     "fsync_folder",
+    "refuse_in_cache",
     "remove_tree",
     "root_of",
     "tree_bytes",
@@ -67,6 +68,13 @@ def root_of(named: str | Path | None) -> Path:
 def cache_option(root: Path) -> str:
     """`` --cache DIR`` for a command in a message; empty where the command takes that cache by itself."""
     return "" if root.resolve() == default_root().resolve() else f" --cache {shlex.quote(str(root))}"
+
+
+def refuse_in_cache(path: Path, option: str) -> None:
+    """Raise :class:`UsageError` for something to write in the folder of a cache: all in there counts against its cap,
+    and this would not."""
+    if (root := cache_around(path)) is not None:
+        raise UsageError(f"{option} {str(path)!r} lies in the cache {root}; name a place outside of the cache")
 
 
 class Layout:

@@ -87,8 +87,10 @@ def stats(
 
 def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, Any]:
     """Write the page, whole or not at all; gives the figures of ``stats``."""
+    from cachetool.cache.layout import refuse_in_cache
     from cachetool.report import figures, page
 
+    refuse_in_cache(path, "--html")
     found = figures(cache, dataset)
     aside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:

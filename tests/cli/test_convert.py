@@ -342,3 +342,19 @@ def test_an_output_that_cannot_be_made_is_named(run: Run, tmp_path: Path, parent
     ran = run("convert", tmp_path / "taken.npy", "--to", "hdf5", "--out", tmp_path / parent / "out")
 
     assert (ran.code, "cannot write into" in ran.error, "a bug" in ran.error) == (2, True, False)
+
+
+@pytest.mark.parametrize("name", ["cache/out", "cache/shards/deep/out", "link/out", "cache/../cache/out"])
+@pytest.mark.parametrize("given", [True, False], ids=["an input", "the cache"])
+def test_an_output_in_the_folder_of_a_cache_is_refused(
+    here: Run, filled: Path, foreign: Path, name: str, given: bool
+) -> None:
+    (foreign.parent / "link").symlink_to(filled / "listings")
+    before = tree(filled)
+
+    ran = here("convert", *([foreign] if given else []), "--to", "hdf5", "--out", name)
+
+    assert ran.code == 2
+    assert f"{name!r} lies in the cache {filled}" in ran.error
+    assert "outside of the cache" in ran.error
+    assert tree(filled) == before
