@@ -32,7 +32,7 @@ from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import CapBlocked, CapTooSmall, CorruptError
+from cachetool.errors import CapBlocked, CapTooSmall, CatalogError, CorruptError
 from cachetool.foresight import Swap, way_out
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
@@ -152,7 +152,16 @@ class _Swap:
         self.samples = sum(old.samples for old in olds)
 
     def run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
-        """Reserve, write, commit; gives the new shards, or none when one of the group was evicted meanwhile."""
+        """Reserve, write, commit; gives the new shards, or none when one of the group was evicted or converted by
+        somebody else meanwhile: then what was written is given up."""
+        try:
+            return self._run(compression=compression, verify=verify, wait=wait)
+        except (CatalogError, CorruptError, FileNotFoundError):
+            if _origins(self._cache).keys() >= set(self._ids):
+                raise
+            return []  # it went between two looks at the catalog: while sizes were read, or at the commit
+
+    def _run(self, *, compression: str | None, verify: bool, wait: float) -> list[str]:
         cache, kind, origins = self._cache, self._kind, _origins(self._cache)
         if not origins.keys() >= set(self._ids):
             return []

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cachetool import replacement
 from cachetool.api import Cache, open_cache
 from cachetool.cache import CacheDir, Origin
+from cachetool.cache.removal import retire
 from cachetool.conversion import content_digest
 from cachetool.errors import CapacityError, CapTooSmall
 from cachetool.formats import get_format
@@ -312,3 +314,32 @@ def test_ancestors_are_forgotten_with_their_files(root: Path) -> None:
         for shard in cache.shards():
             named = json.loads((shard.path / "shard.json").read_bytes())["ancestors"]
             assert len(named) == 1
+
+
+@pytest.mark.parametrize("moment", ["_sizes", "commit_together"])
+def test_a_group_of_which_a_shard_is_evicted_meanwhile_is_left_out_and_the_next_goes_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    with open_cache(root) as cache:
+        first, second, *others = before = ids(cache)
+        wanted = numbers(cache, cache.shards()[1:])
+        owner: Any = replacement._Swap if moment == "_sizes" else replacement
+        goes_on = getattr(owner, moment)
+
+        def evicting(*args: Any, **more: Any) -> Any:
+            if first in ids(cache):
+                with cache.catalog.write() as connection:
+                    retire(connection, [first], reason="evict", policy="oldest")
+                if moment == "_sizes":  # nobody leases it yet
+                    shutil.rmtree(cache.layout.shards / first)
+            return goes_on(*args, **more)
+
+        monkeypatch.setattr(owner, moment, evicting)
+        replace(root, [[first], [second]], to="hdf5", most=100)
+
+        left = ids(cache)
+        assert not {first, second} & set(left)
+        assert left[-len(others) :] == others
+        assert {shard.format for shard in cache.shards() if shard.id not in before} == {"hdf5"}
+        assert numbers(cache) == wanted
+        assert cache.stats().reserved == 0
