@@ -31,10 +31,10 @@ _CHANGED = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTE
 
 
 def known_error(error: BaseException) -> CacheToolError | None:
-    """:func:`disk_error`; or, where a file of a cache came or went without cachetool, a :class:`CatalogError` that says
-    so: nobody else has any business in there."""
-    if (full := disk_error(error)) is not None:
-        return full
+    """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
+    or went without cachetool: nobody else has any business in there."""
+    if (known := disk_error(error) or _refused(error)) is not None:
+        return known
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
     if (root := cache_around(Path(error.filename))) is None:
@@ -43,6 +43,19 @@ def known_error(error: BaseException) -> CacheToolError | None:
         f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
         f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
     )
+
+
+def _refused(error: BaseException) -> CatalogError | None:
+    """That a file in a cache may not be read or written: ``error`` itself, or what it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PermissionError) and isinstance(cause.filename, str):
+            root = cache_around(Path(cause.filename))
+            if root is not None:
+                remedy = f"chmod -R u+rwX {shlex.quote(str(root))}"
+                return CatalogError(f"permission denied: {cause.filename}; make the cache this user's: {remedy}")
+        cause = cause.__cause__
+    return None
 
 
 def cache_around(path: Path) -> Path | None:

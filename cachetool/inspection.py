@@ -39,6 +39,8 @@ def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
         value = read_shard_json(folder)
     except FileNotFoundError:
         return [Fault("gone", "it is missing", SHARD_FILE if folder.is_dir() else None)]
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
     real = tree_bytes(folder)
@@ -56,6 +58,8 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
     wanted: dict[str, str] = value["files"]
     try:
         found = file_digests(folder)
+    except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
+        raise
     except (OSError, CorruptError) as error:
         return [Fault("data", str(error))]
     if not wanted and joined_digest(found) == value["digest"]:

@@ -193,8 +193,14 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
         return
     if first is not None:
         (folder / first).unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
+    try:
         shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if not os.path.isabs(error.filename or ""):  # it names the last part alone, which says nothing of where
+            error.filename = str(folder)
+        raise
 
 
 def write_durable(path: Path, data: bytes) -> None:

@@ -15,6 +15,7 @@ from cachetool.cache.marker import check, settings
 from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.root import CacheDir
 from cachetool.cache.usage import measure
+from cachetool.disk import known_error
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.units import format_size, parse_size
 
@@ -124,4 +125,4 @@ def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:
         cache.recover()
     except (CapacityError, OSError) as error:  # a full or read-only disk: what is there can still be read
         if notify is not None:
-            notify(f"warning: {error}")
+            notify(f"warning: {known_error(error) or error}")

@@ -28,7 +28,7 @@ from cachetool.cli.pull import pull
 from cachetool.cli.show import show
 from cachetool.cli.stats import stats
 from cachetool.cli.verify import verify
-from cachetool.disk import disk_error, known_error
+from cachetool.disk import known_error
 from cachetool.errors import CacheToolError, Interrupted
 
 __all__ = ["app", "run"]
@@ -74,7 +74,7 @@ def run(args: Sequence[str]) -> int:
             code = app(args=list(args), prog_name="cachetool", standalone_mode=False)
         except CacheToolError as error:
             _trace()
-            return fail_with(disk_error(error) or error, as_json=as_json)
+            return fail_with(known_error(error) or error, as_json=as_json)
         except typer.TyperException as error:
             return _usage(error, args, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from cachetool.disk import disk_error, known_error
+from cachetool.disk import known_error
 from cachetool.engines.child import bug
 from cachetool.engines.local import GRACE, Child, stop
 from cachetool.engines.task import Message, Task
@@ -86,7 +86,7 @@ class Server:
 
 def _error_json(error: BaseException) -> Message:
     if isinstance(error, CacheToolError):
-        return to_json(disk_error(error) or error)
+        return to_json(known_error(error) or error)
     plain = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
     plain.__traceback__ = error.__traceback__
     return to_json(known_error(plain) or bug(plain))

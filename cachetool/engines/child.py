@@ -24,7 +24,7 @@ import traceback
 from queue import SimpleQueue
 from types import FrameType
 
-from cachetool.disk import disk_error, known_error
+from cachetool.disk import known_error
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, from_json, to_json
 
@@ -96,7 +96,7 @@ def main(starter: int = 0, imports: str = "") -> None:
             stay = task.get("stay", False)
             outcome = {"result": _call(task, pipe)}
         except CacheToolError as error:
-            outcome = to_json(disk_error(error) or error)
+            outcome = to_json(known_error(error) or error)
         except MemoryError:
             outcome = to_json(
                 CacheToolError("a worker ran out of memory; use fewer --workers or a smaller --shard-size")
