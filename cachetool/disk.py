@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cachetool.errors import CacheToolError, CapacityError, CatalogError
 
-__all__ = ["cache_around", "disk_error", "known_error", "naming_inodes"]
+__all__ = ["cache_around", "disk_error", "known_error", "naming_inodes", "too_long"]
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -77,6 +77,21 @@ def disk_error(error: BaseException) -> CapacityError | None:
         return None
     name = os.fsdecode(cause.filename) if isinstance(cause.filename, str | bytes) else ""
     return CapacityError(": ".join(part for part in (name, _WORDS[cause.errno]) if part))
+
+
+def too_long(path: Path) -> bool:
+    """Whether ``path``, with the names that go below it, is longer than the file system there takes. Asked before
+    anything is made: the folders above a name that is too long would stay behind."""
+    path = above = path.absolute()
+    while not os.path.exists(above):
+        above = above.parent
+    most = os.pathconf(above, "PC_NAME_MAX")
+    whole = len(os.fsencode(path)) + _BELOW
+    return whole > os.pathconf(above, "PC_PATH_MAX") or any(len(os.fsencode(part)) > most for part in path.parts)
+
+
+_BELOW = 512
+"""Bytes of the names that cachetool makes in a folder: of a shard, a file in it, and a field."""
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from cachetool.block import Block
 from cachetool.cache.layout import fsync_folder, refuse_in_cache, remove_tree, write_durable
+from cachetool.disk import too_long
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Engine, Message
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
@@ -45,8 +46,13 @@ RUN = "run"
 
 
 def require_new(out: Path) -> None:
-    """Raise :class:`UsageError` when there is anything at ``out``, or it lies in a cache, whose cap would not hold."""
-    if out.exists():
+    """Raise :class:`UsageError` when there is anything at ``out``, when no folder can have that name, and when it is in
+    a cache, whose cap would not hold."""
+    if out.name == "..":
+        raise UsageError(f"--out {str(out)!r} ends in '..', which names no new folder; write its own name")
+    if too_long(_aside(out)):
+        raise UsageError(f"--out {str(out)!r} is longer than a name may be here; name a shorter one")
+    if os.path.lexists(out):  # also a link to nowhere
         raise UsageError(f"{out} exists already; name a new folder with --out")
     refuse_in_cache(out, "--out")
 
@@ -73,7 +79,7 @@ def export(
     found = survey(description, part_bytes)
     schema, samples, cuts = found.schema, found.samples, found.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
-    aside = out.with_name(f".{out.name}.partial")
+    aside = _aside(out)
     pieces = workers if engine is None else engine.pieces(workers)
     with _owned(aside, plan), _resumable(aside, len(cuts)):
         finished = _finished(aside)
@@ -114,6 +120,11 @@ def export(
         os.rename(aside, out)
         fsync_folder(out.parent)
     return parts, digest, found
+
+
+def _aside(out: Path) -> Path:
+    """Where it is made."""
+    return out.parent / f".{out.name}.partial"
 
 
 def _task(

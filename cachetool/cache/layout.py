@@ -23,7 +23,7 @@ import shlex
 import shutil
 from pathlib import Path
 
-from cachetool.disk import cache_around, naming_inodes
+from cachetool.disk import cache_around, naming_inodes, too_long
 from cachetool.errors import UsageError
 
 __all__ = [
@@ -57,12 +57,14 @@ def default_root() -> Path:
 
 
 def root_of(named: str | Path | None) -> Path:
-    """The folder of the cache that was named; of None the default one. Raises :class:`UsageError` for an empty name."""
-    if named is None:
-        return default_root()
-    if not str(named).strip():
+    """The folder of the cache that was named; of None the default one. Raises :class:`UsageError` for a name that is
+    empty or too long."""
+    if named is not None and not str(named).strip():
         raise UsageError("the name of the cache folder is empty; name one with --cache")
-    return Path(named)
+    root = default_root() if named is None else Path(named)
+    if too_long(root):
+        raise UsageError(f"cache {str(root)!r} is longer than a name may be here; name a shorter one with --cache")
+    return root
 
 
 def cache_option(root: Path) -> str:

@@ -92,7 +92,7 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
 
     refuse_in_cache(path, "--html")
     found = figures(cache, dataset)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    aside = path.parent / f".{path.name}.{os.getpid()}.new"
     try:
         aside.write_text(page(found), encoding="utf-8")
         os.replace(aside, path)

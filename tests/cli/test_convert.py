@@ -358,3 +358,39 @@ def test_an_output_in_the_folder_of_a_cache_is_refused(
     assert f"{name!r} lies in the cache {filled}" in ran.error
     assert "outside of the cache" in ran.error
     assert tree(filled) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--out", "link"], "exists already"),
+        (["--out", "new/.."], "'..'"),
+        (["--out", ".."], "'..'"),
+        (["--out", "new/" + "x" * 250], "shorter"),  # with what is put around it while it is made
+        (["--out", "new/" + "é" * 130 + "/out"], "shorter"),
+        (["--out", "new/" + "/".join(["x" * 100] * 42)], "shorter"),
+        (["--cache", "new/" + "x" * 256], "--cache"),
+        (["--cache", "new/" + "/".join(["x" * 100] * 38)], "--cache"),
+    ],
+)
+def test_a_name_that_nothing_can_have_is_refused_before_any_work(
+    here: Run, foreign: Path, tmp_path: Path, words: list[str], says: str
+) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+
+    ran = here("convert", foreign, "--to", "hdf5", *words)
+
+    assert ran.code == 2
+    assert says in ran.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == [foreign.name, "link"]
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "doctor", "evict --max-size 1GB", "convert --to hdf5"])
+def test_a_cache_of_a_name_that_is_too_long_is_refused_by_every_command(
+    here: Run, tmp_path: Path, command: str
+) -> None:
+    ran = here(*command.split(), "--cache", "x" * 300)
+
+    assert ran.code == 2
+    assert "name a shorter one with --cache" in ran.error
+    assert list(tmp_path.iterdir()) == []

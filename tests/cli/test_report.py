@@ -44,6 +44,9 @@ def test_stats_html_writes_one_page_and_says_so(here: Run, filled: Path, tmp_pat
     [
         ("--html nowhere/report.html", "'nowhere/report.html'"),
         ("--html cache", "'cache'"),
+        ("--html .", "'.'"),
+        ("--html ..", "'..'"),
+        (f"--html {'x' * 300}", "File name too long"),
         ("--html cache/report.html", "outside of the cache"),
         ("--watch --json", "--json"),
         ("--watch --html x.html", "--html"),
