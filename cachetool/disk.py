@@ -76,7 +76,10 @@ def disk_error(error: BaseException) -> CapacityError | None:
     if not isinstance(cause, OSError) or cause.errno not in _WORDS:
         return None
     name = os.fsdecode(cause.filename) if isinstance(cause.filename, str | bytes) else ""
-    return CapacityError(": ".join(part for part in (name, _WORDS[cause.errno]) if part))
+    words = _WORDS[cause.errno]
+    if cause.errno == errno.EROFS and name and cache_around(Path(name)) is None:
+        words = "the disk is mounted read-only; name a place on another one"
+    return CapacityError(": ".join(part for part in (name, words) if part))
 
 
 def too_long(path: Path) -> bool:

@@ -117,7 +117,7 @@ def _not_reached(
     if held.sizes:
         why.append(f"{shards_of(held.sizes)} that go when their readers end: {'; '.join(held.who[:3])}")
     if writing:
-        why.append(f"{shards_of(writing)} being written; stop the pull, or try again")
+        why.append(f"{shards_of(writing)} being written; try again when that is done")
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
     if bad:
         why.append(f"{shards_of(bad)} in quarantine")

@@ -109,7 +109,7 @@ def sole(here: Run, tmp_path: Path) -> None:
     ("why", "options", "says"),
     [
         ("reader", [], r"2 shards \([0-9.]+ kB\) that go when their readers end: pid \d+ on .* reads default"),
-        ("writer", [], r"1 shard \([0-9.]+ kB\) being written"),
+        ("writer", [], r"1 shard \([0-9.]+ kB\) being written; try again when that is done"),
         ("sole", [], r"1 shard \([0-9.]+ kB\) of converted samples, which no source can bring back"),
         ("epochs", ["--min-epochs", "2"], r"3 shards \([0-9.]+ kB\) which fewer than 2 epochs used \(--min-epochs\)"),
         ("dataset", ["--dataset", "default"], r"1 shard \([0-9.]+ kB\) of other datasets"),

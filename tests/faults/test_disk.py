@@ -283,6 +283,17 @@ def test_a_disk_that_becomes_read_only_still_serves_its_readers(tmp_path: Path, 
         subprocess.run(["umount", disk], check=True)
 
 
+def test_an_output_on_a_read_only_disk_is_said_to_be_that_and_not_the_cache(tmp_path: Path, objects: Path) -> None:
+    cache = tmp_path / "cache"
+    assert cachetool("pull", objects, "--cache", cache, "--max-size", "20MB", "--samples", 10).returncode == 0
+    with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
+        for words in (("convert", "--to", "hdf5", "--out", disk / "out"), ("stats", "--html", disk / "page.html")):
+            ran = cachetool(*words, "--cache", cache)
+
+            assert ran.returncode == 4, ran
+            assert ran.stderr.endswith("the disk is mounted read-only; name a place on another one\n"), ran
+
+
 def read(shard: Shard) -> Block:
     with open_shard(shard.path, get_format(shard.format), shard.schema) as reader:
         return reader.read(0, reader.samples)
