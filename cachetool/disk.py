@@ -48,14 +48,22 @@ def known_error(error: BaseException) -> CacheToolError | None:
 def _refused(error: BaseException) -> CatalogError | None:
     """That a file in a cache may not be read or written: ``error`` itself, or what it was raised from."""
     cause: BaseException | None = error
-    while cause is not None:
+    seen: list[BaseException] = []
+    while cause is not None and cause not in seen:  # an error that was raised again may be its own cause
+        seen.append(cause)
         if isinstance(cause, PermissionError) and isinstance(cause.filename, str):
             root = cache_around(Path(cause.filename))
             if root is not None:
-                remedy = f"chmod -R u+rwX {shlex.quote(str(root))}"
-                return CatalogError(f"permission denied: {cause.filename}; make the cache this user's: {remedy}")
+                return CatalogError(f"permission denied: {cause.filename}; {_remedy(root)}")
         cause = cause.__cause__
     return None
+
+
+def _remedy(root: Path) -> str:
+    with contextlib.suppress(OSError):
+        if (owner := root.stat().st_uid) != os.geteuid():
+            return f"the cache belongs to another user ({owner}); run this as that one"
+    return f"make the cache this user's: chmod -R u+rwX {shlex.quote(str(root))}"
 
 
 def cache_around(path: Path) -> Path | None:
@@ -88,9 +96,12 @@ def too_long(path: Path) -> bool:
     path = above = path.absolute()
     while not os.path.exists(above):
         above = above.parent
-    most = os.pathconf(above, "PC_NAME_MAX")
-    whole = len(os.fsencode(path)) + _BELOW
-    return whole > os.pathconf(above, "PC_PATH_MAX") or any(len(os.fsencode(part)) > most for part in path.parts)
+    try:
+        name, whole = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX")
+    except OSError:
+        return False
+    long = any(len(os.fsencode(part)) > name > 0 for part in path.relative_to(above).parts)
+    return long or len(os.fsencode(path)) + _BELOW > whole > 0  # 0 and less: it does not say
 
 
 _BELOW = 512

@@ -128,7 +128,8 @@ class Layout:
     @property
     def is_cache(self) -> bool:
         """Whether a cache lies here, be it one that lost its ``cachetool.json`` or its catalog."""
-        return (self.marker.is_file() or self.catalog.is_file()) and self.shards.is_dir()
+        isfile = os.path.isfile  # where it may not be looked at there is none for us
+        return (isfile(self.marker) or isfile(self.catalog)) and os.path.isdir(self.shards)
 
     @property
     def folders(self) -> tuple[Path, ...]:

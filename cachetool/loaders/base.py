@@ -127,9 +127,7 @@ class BaseLoader(ABC, Generic[T]):
         self._limit, self._workers, self._transform = steps, workers, transform
         self._concurrent = concurrent
         self._function = b"" if transform is None or workers == 0 else dumps(transform)
-        self.epoch = 0
-        """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
-        one, or the next one if it was left."""
+        self._epoch, self._chosen = 0, False
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._iterator: weakref.ref[Epoch[T]] | None = None
@@ -161,6 +159,16 @@ class BaseLoader(ABC, Generic[T]):
     def _finish(self, batch: Batch) -> T:
         """The batch as the framework has it."""
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
+        one, or the next one if it was left; after it was set, this one in any case."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch, self._chosen = number, True
+
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
@@ -177,8 +185,10 @@ class BaseLoader(ABC, Generic[T]):
             return epoch
         if before is not None:
             before.replace()
-        if self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch:
-            self.epoch += 1  # else a loop with a `break` in it would see the same samples for ever
+        left = self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch
+        if left and not self._chosen:
+            self._epoch += 1  # else a loop with a `break` in it would see the same samples for ever
+        self._chosen = False
         epoch = self._started(self._fed(), self.epoch, self._left_over)
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
@@ -235,7 +245,7 @@ class BaseLoader(ABC, Generic[T]):
         """
         at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
-        if at is None or at.step == 0 or at.ended or at.begun.epoch != self.epoch:
+        if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
             return {**state, "resume": self._left_over, "taken": self._taken}
         return {**state, "resume": at.resume(), "taken": at.before + at.step}
 
@@ -258,7 +268,7 @@ class BaseLoader(ABC, Generic[T]):
         for name, value in state.get("order", {}).items() if state["resume"] else ():
             if here.get(name) != value:
                 raise UsageError(f"the state was made with {name}={value!r}, this loader has {here.get(name)!r}")
-        self.epoch = self._resumed = int(state["epoch"])
+        self._epoch = self._resumed = int(state["epoch"])
         self._resume, self._taken = state["resume"], int(state.get("taken", 0))
         before = None if self._iterator is None else self._iterator()
         if before is not None:
@@ -267,7 +277,7 @@ class BaseLoader(ABC, Generic[T]):
 
     def _delivered(self) -> None:
         """The last batch of an epoch was delivered."""
-        self.epoch += 1
+        self._epoch += 1
         self._resume, self._taken = None, 0
 
     def __reduce__(self) -> NoReturn:

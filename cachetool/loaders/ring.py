@@ -172,16 +172,16 @@ class Ring:
 
     def _give_back(self, looks: int) -> None:
         """Find slots that nobody sees any more among so many of those in use, the longest used first."""
-        live, forked = self._live, bool(self._inherited)
+        live = self._live
         for _ in range(looks):
             slot = live[0]
             if _referred(slot.arrays):
                 live.rotate(-1)
                 continue
             live.popleft()
-            if not (forked and self._inherited.keep(slot.number)):
+            if not (self._inherited and self._inherited.keep(slot.number)):  # another thread may fork at any time
                 self._free(slot.number)
-        if forked:
+        if self._inherited:
             for number in self._inherited.ended():  # kept for children that have ended
                 self._free(number)
 

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from cachetool.block import Ragged
+from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
 from cachetool.loaders.epoch import Epoch
@@ -55,16 +56,22 @@ class Loader(BaseLoader[dict[str, Any]]):
         # All ranks of the job take part, though one that is alone on its node needs no name.
         if not self._collective or distributed.get_world_size() == 1:
             return None
-        name = _number(secrets.randbits(62))
+        name = _numbers(secrets.randbits(62))
         distributed.broadcast(name, src=0)
         return f"torch {int(name):x}"
 
     def _agreed(self, steps: int) -> int:
         if not self._collective or self._fixed_steps or distributed.get_world_size() == 1:
             return steps
-        least = _number(steps)
+        least = _numbers(steps, self._last, -self._last)
         distributed.all_reduce(least, op=distributed.ReduceOp.MIN)
-        return int(least)
+        steps, first, last = least.tolist()
+        if first != -last:
+            raise UsageError(
+                f"the ranks begin epochs {first} to {-last}, where samples would be read twice; all of them must leave"
+                " the same loops with break, and set the same loader.epoch"
+            )
+        return steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
@@ -92,7 +99,7 @@ def _moved(epoch: Epoch[dict[str, Any]], device: torch.device) -> Iterator[dict[
         yield batch
 
 
-def _number(value: int) -> torch.Tensor:
-    """A number where this job's processes can exchange it."""
+def _numbers(*values: int) -> torch.Tensor:
+    """Numbers where this job's processes can exchange them."""
     where = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    return torch.tensor(value, dtype=torch.int64, device=where)
+    return torch.tensor(values, dtype=torch.int64, device=where)

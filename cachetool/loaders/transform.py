@@ -67,11 +67,11 @@ class Transform:
             given = _values(block)
             firsts = {field.name: given[field.name][0] for field in block.schema if field.kind == "ragged"}
             return self._block(self._call(given, epoch, int(indices[0])), firsts)
-        first = block.sample(0)
+        first = block.sample(0)  # the function may change the dict that it is given
+        firsts = {field.name: first[field.name] for field in block.schema if field.kind == "ragged"}
         numbers = indices.tolist()
         results = [self._call(block.sample(i) if i else first, epoch, number) for i, number in enumerate(numbers)]
         if self._schema is None:
-            firsts = {field.name: first[field.name] for field in block.schema if field.kind == "ragged"}
             self._schema = _schema(results, firsts)
         return _checked(self._schema, results)
 

@@ -35,6 +35,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTAINER_BEFORE_AT = ("abfs", "abfss")
 _ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?")
 _WITHOUT_PORT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
+_WITH_USER = ("http", "https", "sftp", "ssh", "ftp", "ftps", "smb", "webdav", "webdavs", *_WITHOUT_PORT)
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
 _ASSIGNED = re.compile(
     r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
@@ -68,7 +69,7 @@ def _hides_user(url: str) -> bool:
     place = re.split(r"[/?#]", rest, maxsplit=1)[0]
     after = rest[len(place) :]
     place = place.rpartition("@")[2]
-    if not scheme or scheme == "file" or ":" not in place or "@" not in after or _ADDRESS.fullmatch(place):
+    if scheme not in _WITH_USER or ":" not in place or "@" not in after or _ADDRESS.fullmatch(place):
         return False
     return not place.rpartition(":")[2].isdigit() or after[0] in "?#" or scheme in _WITHOUT_PORT
 
@@ -88,6 +89,9 @@ def redact(url: str) -> str:
     if not scheme:  # a plain path, or chained URLs such as x::s3://...
         return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
     if _hides_user(url):
+        query = re.search(r"[?#]", rest)
+        if query is not None and "@" in rest[: query.start()]:
+            rest = rest[: query.start()]
         rest = rest.rpartition("@")[2]
     if scheme != "file":
         rest = re.split(r"[?#]", rest, maxsplit=1)[0]

@@ -10,7 +10,9 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.layout import Layout
 from cachetool.cache.records import read_shard_json
+from cachetool.disk import known_error, too_long
 from cachetool.errors import CatalogError, UsageError
 from cachetool.verify import verify
 
@@ -175,3 +177,34 @@ def test_no_message_proposes_a_command_for_some_other_cache() -> None:
         for match in bare.finditer(path.read_text())
     ]
     assert found == []
+
+
+def test_what_may_not_be_looked_at_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    assert not Layout(tmp_path / ("a" * 300)).is_cache
+    monkeypatch.setattr("os.stat", refused)
+    assert not Layout(tmp_path).is_cache
+
+
+def test_a_file_system_that_tells_no_limits_takes_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert too_long(tmp_path / ("a" * 300))
+    monkeypatch.setattr("os.pathconf", lambda *_: -1)
+    assert not too_long(tmp_path / ("a" * 300))
+
+
+def test_whose_cache_it_is_decides_what_helps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cache(root, max_size="20MB") as cache:
+        cache.declare("default", SCHEMA)
+        folder = cache.layout.shards
+    refused = PermissionError(13, "Permission denied", str(folder / "a"))
+    assert "chmod -R u+rwX" in str(known_error(refused))
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    assert f"the cache belongs to another user ({folder.stat().st_uid})" in str(known_error(refused))
+
+
+def test_an_error_that_is_its_own_cause_is_looked_at_once() -> None:
+    error = UsageError("raised again")
+    error.__cause__ = error
+    assert known_error(error) is None

@@ -146,7 +146,20 @@ def padded_sample(sample: dict[str, Any]) -> dict[str, Any]:
     return {"ragged": np.zeros((8, 8), np.int16)}
 
 
-@pytest.mark.parametrize(("each", "pads"), [("batch", padded), ("sample", padded_sample)])
+def padded_in_place(sample: dict[str, Any]) -> dict[str, Any]:
+    sample["ragged"] = np.zeros((8, 8), np.int16)
+    return sample
+
+
+def padded_and_taken_out(sample: dict[str, Any]) -> dict[str, Any]:
+    del sample["ragged"]
+    return {"ragged": np.zeros((8, 8), np.int16)}
+
+
+@pytest.mark.parametrize(
+    ("each", "pads"),
+    [("batch", padded), ("sample", padded_sample), ("sample", padded_in_place), ("sample", padded_and_taken_out)],
+)
 def test_a_ragged_column_that_a_transform_pads_is_an_array(each: str, pads: Any, cache: CacheDir) -> None:
     with Loader(cache, batch_size=4, workers=1, transform=pads, transform_each=each) as loader:
         assert next(iter(loader))["ragged"].shape == (4, 8, 8)

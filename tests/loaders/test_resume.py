@@ -131,6 +131,23 @@ def test_a_loop_that_is_left_each_time_sees_other_samples_each_time(workers: int
 
 
 @pytest.mark.parametrize("workers", EACH)
+def test_an_epoch_that_was_chosen_begins_in_any_case(workers: int, cache: CacheDir) -> None:
+    with opened(cache, workers=workers) as loader:
+        firsts = []
+        for number in (0, 0, 3, 3):
+            loader.epoch = number
+            assert loader.state_dict()["resume"] is None
+            firsts.append(numbers([next(iter(loader))]))
+            assert loader.epoch == number
+        assert (firsts[0], firsts[2]) == (firsts[1], firsts[3])
+        state = loader.state_dict()
+    with opened(cache, workers=workers) as loader:
+        loader.load_state_dict(state)
+        loader.epoch = 3  # as the number of a loop over epochs
+        assert sorted(firsts[3] + numbers(loader)) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", EACH)
 def test_an_epoch_that_failed_begins_again(workers: int, cache: CacheDir, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.touch()

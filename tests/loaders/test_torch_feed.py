@@ -81,7 +81,9 @@ def ranks(roots: Sequence[Path]) -> list[list[list[list[int]]]]:
     outputs = [process.communicate(timeout=200) for process in processes]
     for process, (_, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    assert all("the ranks begin epochs 5 to 8, where samples would be read twice" in each.pop() for each in found)
+    return found
 
 
 def test_two_ranks_on_one_cache_share_every_epoch_out(cache: CacheDir) -> None:

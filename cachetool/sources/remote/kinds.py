@@ -8,7 +8,7 @@
     any other folder                                                   objects (--read-as files: those of one kind)
 
 Files that only describe others (``.idx``, ``.index``, checksums, ``README.md``, names without an extension) do not
-count, nor what ``cachetool convert --out`` writes beside its files: ``dataset.json``, and hidden folders.
+count, nor what ``cachetool convert --out`` writes beside its files: ``dataset.json`` and ``.extents``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXTENSIONS: dict[str, Kind] = {
 }
 _PART = re.compile(r"\.tfrec(ords?)?(\.gz)?-\d+-of-\d+(\.gz)?\Z|-\d{5,}-of-\d{5,}\Z")
 _ASIDE = frozenset({"idx", "index", "tfindex", "md", "md5", "sha256", "crc", "rst", "yaml", "yml", "lock"})
-_OURS = "dataset.json"
+_OURS, _EXTENTS = "dataset.json", ".extents"
 _ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
 
 
@@ -90,7 +90,7 @@ class Census:
 
     def _count(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
-        if key == _OURS or any(part.startswith(".") for part in folder.split("/")):
+        if key == _OURS or folder.partition("/")[0] == _EXTENTS:
             return
         if name in _ZARR_METADATA and not folder:
             self._root = True

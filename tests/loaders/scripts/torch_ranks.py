@@ -1,4 +1,5 @@
-"""One rank of a job; the numbers it read, epoch by epoch, as one line of JSON. Arguments: rank, ranks, port, cache."""
+"""One rank of a job: the numbers it read, epoch by epoch, and what is said when it begins another one than the others,
+as one line of JSON. Arguments: rank, ranks, port, cache."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from cachetool.errors import UsageError
 from cachetool.loaders.torch import Loader
 
 
@@ -26,7 +28,16 @@ def main(rank: int, world_size: int, port: str, root: str) -> None:
                 epoch.append(batch["number"].tolist())
                 torch.distributed.barrier()  # as the gradients of a training step
             epochs.append(epoch)
-    print(json.dumps(epochs))
+        for _ in loader:
+            break  # all of them; the epoch behind it is one for all again
+        epochs.append([batch["number"].tolist() for batch in loader])
+        if rank == 0:
+            loader.epoch += 3
+        try:
+            iter(loader)
+        except UsageError as error:
+            apart = str(error)
+    print(json.dumps([*epochs, apart]))
     torch.distributed.destroy_process_group()
 
 
