@@ -1,16 +1,18 @@
 """How long training waits at the beginning of an epoch while the cache grows and evicts, and for a loader to start.
 
-    python benchmarks/epochs.py FOLDER [--epochs 20] [--workers 2] [--rounds 5] [--json]
+    python benchmarks/epochs.py FOLDER [--epochs 20] [--workers 2] [--rounds 5] [--busy-disk] [--json]
 
 A ``BackgroundPull`` draws from 2,000 objects of 128 KiB in a folder into a cache whose cap is a fifth of them, and
 evicts; training steps sleep 50 ms after every batch of 8. *boundary* is the wait for the first batch of each epoch but
 the first, *others* that for all other batches. *start* is the time from the making of a loader in a new process to its
 feeders being ready, and to its first batch, without and with PyTorch imported before (imports themselves apart).
+With ``--busy-disk`` another process writes and syncs files of 512 MB in FOLDER all the time meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,28 @@ def waits(folder: Path, epochs: int, workers: int) -> dict[str, Any]:
     return {"boundary": boundary, "others": others[1:], "batches": seen, "evicted": found.evicted}
 
 
+WRITER = """
+import os, sys
+block = os.urandom(2**23)
+while True:
+    with open(sys.argv[1], "wb") as file:
+        for _ in range(64):
+            file.write(block)
+        os.fsync(file.fileno())
+"""
+
+
+@contextlib.contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """A disk on which somebody writes all the time."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder / "written")])
+    try:
+        yield
+    finally:
+        writer.kill()
+        writer.wait()
+
+
 def starts(folder: Path, workers: int, rounds: int, imports: str) -> dict[str, float]:
     """Medians, in seconds."""
     found: list[dict[str, float]] = []
@@ -90,10 +115,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy-disk", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        found = waits(Path(name), options.epochs, options.workers)
+        with written(Path(name)) if options.busy_disk else contextlib.nullcontext():
+            found = waits(Path(name), options.epochs, options.workers)
         plain = starts(Path(name), options.workers, options.rounds, "")
         torch = starts(Path(name), options.workers, options.rounds, "import torch")
     median = statistics.median(found["others"])

@@ -18,15 +18,15 @@ from cachetool.loaders.pipes import Lines, parent_fd, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
 from cachetool.loaders.resume import Resume
-from cachetool.loaders.turns import NotYet, Turns
+from cachetool.loaders.turns import Turns
 from cachetool.loaders.view import View
-from cachetool.loaders.waiting import Talk, given_up
+from cachetool.loaders.waiting import NotYet, Talk, given_up
 
 __all__ = ["Leader"]
 
 _POLL = 0.2
-_SOON = 0.2
-"""Seconds after the end of an epoch in which the next one is probably begun, which then has not to wait."""
+_SOON = 0.6
+"""Seconds after the end of an epoch in which the next one may begin at once, which then has not to wait."""
 _GRACE = 0.5
 """Seconds that the clean-up may take once the training process is gone."""
 

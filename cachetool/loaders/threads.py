@@ -31,9 +31,9 @@ from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.resume import Resume
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
-from cachetool.loaders.turns import NotYet, Turns
+from cachetool.loaders.turns import Turns
 from cachetool.loaders.view import Part
-from cachetool.loaders.waiting import Talk, given_up
+from cachetool.loaders.waiting import NotYet, Talk, given_up
 from cachetool.schema import Field, Schema
 
 __all__ = ["Thread"]

@@ -3,13 +3,13 @@
 ::
 
     begin(e) ----- batches of e are made ----- exhausted(e) ----------- delivered(e) ----- begin(e + 1)
-       leased                                  the next one is leased      leased anew, if shards came since
-                                               and made, provisionally                     e counts, its lease ends
+       leased                                  the next one is leased                      leased anew, if that is late
+                                               and made, provisionally                     and shards came since
+                                                                                           e counts, its lease ends
 
-For a tenth of a second after it was known to be the newest, a provisional snapshot is used without another look, unless
-the training process itself used the catalog meanwhile: a pull may be committing just then, and shorter steps of
-training would wait for it. It is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps
-nothing on the disk.
+An epoch that begins at once is of the provisional snapshot without another look, unless the training process used the
+catalog meanwhile: else it would wait for a pull that commits just then, for the disk, and for batches made anew. The
+snapshot is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing on the disk.
 """
 
 from __future__ import annotations
@@ -28,17 +28,11 @@ from cachetool.loaders.refetching import have_again
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
+from cachetool.loaders.timing import Timing
 from cachetool.loaders.view import View
-from cachetool.loaders.waiting import failed_pull, say
+from cachetool.loaders.waiting import NotYet, failed_pull, require, say
 
-__all__ = ["NotYet", "Turns"]
-
-_SURE = 0.1
-"""Seconds for which a snapshot counts as the newest once it was."""
-
-
-class NotYet(CacheToolError):
-    """There are too few samples so far; the message says how many of how many."""
+__all__ = ["Turns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,10 @@ class Turns:
         self._over: list[tuple[_Turn, Delivered | None]] = []
         """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
         self._ahead: _Turn | None = None
-        self._until = self._sure = 0.0
+        self._timing = Timing()
+        self._until = 0.0
+        self._due: float | None = None
+        """When the look ahead is due that can wait."""
         self._left = False
         self._gone: _Turn | None = None
         """An epoch that was left and given up; its lease is over."""
@@ -88,7 +85,8 @@ class Turns:
         if ahead is not None and ahead.plan.epoch == epoch and resume is None:
             if self._current is not None:  # which was broken off
                 self._cut()
-            self._renew(surely=surely)
+            if surely or not self._timing.at_once:
+                self._renew()
             ahead = self._ahead
             assert ahead is not None
         else:
@@ -99,7 +97,8 @@ class Turns:
             ahead = self._take(epoch, resume)
             self._publish(ahead.plan)
         self._drop_current()
-        self._current, self._ahead, self._gone, self._left = ahead, None, None, False
+        self._current, self._ahead, self._gone, self._left, self._due = ahead, None, None, False, None
+        self._timing.begun()
         return ahead.plan
 
     def prepare(self, epoch: int) -> Plan:
@@ -112,26 +111,28 @@ class Turns:
         assert self._ahead is not None
         return self._ahead.plan
 
-    def exhausted(self, generation: int, *, follows: bool = True) -> None:
-        """All batches of a plan are made, or nearly: go on with the next epoch, provisionally."""
+    def exhausted(self, generation: int) -> None:
+        """All batches of a plan are made, or nearly: go on with the next epoch, provisionally; with :meth:`tick`, if
+        those that are there will last for long."""
         current = self._current
-        if current is None or current.plan.generation != generation or self._ahead is not None:
+        if current is None or current.plan.generation != generation:
             return
-        following = current.plan.epoch + 1
-        if self._settings.epochs is None or following < self._settings.epochs:
-            try:
-                self._look_ahead(following, follows=follows)
-            except Exception:  # noqa: BLE001
-                return  # whoever begins that epoch will hear of it
+        spare = self._timing.spare(current.plan.steps(self._settings).count)
+        if spare > 0:
+            self._due = time.monotonic() + spare
+        else:
+            self._follow(current, follows=True)
 
     def delivered(self, generation: int, pace: Delivered) -> None:
-        """The last batch of a plan was delivered: the next snapshot is looked at, if that was not just done; the epoch
-        counts and its lease ends with :meth:`settle`."""
-        self.exhausted(generation, follows=False)  # batches beyond an agreed number of steps are not made any more
-        with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
-            self._renew()
-        self._until = time.monotonic() + self._settings.hold
+        """The last batch of a plan was delivered: the epoch counts and its lease ends with :meth:`settle`."""
         current = self._current
+        if current is not None and current.plan.generation == generation:
+            self._follow(current, follows=False)  # batches beyond an agreed number of steps are not made any more
+        if self._timing.old:
+            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
+                self._renew()
+        self._timing.delivered(pace)
+        self._until = time.monotonic() + self._settings.hold
         if current is not None and current.plan.generation == generation:
             if pace.batches < current.plan.steps(self._settings).count:
                 self._cut()
@@ -169,9 +170,14 @@ class Turns:
             self._until, self._left = time.monotonic() + self._settings.hold, True
 
     def tick(self) -> float | None:
-        """Give the provisional snapshot up, and that of an epoch that was left, when their time is over; gives how many
-        seconds are left, None: no matter."""
+        """Take the next snapshot when that is due; give it up, and that of an epoch that was left, when their time is
+        over. Gives how many seconds are left until then, None: no matter."""
         current = self._current
+        if self._due is not None and current is not None and not self._left:
+            left = self._due - time.monotonic()
+            if left > 0:
+                return left
+            self._follow(current, follows=True)
         if (current is None and self._ahead is None) or (current is not None and not self._left):
             return None
         left = self._until - time.monotonic()
@@ -197,10 +203,16 @@ class Turns:
 
     # -- one snapshot --------------------------------------------------------------------------------------------------
 
+    def _follow(self, current: _Turn, *, follows: bool) -> None:
+        self._due = None
+        following = current.plan.epoch + 1
+        if self._ahead is None and (self._settings.epochs is None or following < self._settings.epochs):
+            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
+                self._look_ahead(following, follows=follows)
+
     def _look_ahead(self, epoch: int, *, follows: bool = False, instead: _Turn | None = None) -> None:
-        now = time.monotonic()
+        self._timing.looked()
         turn = self._take(epoch, None, None if instead is None else instead.lease)
-        self._sure = now + _SURE
         if instead is not None and turn.plan.view is instead.plan.view:  # another process of the run has it still
             self._ahead = instead
             return
@@ -209,16 +221,12 @@ class Turns:
         self._until = time.monotonic() + self._settings.hold
         self._publish(self._ahead.plan)
 
-    def _renew(self, *, surely: bool = False) -> None:
-        """Take the provisional snapshot again if it may not be the newest any more. Raises :class:`NotYet`."""
-        ahead, now = self._ahead, time.monotonic()
-        if ahead is None or not (surely or now > self._sure):
-            return
-        if ahead.plan.view is not None and not ahead.lease.moved(ahead.plan.view):
-            self._sure = now + _SURE
-            return
-        self._ahead = None
-        self._look_ahead(ahead.plan.epoch, instead=ahead)
+    def _renew(self) -> None:
+        """Take the provisional snapshot again if it is not the newest any more. Raises :class:`NotYet`."""
+        ahead = self._ahead
+        if ahead is not None and (ahead.plan.view is None or ahead.lease.moved(ahead.plan.view)):
+            self._ahead = None
+            self._look_ahead(ahead.plan.epoch, instead=ahead)
 
     def _cut(self) -> None:
         """What is left of the present epoch is not made any more."""
@@ -289,21 +297,11 @@ class Turns:
         return replace(plan, samples=len(plan.left(self._settings)[0]))
 
     def _require(self, view: View, samples: int) -> None:
-        need = self._settings.world_size
-        if view.dataset:  # plain files never become more
-            need = max(need, self._settings.min_samples)
-        whole = self._settings.world_size * self._settings.batch_size if self._settings.drop_last else 0
-        need = max(need, whole)
-        if samples < need:
-            side = f" for {self._settings.split}" if self._settings.split else ""
-            text = f"{samples} of {need} samples{side} in {self._settings.root}"
-            if need == whole:
-                text += f", where drop_last=True takes whole batches of {self._settings.batch_size} only"
-            if not view.dataset:
-                raise UsageError(f"{text}; more never come to plain files")
-            short = NotYet(text)
+        try:
+            require(self._settings, samples, grows=bool(view.dataset))
+        except NotYet as short:
             self._short = view, short
-            raise short
+            raise
 
     def _open(self) -> Subscription:
         root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths

@@ -14,13 +14,34 @@ from cachetool.cache.pullers import PullState, pull_states
 from cachetool.errors import CacheToolError, SourceError, UsageError
 from cachetool.loaders.plan import Settings
 
-__all__ = ["WAIT", "Talk", "failed_pull", "given_up", "say", "wait_for_samples"]
+__all__ = ["WAIT", "NotYet", "Talk", "failed_pull", "given_up", "require", "say", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
 _POLL = 0.1
 _FIRST, _AGAIN = 3.0, 60.0
 """Seconds of waiting until the first line that says so, and between two lines."""
+
+
+class NotYet(CacheToolError):
+    """There are too few samples so far; the message says how many of how many."""
+
+
+def require(settings: Settings, samples: int, *, grows: bool) -> None:
+    """Raise :class:`NotYet` when there are too few samples for an epoch; :class:`UsageError` where that never
+    ``grows``, as with plain files."""
+    need = max(settings.world_size, settings.min_samples) if grows else settings.world_size
+    whole = settings.world_size * settings.batch_size if settings.drop_last else 0
+    need = max(need, whole)
+    if samples >= need:
+        return
+    side = f" for {settings.split}" if settings.split else ""
+    text = f"{samples} of {need} samples{side} in {settings.root}"
+    if need == whole:
+        text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
+    if not grows:
+        raise UsageError(f"{text}; more never come to plain files")
+    raise NotYet(text)
 
 
 class Talk:

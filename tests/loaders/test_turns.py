@@ -11,11 +11,12 @@ import pytest
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
 from cachetool.errors import CapacityError, CapBlocked, CatalogError
-from cachetool.loaders import turns as module
+from cachetool.loaders import timing as module
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.subscription import CacheSubscription
 from cachetool.loaders.turns import Turns
+from cachetool.loaders.waiting import NotYet
 from tests.loaders.numbered import leases, put
 
 DELIVERED = Delivered(1.0, 6, 0, 0.0)
@@ -33,12 +34,13 @@ def turns(cache: CacheDir) -> Iterator[Turns]:
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SURE", 1e9)
+    monkeypatch.setattr(module, "_ONWARD", 1e9)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SURE", -1.0)
+    monkeypatch.setattr(module, "_ONWARD", -1.0)
+    monkeypatch.setattr(module, "_FRESH", -1.0)
 
 
 def test_a_snapshot_that_was_just_the_newest_is_used_while_others_hold_the_catalog(
@@ -61,17 +63,25 @@ def test_what_came_since_is_in_the_next_epoch_when_the_process_committed_it_itse
     assert turns.begin(1, surely=True).samples == 80
 
 
-@pytest.mark.parametrize("at", ["delivered", "begin"])
-def test_what_came_since_is_in_the_next_epoch(
-    short: None, at: str, cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if at == "begin":
-        turns.delivered(1, DELIVERED)
+def test_what_came_since_is_in_an_epoch_that_begins_late(short: None, cache: CacheDir, turns: Turns) -> None:
+    turns.delivered(1, DELIVERED)
     put(cache, range(60, 80))
-    if at == "delivered":
-        turns.delivered(1, DELIVERED)
-        monkeypatch.setattr(turns, "_sure", float("inf"))
+
     assert turns.begin(1, surely=False).samples == 80
+
+
+@pytest.mark.parametrize(("fresh", "samples"), [(10.0, 60), (-1.0, 80)])
+def test_an_epoch_that_begins_at_once_has_what_was_there_when_its_batches_were_made_unless_that_was_long_ago(
+    fresh: float, samples: int, long: None, cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FRESH", fresh)
+    put(cache, range(60, 80))
+    turns.delivered(1, DELIVERED)
+
+    assert turns.begin(1, surely=False).samples == samples
+    turns.exhausted(turns._generation)
+    turns.delivered(turns._generation, DELIVERED)
+    assert turns.begin(2, surely=False).samples == 80
 
 
 def test_a_renewed_snapshot_has_one_lease_and_the_one_before_it_none(
@@ -89,7 +99,7 @@ def test_a_renewed_snapshot_has_one_lease_and_the_one_before_it_none(
 def test_a_snapshot_that_became_too_small_is_waited_for(short: None, cache: CacheDir, turns: Turns) -> None:
     with pytest.raises(CapBlocked):  # by the snapshots; their shards are in no new one
         cache.evict(max_size=1_150_000)
-    with pytest.raises(module.NotYet):
+    with pytest.raises(NotYet):
         turns.begin(1, surely=False)
     put(cache, range(60, 80))
     assert turns.begin(1, surely=False).samples == 20

@@ -1,0 +1,113 @@
+"""When a loader looks for its next snapshot, told by a clock that the tests set."""
+
+from __future__ import annotations
+
+import pytest
+
+from cachetool.cache import CacheDir
+from cachetool.cache.history import Delivered
+from cachetool.loaders import timing as module
+from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.timing import Timing
+from cachetool.loaders.turns import Turns
+from tests.loaders.numbered import put
+
+PACE = Delivered(seconds=25.0, batches=40, waits=1, waited=5.0)
+"""Steps of half a second."""
+
+
+class Clock:
+    """``time``, as far as the module uses it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("steps", "passed", "spare"),
+    [
+        (40, 0.0, 10.0),
+        (40, 10.0, 5.0),
+        (40, 18.5, 0.5),
+        (40, 19.5, 0.0),
+        (40, 100.0, 0.0),
+        (4, 0.0, 1.0),
+        (2, 0.0, 0.0),
+    ],
+)
+def test_the_look_ahead_waits_for_half_of_what_is_left_but_a_second_before_the_end(
+    steps: int, passed: float, spare: float, clock: Clock
+) -> None:
+    timing = Timing()
+    timing.delivered(PACE)
+    timing.begun()
+    clock.now += passed
+
+    assert timing.spare(steps) == spare
+
+
+def test_of_a_first_epoch_nobody_knows_how_long_it_lasts(clock: Clock) -> None:
+    timing = Timing()
+    timing.begun()
+
+    assert timing.spare(1000) == 0
+
+
+@pytest.mark.parametrize(("passed", "at_once", "old"), [(0.4, True, False), (0.6, False, False), (10.1, False, True)])
+def test_an_epoch_begins_at_once_for_half_a_second_and_a_look_is_old_after_ten(
+    passed: float, at_once: bool, old: bool, clock: Clock
+) -> None:
+    timing = Timing()
+    timing.looked()
+    timing.delivered(PACE)
+    clock.now += passed
+
+    assert (timing.at_once, timing.old) == (at_once, old)
+
+
+def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_lasted(
+    clock: Clock, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
+    published: list[Plan] = []
+    turns = Turns(Settings(str(cache.root), batch_size=10), published.append)
+    generation = turns.begin(0).generation
+    turns.exhausted(generation)
+    turns.delivered(generation, Delivered(seconds=30.0, batches=6, waits=0, waited=0.0))
+    assert [plan.epoch for plan in published] == [0, 1]
+
+    generation = turns.begin(1, surely=False).generation
+    turns.exhausted(generation)  # six steps of five seconds: all of it is still to be delivered
+    assert turns.tick() == 15.0
+    assert len(published) == 2
+    put(cache, range(60, 80))
+    clock.now += 15.0
+    turns.tick()
+    assert [(plan.epoch, plan.samples) for plan in published[2:]] == [(2, 80)]
+    turns.close()
+
+
+def test_an_epoch_that_is_faster_than_the_one_before_is_followed_all_the_same(
+    clock: Clock, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
+    published: list[Plan] = []
+    turns = Turns(Settings(str(cache.root), batch_size=10), published.append)
+    for epoch in range(3):
+        generation = turns.begin(epoch, surely=False).generation
+        turns.exhausted(generation)
+        turns.delivered(generation, Delivered(seconds=30.0, batches=6, waits=0, waited=0.0))
+
+    assert [plan.epoch for plan in published] == [0, 1, 2, 3]
+    assert turns.tick() == 60.0  # seconds for which the last one is kept
+    turns.close()
