@@ -25,12 +25,13 @@ from cachetool.errors import CorruptError, NotFound, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.shard import check_content, check_samples, open_shard, side_folder, stored_checksums
-from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
+from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts
 from cachetool.schema import Schema
 from cachetool.scratch import listing_scratch
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.files import FileOptions, FileSource, is_file_input, open_files
 from cachetool.sources.guard import GuardedFile
+from cachetool.sources.ours import run_of_blocks
 
 __all__ = ["Input", "Survey", "describe", "identity", "open_input", "run_of_blocks", "survey"]
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats import format_for, get_format
@@ -26,11 +25,11 @@ from cachetool.formats.files import map_file
 from cachetool.formats.lmdb_file import is_ours as is_our_lmdb
 from cachetool.formats.shard import check_content, open_plain, side_folder, stored_checksums
 from cachetool.schema import Schema
-from cachetool.sources.filebase import ClosingFile, FileOptions
+from cachetool.sources.filebase import FileOptions
 from cachetool.sources.guard import GuardedFile
-from cachetool.sources.limits import check_allocation, disk_bytes
+from cachetool.sources.ours import OurFile
 
-__all__ = ["DATASET_FILE", "LAYOUT", "PartFile", "is_ours", "open_alone", "open_here", "read_parts", "run_of_blocks"]
+__all__ = ["DATASET_FILE", "LAYOUT", "PartFile", "is_ours", "open_alone", "open_here", "read_parts"]
 
 DATASET_FILE = "dataset.json"
 LAYOUT = 1
@@ -109,7 +108,7 @@ def open_alone(path: Path) -> GuardedFile:
     return GuardedFile(path, FileOptions(), opener=f"{__name__}:{open_here.__name__}")
 
 
-def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> _Alone:
+def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> OurFile:
     """In that process: open the file. Its schema comes from the folder around it, or, without one, from itself."""
     notice(path)
     about = path.parent / DATASET_FILE
@@ -117,43 +116,4 @@ def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None
     if about.is_file():
         found, parts = read_parts(path.parent)
         schema = found if path.name in [part.path.name for part in parts] else None
-    return _Alone(path, schema)
-
-
-class _Alone(ClosingFile):
-    """A file of ours as a :class:`cachetool.sources.filebase.RandomAccess`."""
-
-    skipped: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, path: Path, schema: Schema | None) -> None:
-        self.path = path
-        self._reader = format_for(path).open(path, schema=schema)
-        self.schema, self.samples = self._reader.schema, self._reader.samples
-        stored = disk_bytes(path)
-        check_allocation(f"{path}: a sample", self.schema.fixed_nbytes, stored=stored)
-        self.piece = self.schema.fixed_nbytes if self.schema.is_fixed else stored
-
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
-        return self._reader.read(start, stop)
-
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order."""
-        return run_of_blocks(self, 0, self.samples, block_bytes=block_bytes)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._reader.close()
-
-
-def run_of_blocks(
-    reader: Reader | GuardedFile | _Alone, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
-    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before."""
-    step = 1 if not reader.schema.is_fixed else block_bytes // max(1, reader.schema.fixed_nbytes)
-    at = start
-    while at < stop:
-        block = reader.read(at, min(at + max(1, step), stop))
-        yield block
-        at += len(block)
-        step = min(8 * max(1, step), max(1, len(block) * block_bytes // max(1, block.nbytes)))
+    return OurFile(path, format_for(path), options, schema=schema)

@@ -70,7 +70,7 @@ def check_place(url: str) -> None:
 def refuse_cache(url: str) -> None:
     """Raise :class:`UsageError` for a source that is the folder of a cache: its files are no samples."""
     if split_url(url)[0] in ("", "file") and Layout(path := local_path(url)).is_cache:
-        as_files = f"cachetool convert --to hdf5 --out DIR{cache_option(path)}"
+        as_files = f"cachetool convert --to lmdb --out DIR{cache_option(path)}"
         raise UsageError(
             f"{path} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
             f"to copy its samples, write them into files and pull these: {as_files}"

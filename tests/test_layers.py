@@ -24,7 +24,7 @@ BELOW = {
     "cache": VALUES | {"disk"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,
-    "sources": VALUES | {"stores"},
+    "sources": VALUES | {"stores", "formats"},
     "loaders": VALUES | {"cache", "formats"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}

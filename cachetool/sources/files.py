@@ -228,5 +228,6 @@ def _open_one(kind: Kind, file: Path, options: FileOptions) -> RandomAccess:
 
         return open_zarr(file, options)
     from cachetool.sources.lmdb import LMDBFile
+    from cachetool.sources.ours import our_lmdb
 
-    return LMDBFile(file, options)
+    return our_lmdb(file, options) or LMDBFile(file, options)

@@ -239,7 +239,7 @@ def test_a_cache_is_no_source(here: Run, filled: Path, tmp_path: Path, written: 
     assert ran.code == 2
     assert ran.error == (
         f"{filled} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
-        "to copy its samples, write them into files and pull these: cachetool convert --to hdf5 --out DIR"
+        "to copy its samples, write them into files and pull these: cachetool convert --to lmdb --out DIR"
     )
     assert not (tmp_path / "new").exists()
 

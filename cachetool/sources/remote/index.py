@@ -1,10 +1,11 @@
-"""Index files beside tar and TFRecord files: where each record lies, so that it can be fetched without the rest.
+"""Files beside tar and TFRecord files: where each record lies, to fetch it without the rest, and what its fields are.
 
 =====================================  ====================================================================
 ``x.tfrecord.idx .index .tfindex``     a line for each record: offset and bytes, its frame included, as the
                                        packages ``tfrecord`` and DALI write them
 ``x.idx`` beside ``x.tar``             DALI's ``wds2idx``: a line with version and count, then one for each
                                        sample: extension, offset, size and, from v1.2 on, name of each member
+``dataset.json``                       the fields of records that ``cachetool convert --out`` wrote
 =====================================  ====================================================================
 """
 
@@ -16,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import BadObject, NotFound
-from cachetool.sources.remote.kinds import Kind
+from cachetool.schema import Schema
+from cachetool.sources.ours import schema_of
+from cachetool.sources.remote.kinds import OURS, Kind
 from cachetool.sources.remote.opening import FileFacts
 from cachetool.sources.remote.table import UNIT_BYTES
 from cachetool.stores import Object, Store
@@ -25,6 +28,7 @@ __all__ = ["IndexSeen", "index_facts"]
 
 _EXTENSIONS = (".idx", ".index", ".tfindex")
 _TAR_RECORD = 512
+_MOST_ABOUT = 16 * 2**20
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -45,7 +49,8 @@ class IndexSeen:
     def note(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
         """The pages, as they are."""
         for page in pages:
-            self._seen.update((item.key, item) for item in page if item.key.endswith(_EXTENSIONS))
+            beside = (*_EXTENSIONS, OURS)
+            self._seen.update((item.key, item) for item in page if item.key.endswith(beside))
             yield page
 
     def ask(self, key: str) -> None:
@@ -56,6 +61,13 @@ class IndexSeen:
             except NotFound:
                 continue
             return
+
+    def schema(self, kind: Kind, names: Iterable[str]) -> Schema | None:
+        """What the records of files of ours hold; None for those of others."""
+        about = self._seen.get(OURS)
+        if about is None or not 0 <= about.size <= _MOST_ABOUT:
+            return None
+        return schema_of(self._store.get(about), kind, names)
 
     def of(self, key: str) -> Object | None:
         """The index of a file; None when it has none, or is packed as a whole."""

@@ -24,7 +24,7 @@ from cachetool.errors import UsageError
 from cachetool.sources.keys import Part, Stem
 from cachetool.stores import Object, redact
 
-__all__ = ["Census", "EachFile", "Kind", "kind_of", "locate"]
+__all__ = ["OURS", "Census", "EachFile", "Kind", "kind_of", "locate"]
 
 Kind = Literal["npy", "hdf5", "zarr", "parquet", "tar", "tfrecord", "lmdb"]
 
@@ -39,7 +39,7 @@ _EXTENSIONS: dict[str, Kind] = {
 }
 _PART = re.compile(r"\.tfrec(ords?)?(\.gz)?-\d+-of-\d+(\.gz)?\Z|-\d{5,}-of-\d{5,}\Z")
 _ASIDE = frozenset({"idx", "index", "tfindex", "md", "md5", "sha256", "crc", "rst", "yaml", "yml", "lock"})
-_OURS, _EXTENTS = "dataset.json", ".extents"
+OURS, _EXTENTS = "dataset.json", ".extents"
 _ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
 
 
@@ -90,7 +90,7 @@ class Census:
 
     def _count(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
-        if key == _OURS or folder.partition("/")[0] == _EXTENTS:
+        if key == OURS or folder.partition("/")[0] == _EXTENTS:
             return
         if name in _ZARR_METADATA and not folder:
             self._root = True

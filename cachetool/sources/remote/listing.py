@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from cachetool.errors import BadObject, NotFound, UsageError
-from cachetool.schema import Field, Schema
+from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.decode import MAX_HEADER, npy_layout
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.filebase import FileOptions
@@ -55,22 +55,38 @@ def list_files(
     if not listing.objects:
         return listing
     files = Files(store, listing)
+    ours = _ours(seen, files, kind, options)
     if kind in WHOLE:
         if alone and kind != "lmdb":
             seen.ask(files.name(0))
         indexes = [seen.of(files.name(number)) for number in range(listing.objects)]
         found = [index for index in indexes if index is not None]
         if kind == "lmdb" or len(found) < len(indexes):
-            write_table(folder, kind, options, [], files=listing.objects)
+            write_table(folder, kind, options, [], files=listing.objects, ours=ours)
         else:
             facts = [index_facts(kind, files.item(at), index, store.get) for at, index in enumerate(found)]
             parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
-            write_table(folder, kind, options, facts, files=listing.objects, parts=parts)
+            write_table(folder, kind, options, facts, files=listing.objects, parts=parts, ours=ours)
     elif kind == "npy":
         write_table(folder, kind, options, _npy_facts(files, options), files=listing.objects)
     else:
         _look(files, folder, kind, options)
     return listing
+
+
+def _ours(seen: IndexSeen, files: Files, kind: Kind, options: SourceOptions) -> Schema | None:
+    """What files that cachetool wrote hold. Raises :class:`UsageError` for those that cannot be read by rows."""
+    if kind not in ("hdf5", "zarr"):
+        return seen.schema(kind, map(files.name, range(files.listing.objects)))
+    ours = seen.schema(kind, ())
+    for field in ours or ():
+        new = options.rename.get(field.name, field.name)
+        if field.kind != "fixed" and field.name != KEY and (options.fields is None or new in options.fields):
+            raise UsageError(
+                f"{files.store.url}: field {field.name!r} differs in length, so that rows of these {kind} files cannot"
+                " be pulled;\nbring them into another format first: cachetool convert FOLDER --to lmdb --out NEW"
+            )
+    return ours
 
 
 def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> None:

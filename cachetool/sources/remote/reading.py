@@ -255,6 +255,10 @@ class _Archives:
             from cachetool.sources.tar import TarFiles
 
             return TarFiles(path, [path], options)
+        if self._kind == "tfrecord" and self._table.ours is not None:
+            from cachetool.sources.ours import our_records
+
+            return our_records(path, options, self._table.ours)
         if self._kind == "tfrecord":
             from cachetool.sources.tfrecord import TFRecordFiles
 

@@ -80,6 +80,8 @@ class Table:
     """Empty for archives and records, whose fields are seen when they are read."""
     piece: int
     skipped: tuple[tuple[str, str], ...]
+    ours: Schema | None
+    """What files hold that ``cachetool convert --out`` wrote; None for those of others."""
     rows: _Numbers
     chunk: _Numbers
     layout: npt.NDArray[np.int32]
@@ -110,6 +112,7 @@ class Table:
             layouts,
             about["piece"],
             tuple((str(name), str(why)) for name, why in about["skipped"]),
+            Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
             cut_bounds=np.searchsorted(
@@ -197,6 +200,7 @@ def write_table(
     folders: tuple[str, ...] = (),
     skipped: tuple[tuple[str, str], ...] = (),
     parts: Sequence[tuple[int, int, int, int, int]] = (),
+    ours: Schema | None = None,
 ) -> None:
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
     layouts: dict[str, int] = {}
@@ -232,6 +236,7 @@ def write_table(
         "layouts": [json.loads(each) for each in layouts],
         "piece": max((each.piece for each in facts), default=0),
         "skipped": skipped,
+        "ours": None if ours is None else ours.to_json(),
     }
     aside = folder / f"{TABLE_FILE}.tmp"
     aside.write_text(json.dumps(about), encoding="utf-8")
