@@ -90,6 +90,9 @@ class AccessDenied(SourceError):
 class Unreachable(SourceError):
     """The store did not answer in time."""
 
+    answered = False
+    """Whether it did, again and again, that it fails."""
+
 
 class BadObject(SourceError):
     """An object is not what its name, its size or the dataset's schema says."""

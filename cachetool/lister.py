@@ -20,7 +20,7 @@ import numpy as np
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.scratch import listing_scratch
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
 from cachetool.sources.early import EarlyListing, last_key
@@ -102,10 +102,16 @@ def pace_of(value: Message | None) -> Pace | None:
 
 @contextlib.contextmanager
 def naming_skip(*, skip_bad: bool) -> Iterator[None]:
-    """Around the reading of samples: the error of one that cannot be used says how to go on without it."""
+    """Around the reading of samples: the error of one that cannot be used says how to go on without it. Where the store
+    refuses an object, the error is the store's, as it may come later."""
     try:
         yield
     except (BadObject, NotFound) as error:
+        cause = error.__cause__
+        if isinstance(cause, AccessDenied | Unreachable) and not skip_bad:
+            raise type(cause)(
+                f"{cause};\nother objects come: leave such out, up to 1 % of all, with --on-error skip"
+            ) from error
         if skip_bad or " --" in str(error):  # it says what to do; the name of an object may have such dashes, too
             raise
         again = "list again with --refresh, or " if isinstance(error, NotFound) else ""

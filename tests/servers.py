@@ -263,10 +263,10 @@ def scripted_server(script: Script) -> Iterator[Http]:
 
 def folder_server(root: Path, *, index: str = "html") -> contextlib.AbstractContextManager[Http]:
     """Serve a folder as nginx does: ETags, ranges, and an index page as ``html``, ``json`` or ``none``."""
-    return scripted_server(lambda handler: _serve_file(handler, root, index))
+    return scripted_server(lambda handler: serve_file(handler, root, index))
 
 
-def _serve_file(handler: Scripted, root: Path, index: str) -> None:
+def serve_file(handler: Scripted, root: Path, index: str) -> None:
     path = urllib.parse.unquote(urllib.parse.urlsplit(handler.path).path, errors="surrogateescape")
     found = root / path.lstrip("/")
     if found.is_dir() and path.endswith("/") and index != "none":

@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import BadObject, NotFound, SourceError, UsageError
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
 from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
+from cachetool.sources.blame import Blame
 from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
@@ -82,6 +83,7 @@ class ObjectsSource:
     def __init__(self, store: Store, listing: SegmentedListing, options: SourceOptions) -> None:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
+        self._blame = Blame(store)
         self._stem = Stem(options.stem)
         self.url = store.url
         self._assembler = Assembler(options, store.url)
@@ -210,6 +212,7 @@ class ObjectsSource:
                     fields = self._by_head(item, part)
                 if fields is None:
                     data = self._store.get(item)
+                    self._blame.came(item)
                     sample.fetched += len(data)
                     arrived(len(data))
                     fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)
@@ -217,6 +220,8 @@ class ObjectsSource:
             self._assembler.finish(sample, str)
         except (BadObject, NotFound) as error:
             sample.error = error
+        except (AccessDenied, Unreachable) as error:
+            sample.error = self._blame.of(error)
         sample.nbytes = sum(map(nbytes_of, sample.values.values()))
         return sample
 

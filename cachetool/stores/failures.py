@@ -96,7 +96,9 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
     if status in _SLOW_DOWN:
         return Unreachable(f"{what}: the store keeps answering 'slow down' ({said}); try later or with fewer workers")
     if status >= 500:
-        return Unreachable(f"{what}: the server fails ({said}), also when asked again")
+        failing = Unreachable(f"{what}: the server fails ({said}), also when asked again")
+        failing.answered = True
+        return failing
     if status:
         return SourceError(f"{what}: the server refuses the request ({said})")
     if "HTTP error" in text or "error sending request" in text or "timed out" in text or "error decoding" in text:

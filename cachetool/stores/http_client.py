@@ -170,6 +170,7 @@ class HttpClient:
             asked = None
             patience = self._limits.retry
             failure: Exception | None = None
+            answered = False
             try:
                 response = self._attempt(url, dict(headers or {}), partial, size, most, bodiless=bodiless)
             except (http.client.InvalidURL, UnicodeEncodeError) as error:
@@ -186,7 +187,8 @@ class HttpClient:
                 if response.status not in _AGAIN:
                     return response
                 why = f"the server answers {response.status}"
-                if response.status in (429, 503):
+                answered = response.status not in (429, 503)
+                if not answered:
                     patience = self._limits.throttle
                     asked = retry_after(response.headers.get("Retry-After"))
             if len(partial.data) - had > self._limits.min_rate * (time.monotonic() - began):
@@ -197,9 +199,9 @@ class HttpClient:
             if asked:  # 0 would be to ask again at once, for as long as it says so
                 pause = asked + random.uniform(0, min(most_wait, 1.0))
             if time.monotonic() - began + pause > patience:
-                raise Unreachable(
-                    f"{redact(url)}: {why}, {attempt} times in {time.monotonic() - began:.0f} s"
-                ) from failure
+                unreachable = Unreachable(f"{redact(url)}: {why}, {attempt} times in {time.monotonic() - began:.0f} s")
+                unreachable.answered = answered
+                raise unreachable from failure
             retried()
             time.sleep(pause)
 

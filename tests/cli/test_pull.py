@@ -22,6 +22,7 @@ from cachetool.errors import BadObject
 from cachetool.progress import Progress
 from cachetool.units import parse_size
 from tests.cli.folders import labels, tree
+from tests.servers import Scripted, scripted_server, serve_file
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -532,3 +533,30 @@ def test_a_url_with_a_slash_too_few_is_seen(here: Run, tmp_path: Path, typed: st
         assert ran.code == 2, ran.stderr
         assert f"{scheme}://{rest.lstrip('/')}" in ran.error
     assert not (tmp_path / "cache").exists()
+
+
+def test_an_object_that_the_store_refuses_while_it_gives_others_can_be_left_out(here: Run, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    for number in range(12):
+        (place / f"{number:02d}.txt").write_text(str(number))
+
+    def script(handler: Scripted) -> None:
+        if handler.path == "/07.txt":
+            handler.answer(403)
+        else:
+            serve_file(handler, place, "json")
+
+    with scripted_server(script) as server:
+        ran = here("pull", server.url, "--all", "--cache", "new")
+        skipping = here(
+            "pull", server.url, "--all", "--cache", "new", "--on-error", "skip", "--max-size", "8MB", "--json"
+        )
+
+    assert ran.code == 3
+    assert ran.error == (
+        f"{server.url}: '07.txt': access denied (403); give user and password in ~/.netrc;\n"
+        "other objects come: leave such out, up to 1 % of all, with --on-error skip"
+    )
+    assert skipping.code == 0, skipping.stderr
+    assert (skipping.document["samples"], skipping.document["skipped"]) == (11, 1)

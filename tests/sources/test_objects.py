@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cachetool.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 from cachetool.sources.objects import ObjectsSource
 from cachetool.stores import Limits
-from tests.servers import Scripted, folder_server, scripted_server
+from tests.servers import Scripted, folder_server, scripted_server, serve_file
 
 Files = Mapping[str, Any]
 
@@ -373,29 +374,79 @@ def serving(script: Callable[[Scripted], None], tmp_path: Path) -> contextlib.Ab
     return scripted_server(answer)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, Unreachable), (403, AccessDenied)])
+@pytest.mark.parametrize(
+    ("status", "others", "kind"), [(503, 200, Unreachable), (403, 403, AccessDenied), (500, 500, Unreachable)]
+)
 def test_a_store_that_fails_is_an_error_and_never_a_skip(
-    tmp_path: Path, status: int, kind: type[CacheToolError]
+    tmp_path: Path, status: int, others: int, kind: type[CacheToolError]
 ) -> None:
+    failed = threading.Event()
+
     def script(handler: Scripted) -> None:
         if handler.path == "/25.txt":
+            failed.set()
             handler.answer(status)
         else:
-            handler.answer(200, b"ok")
+            handler.answer(others if failed.is_set() else 200, b"ok")
 
     with serving(script, tmp_path) as server:
         list_source(server.url, tmp_path / "l")
         limits = Limits(retry=0.3, throttle=0.3)
         with contextlib.closing(open_source(server.url, tmp_path / "l", limits=limits)) as source:
             found = source.probe(np.arange(5)).schema
-            with pytest.raises(kind, match=r"25\.txt"):
+            with pytest.raises(kind, match=r"\.txt"):
                 list(source.read(np.arange(40), schema=found, skip_bad=True))
+
+
+@pytest.mark.parametrize("status", [403, 500, 502])
+@pytest.mark.parametrize("skip_bad", [True, False])
+def test_an_object_that_is_refused_while_others_come_is_a_bad_one(
+    tmp_path: Path, status: int, *, skip_bad: bool
+) -> None:
+    def script(handler: Scripted) -> None:
+        handler.answer(status if handler.path == "/25.txt" else 200, b"ok")
+
+    with serving(script, tmp_path) as server:
+        list_source(server.url, tmp_path / "l")
+        limits = Limits(retry=0.3, throttle=0.3)
+        with contextlib.closing(open_source(server.url, tmp_path / "l", limits=limits)) as source:
+            found = source.probe(np.arange(5)).schema
+            with contextlib.nullcontext() if skip_bad else pytest.raises(BadObject, match=r"25\.txt.*others? .*come"):
+                pieces = list(source.read(np.arange(40), schema=found, skip_bad=skip_bad))
+
+    if skip_bad:
+        skipped = [each for piece in pieces for each in piece.skipped]
+        assert [each.key for each in skipped] == ["25"]
+        assert str(status) in skipped[0].reason or "denied" in skipped[0].reason
+        assert sum(len(piece.block) for piece in pieces) == 39
+
+
+def test_a_part_of_a_file_that_is_refused_while_others_come_is_left_out_with_its_rows(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    for number in range(4):
+        np.save(place / f"{number}.npy", np.full((3, 2**15), number, dtype="<f4"))
+
+    def script(handler: Scripted) -> None:
+        if handler.path == "/2.npy" and not handler.headers.get("Range", "").startswith("bytes=0-"):
+            handler.answer(500)
+        else:
+            serve_file(handler, place, "json")
+
+    options = SourceOptions(read_as="files")
+    with scripted_server(script) as server:
+        list_source(server.url, tmp_path / "l", options)
+        limits = Limits(retry=0.3, throttle=0.3)
+        with contextlib.closing(open_source(server.url, tmp_path / "l", options, limits=limits)) as source:
+            found = source.probe(np.arange(2)).schema
+            pieces = list(source.read(np.arange(12), schema=found, skip_bad=True))
+
+    assert sorted(each.key for piece in pieces for each in piece.skipped) == [f"2.npy#{row}" for row in range(3)]
+    assert sum(len(piece.block) for piece in pieces) == 9
 
 
 def test_requests_in_flight_are_as_many_as_asked_for(tmp_path: Path) -> None:
     """A barrier that only opens when four requests are there at once, and is never waited for by a fifth."""
-    import threading
-
     gate = threading.Barrier(4, timeout=20)
     now, most, lock = [0], [0], threading.Lock()
 

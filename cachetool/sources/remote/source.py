@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Column
-from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
+from cachetool.sources.blame import Blame
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
@@ -62,6 +63,7 @@ class FilesSource:
     def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
         """Made by :func:`open_files_source`."""
         self._store, self._table, self._options = store, table, options
+        self._blame = Blame(store)
         self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
         self._files = Files(store, listing)
         self.url = url
@@ -191,6 +193,9 @@ class FilesSource:
             body = self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
         except (BadObject, NotFound) as error:
             return error
+        except (AccessDenied, Unreachable) as error:
+            return self._blame.of(error)
+        self._blame.came(self._files.item(get.item))
         arrived(len(body))
         return body
 
