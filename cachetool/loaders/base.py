@@ -187,7 +187,7 @@ class BaseLoader(ABC, Generic[T]):
             before.replace()
         left = self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch
         if left and not self._chosen:
-            self._epoch += 1  # else a loop with a `break` in it would see the same samples for ever
+            self._epoch = self._last + 1  # else a loop with a `break` in it would see the same samples for ever
         self._chosen = False
         epoch = self._started(self._fed(), self.epoch, self._left_over)
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
@@ -275,9 +275,12 @@ class BaseLoader(ABC, Generic[T]):
             before.replace()
         self._iterator = self._progress = None
 
-    def _delivered(self) -> None:
-        """The last batch of an epoch was delivered."""
-        self._epoch += 1
+    def _delivered(self, progress: Progress) -> None:
+        """The last batch of an epoch was delivered. One that ran beside another is no part of the state."""
+        if progress is not self._progress:
+            return
+        if not self._chosen:
+            self._epoch = self._last + 1
         self._resume, self._taken = None, 0
 
     def __reduce__(self) -> NoReturn:

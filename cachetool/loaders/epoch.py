@@ -138,7 +138,7 @@ class Epoch(Iterator[T]):
     def deliver(self) -> None:
         """All batches were delivered."""
         self._left.detach()
-        self._loader._delivered()
+        self._loader._delivered(self.progress)
         with contextlib.suppress(CacheToolError):  # whoever begins the next one will hear of it
             self._feed.delivered(self._generation, self.progress.step)
         self.end()

@@ -55,6 +55,10 @@ def _environment() -> dict[str, str]:
     return {**dict.fromkeys(_ONE_THREAD, "1"), **os.environ, "GLIBC_TUNABLES": tunables}
 
 
+_STOP = json.dumps({"id": 0, "do": "stop"}).encode() + b"\n"
+"""A child that was forked meanwhile has the pipe too, so that its end alone would come late."""
+
+
 class Feed(Protocol):
     """Makes the batches of one epoch after another. Belongs to one thread at a time."""
 
@@ -304,6 +308,7 @@ class Processes:
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
+                os.write(process.stdin.fileno(), _STOP)
                 process.stdin.close()
         deadline = time.monotonic() + _GRACE
         for process in self._processes:

@@ -3,7 +3,8 @@
 ::
 
     stdin    {"settings": ..., "number": 0, "feeders": 2, ...}, then the transform's bytes     from the training process
-             {"id": 1, "do": "begin", "epoch": 0} ...        its end means: stop               (to the leader only)
+             {"id": 1, "do": "begin", "epoch": 0} ...        to the leader only
+             {"id": 0, "do": "stop"}, or its end
     plans    a plan a line                                                                      from the leader
     answers  {"id": 1, "steps": 16, ...} or {"id": 1, "error": ...}                             from the leader
     ring     batches
@@ -130,7 +131,8 @@ class _Follower:
         for fd in (self._control.fd, self._plans.fd, *parent_fd(parent)):
             poll.register(fd, select.POLLIN)
         while True:
-            if any(fd != self._plans.fd for fd, _ in poll.poll()):
+            # Whatever comes after the greeting means: stop.
+            if self._control.next() is not None or any(fd != self._plans.fd for fd, _ in poll.poll()):
                 os._exit(0)
             self._plans.receive()
             if self._plans.ended:

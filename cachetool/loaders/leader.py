@@ -71,6 +71,8 @@ class Leader:
                 if asked["do"] == "left":  # said at any time, also while an answer is waited for
                     self._turns.left(asked["generation"])
                     continue
+                if asked["do"] == "stop":
+                    self._leave()
                 self._pending = None  # whoever waited for it gave up
                 self._answer(asked)
             if self._pending is not None:
@@ -79,7 +81,7 @@ class Leader:
             if self._turns.unsettled:
                 wait = min(wait or _SOON, _SOON)
             ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
-            if not ready:
+            if not ready and self._turns.unsettled:
                 self._turns.settle()
             if self._woken in ready:
                 os.read(self._woken, 4096)

@@ -42,9 +42,9 @@ class Loader(BaseLoader[dict[str, Any]]):
       columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
     - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` of the samples in the latter.
     - ``min_samples`` (default ``world_size`` x ``batch_size``) are waited for up to ``wait`` seconds.
-    - The next epoch's snapshot is taken when this one's batches are made, anew where shards came until 0.1 s before
-      the next one begins (or later, if this process knows of them), and given up ``hold`` seconds after its end; not
-      after ``epochs`` epochs.
+    - The next epoch's snapshot is taken about a second before this one's end, or earlier when batches take long; if it
+      begins after a pause, or this process used the catalog, anew where shards came. It is given up ``hold`` seconds
+      after the end; not after ``epochs`` epochs.
     - ``verify``: the feeders compare every value with the checksum it was written with.
     - ``concurrent``: an iterator that is not at its end goes on when the loader is iterated again, which then takes
       feeders of its own; else it ends with an error.

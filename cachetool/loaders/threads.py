@@ -105,7 +105,8 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:
             self._turns.delivered(generation, self._pace.delivered(batches))
-            self._turns.settle()
+            if self._turns.unsettled:
+                self._turns.settle()
 
     def left(self, generation: int) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""
@@ -158,7 +159,8 @@ class _Duties:
             left, self.left = self.left, 0
             self._turns.left(left)
             self._turns.tick()
-            self._turns.settle()
+            if self._turns.unsettled:
+                self._turns.settle()
 
 
 def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, function: Function | None) -> None:

@@ -14,8 +14,9 @@ from cachetool.cache.history import Delivered
 
 __all__ = ["Timing"]
 
-_ONWARD = 0.5
-"""Seconds after the last batch in which the next epoch begins at once: no command has run in between."""
+_ONWARD, _LONGEST = 0.5, 3.0
+"""Seconds after the last batch was handed out in which the next epoch begins at once, no command having run in between:
+half as long again as a step of training, but so many at least and at most."""
 _FRESH = 10.0
 """Seconds after which a provisional snapshot is looked at again when the last batch is delivered."""
 _LEAD = 1.0
@@ -34,8 +35,8 @@ class Timing:
 
     def delivered(self, pace: Delivered) -> None:
         """Its last batch was delivered."""
-        self._onward = time.monotonic() + _ONWARD
         self._step = max(0.0, pace.seconds - pace.waited) / max(1, pace.batches)
+        self._onward = time.monotonic() + max(_ONWARD, min(1.5 * self._step, _LONGEST))
 
     def looked(self) -> None:
         """What the catalog has is known."""

@@ -90,11 +90,13 @@ class Turns:
             ahead = self._ahead
             assert ahead is not None
         else:
+            if resume is None:  # else what is to be read may go in between
+                self._drop_ahead()
+            lease, self._ahead = None if self._ahead is None else self._ahead.lease, None
             # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
-            self._drop_ahead()
             self._drop_current()
             self.settle()
-            ahead = self._take(epoch, resume)
+            ahead = self._take(epoch, resume, lease)
             self._publish(ahead.plan)
         self._drop_current()
         self._current, self._ahead, self._gone, self._left, self._due = ahead, None, None, False, None
@@ -117,8 +119,7 @@ class Turns:
         current = self._current
         if current is None or current.plan.generation != generation:
             return
-        spare = self._timing.spare(current.plan.steps(self._settings).count)
-        if spare > 0:
+        if (spare := self._timing.spare(current.plan.steps(self._settings).count)) > 0:
             self._due = time.monotonic() + spare
         else:
             self._follow(current, follows=True)
@@ -143,8 +144,9 @@ class Turns:
 
     @property
     def unsettled(self) -> bool:
-        """Whether :meth:`settle` has something to do."""
-        return bool(self._over)
+        """Whether :meth:`settle` has something to do. Of several ranks, one that begins an epoch late must find the
+        lease of those that are through with it: theirs end when they begin the next."""
+        return bool(self._over) and self._settings.world_size == 1
 
     def settle(self) -> None:
         """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
@@ -174,20 +176,20 @@ class Turns:
         over. Gives how many seconds are left until then, None: no matter."""
         current = self._current
         if self._due is not None and current is not None and not self._left:
-            left = self._due - time.monotonic()
-            if left > 0:
+            if (left := self._due - time.monotonic()) > 0:
                 return left
             self._follow(current, follows=True)
-        if (current is None and self._ahead is None) or (current is not None and not self._left):
+        idle = current is None and self._ahead is None and (self.unsettled or not self._over)
+        if idle or (current is not None and not self._left):
             return None
-        left = self._until - time.monotonic()
-        if left > 0:
+        if (left := self._until - time.monotonic()) > 0:
             return min(left, 3600.0)  # hold= may be infinite
         if current is not None:
             with contextlib.suppress(CacheToolError, OSError):
                 self._gone = replace(current, origins=current.told())
             self._drop_current()
         self._drop_ahead()
+        self.settle()
         self._publish(Plan(self._next(), 0, None))
         return None
 
@@ -247,7 +249,8 @@ class Turns:
             if resume is not None:
                 if self._settings.missing == "refetch":
                     have_again(self._settings.root, lease.newest(), resume)
-                view = self._same(lease.newest(epoch=epoch))
+                # No room is made by it: what would go may be what it is to read.
+                view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
             view, samples = self._enough(lease, epoch)
             self._short = None

@@ -63,16 +63,27 @@ def test_of_a_first_epoch_nobody_knows_how_long_it_lasts(clock: Clock) -> None:
     assert timing.spare(1000) == 0
 
 
-@pytest.mark.parametrize(("passed", "at_once", "old"), [(0.4, True, False), (0.6, False, False), (10.1, False, True)])
-def test_an_epoch_begins_at_once_for_half_a_second_and_a_look_is_old_after_ten(
-    passed: float, at_once: bool, old: bool, clock: Clock
+@pytest.mark.parametrize(
+    ("step", "passed", "at_once"),
+    [(0.01, 0.4, True), (0.01, 0.6, False), (1.0, 1.4, True), (1.0, 1.6, False), (60.0, 2.9, True), (60.0, 3.1, False)],
+)
+def test_an_epoch_begins_at_once_within_half_a_second_or_one_step_and_a_half(
+    step: float, passed: float, at_once: bool, clock: Clock
 ) -> None:
     timing = Timing()
-    timing.looked()
-    timing.delivered(PACE)
+    timing.delivered(Delivered(seconds=10 * step + 7, batches=10, waits=1, waited=7.0))
     clock.now += passed
 
-    assert (timing.at_once, timing.old) == (at_once, old)
+    assert timing.at_once == at_once
+
+
+@pytest.mark.parametrize(("passed", "old"), [(9.9, False), (10.1, True)])
+def test_a_look_is_old_after_ten_seconds(passed: float, old: bool, clock: Clock) -> None:
+    timing = Timing()
+    timing.looked()
+    clock.now += passed
+
+    assert timing.old == old
 
 
 def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_lasted(

@@ -40,6 +40,7 @@ def long(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ONWARD", -1.0)
+    monkeypatch.setattr(module, "_LONGEST", -1.0)
     monkeypatch.setattr(module, "_FRESH", -1.0)
 
 
