@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -117,6 +118,57 @@ def test_concurrent_iterators_have_feeders_of_their_own(workers: int, cache: Cac
         next(fourth)
     assert len(children()) == before
     assert leases(cache) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_beside_a_concurrent_iterator_is_that_of_the_first_one(workers: int, cache: CacheDir) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "fields": ["number"], "workers": workers, "concurrent": True}
+    with Loader(cache, **options) as loader:
+        first = iter(loader)
+        before = numbers([next(first), next(first)])
+        beside = numbers(loader)
+        state = loader.state_dict()
+        rest = numbers(first)
+        assert loader.epoch == 2
+    with Loader(cache, **options) as loader:
+        loader.load_state_dict(state)
+        assert (loader.epoch, numbers(loader)) == (0, rest)
+    assert sorted(before + rest) == sorted(beside) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_was_left_is_followed_by_one_that_was_not_begun_beside_it(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, fields=["number"], workers=workers, concurrent=True) as loader:
+        orders = []
+        for batch in loader:
+            if orders:
+                break
+            orders.append([each["number"].tolist() for each in loader])
+            del batch
+        orders += [[each["number"].tolist() for each in loader] for _ in range(2)]
+        assert loader.epoch == 4
+
+    assert len({json.dumps(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_feeders_end_at_once_beside_a_forked_child(workers: int, cache: CacheDir) -> None:
+    """It has the pipes too whose end tells them to; those that do not end in time are killed."""
+    loader = Loader(cache, batch_size=4, fields=["number"], workers=workers)
+    numbers(loader)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    processes = loader._feed._processes[:]  # type: ignore[union-attr]
+    loader.close()
+    assert [process.returncode for process in processes] == [0] * workers
+    assert leases(cache) == []
+    os.close(write)
+    os.waitpid(child, 0)
+    os.close(read)
 
 
 def test_shards_that_left_are_closed_while_the_loader_goes_on(cache: CacheDir) -> None:

@@ -52,6 +52,25 @@ def test_who_wants_as_many_as_there_are_gets_them_at_once(full: CacheDir) -> Non
         assert numbers(loader) == list(range(COUNT))
 
 
+@pytest.mark.parametrize("looked", [False, True])
+def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: bool, full: CacheDir) -> None:
+    with full.catalog.write() as connection:
+        connection.execute("UPDATE jobs SET hungry = 0")
+    with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
+        epoch = iter(loader)
+        before = numbers([next(epoch), next(epoch)])
+        state = loader.state_dict()
+        del epoch
+    with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
+        loader.load_state_dict(state)
+        if looked:
+            assert len(loader) == 8
+        with full.catalog.write() as connection:  # the pull begins to want room
+            connection.execute("UPDATE jobs SET hungry = ?", (full.max_size,))
+        assert sorted(before + numbers(loader)) == list(range(COUNT))
+        assert len(numbers(loader)) < COUNT  # the one behind it makes room again
+
+
 def test_an_epoch_is_resumed_from_all_that_is_there(full: CacheDir) -> None:
     with full.catalog.write() as connection:
         connection.execute("UPDATE jobs SET hungry = 0")

@@ -106,6 +106,44 @@ def test_a_snapshot_that_became_too_small_is_waited_for(short: None, cache: Cach
     assert turns.begin(1, surely=False).samples == 20
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_begins_late_finds_the_snapshot_of_one_that_is_through_with_it(
+    short: None, rank: int, cache: CacheDir
+) -> None:
+    ranks = [Turns(Settings(str(cache.root), batch_size=5, run="run", rank=r, world_size=2), print) for r in (0, 1)]
+    for each in ranks:
+        each.exhausted(each.begin(0).generation)
+        each.delivered(1, DELIVERED)
+    early, late = ranks[rank], ranks[1 - rank]
+    plan = early.begin(1, surely=False)
+    early.settle()
+    early.exhausted(plan.generation)
+    early.delivered(plan.generation, DELIVERED)
+    assert not early.unsettled
+    put(cache, range(60, 80))
+
+    assert late.begin(1, surely=False).view == plan.view
+    late.settle()
+    late.delivered(late.begin(1).generation, DELIVERED)
+    early.begin(2)
+    early.settle()
+    assert late.begin(2).samples == early._current.plan.samples  # type: ignore[union-attr]
+    for each in ranks:
+        each.close()
+    assert not leases(cache)
+
+
+def test_snapshots_of_several_ranks_that_nothing_follows_end_after_a_while(cache: CacheDir) -> None:
+    turns = Turns(Settings(str(cache.root), batch_size=5, run="run", world_size=2, epochs=1, hold=0.0), print)
+    turns.delivered(turns.begin(0).generation, DELIVERED)
+    assert len(leases(cache)) == 1
+
+    assert turns.tick() is None
+    assert not leases(cache)
+    assert turns.tick() is None
+    turns.close()
+
+
 def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snapshot(
     short: None, cache: CacheDir
 ) -> None:
