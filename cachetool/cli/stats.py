@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -90,12 +91,13 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
     from cachetool.cache.layout import refuse_in_cache
     from cachetool.report import figures, page
 
-    refuse_in_cache(path, "--html")
+    target = _plain_file(path)
+    refuse_in_cache(target, "--html")
     found = figures(cache, dataset)
-    aside = path.parent / f".{path.name}.{os.getpid()}.new"
+    aside = target.parent / f".{target.name}.{os.getpid()}.new"
     try:
         aside.write_text(page(found), encoding="utf-8")
-        os.replace(aside, path)
+        os.replace(aside, target)
     except OSError as error:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
@@ -103,6 +105,23 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
             raise
         raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
     return {**found.stats, "html": str(path)}
+
+
+def _plain_file(path: Path) -> Path:
+    """The file to replace: where links lead, for the links themselves stay. Raises :class:`UsageError` for what is no
+    file: a FIFO or a device would be gone, and a file in its place."""
+    if str(path) == "-":
+        raise UsageError("--html - names no file; the page goes into a file only: name one")
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:  # a new file, or a link to one that is not there yet
+        pass
+    except OSError as error:
+        raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
+    else:
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it better
+            raise UsageError(f"cannot write --html {str(path)!r}: it is a device, a pipe or a socket; name a file")
+    return Path(os.path.realpath(path))
 
 
 def _print(out: Output, found: dict[str, Any]) -> None:

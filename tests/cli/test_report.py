@@ -48,6 +48,7 @@ def test_stats_html_writes_one_page_and_says_so(here: Run, filled: Path, tmp_pat
         ("--html ..", "'..'"),
         (f"--html {'x' * 300}", "File name too long"),
         ("--html cache/report.html", "outside of the cache"),
+        ("--html -", "name one"),
         ("--watch --json", "--json"),
         ("--watch --html x.html", "--html"),
         ("--html x.html --dataset other", "'other'"),
@@ -61,6 +62,42 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(
     assert ran.code == 2
     assert says in ran.error
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_page_goes_where_a_link_leads(here: Run, filled: Path, tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    if there:
+        (folder / "target.html").write_text("old")
+    (tmp_path / "link").symlink_to("pages/target.html")
+
+    assert here("stats", "--html", "link").code == 0
+
+    assert (tmp_path / "link").is_symlink()
+    assert (folder / "target.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert [path.name for path in folder.iterdir()] == ["target.html"]
+
+
+def test_a_link_into_the_cache_is_no_way_into_it(here: Run, filled: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(filled / "catalog.sqlite3")
+
+    ran = here("stats", "--html", "link")
+
+    assert (ran.code, "outside of the cache" in ran.error) == (2, True)
+    assert here("stats").code == 0
+
+
+def test_what_is_no_plain_file_is_not_replaced_by_the_page(here: Run, filled: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+
+    for name in ("pipe", "link"):
+        ran = here("stats", "--html", name)
+        assert (ran.code, f"'{name}': it is a device, a pipe" in ran.error) == (2, True), ran
+
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "link", "pipe"]
 
 
 def test_an_empty_name_of_the_page_is_refused(here: Run, filled: Path) -> None:
