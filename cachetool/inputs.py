@@ -29,6 +29,7 @@ from cachetool.parts import DATASET_FILE, is_ours, open_alone, read_parts
 from cachetool.schema import Schema
 from cachetool.scratch import listing_scratch
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.filebase import reading
 from cachetool.sources.files import FileOptions, FileSource, is_file_input, open_files
 from cachetool.sources.guard import GuardedFile
 from cachetool.sources.ours import run_of_blocks
@@ -61,7 +62,13 @@ class Input(Protocol):
 
 
 def describe(path: Path, options: FileOptions) -> Message:
-    """How :func:`open_input` opens ``path`` in another process; raises :class:`UsageError` when it is not there."""
+    """How :func:`open_input` opens ``path`` in another process; raises :class:`UsageError` when it is not there,
+    :class:`AccessDenied` when this user may not look at it."""
+    with reading(str(path)):
+        return _describe(path, options)
+
+
+def _describe(path: Path, options: FileOptions) -> Message:
     if not path.exists():
         raise UsageError(f"there is no {path}; name a file or a folder to convert")
     if Layout(path).is_cache:
@@ -153,9 +160,10 @@ def identity(description: Message) -> str:
         return str(description["identity"])
     facts: list[Any] = [{key: value for key, value in description.items() if key != "version"}]
     path = Path(str(description.get("path") or description["root"]))
-    names = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    if description["kind"] != "cache":
-        facts += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in names]
+    with reading(str(path)):
+        names = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        if description["kind"] != "cache":
+            facts += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in names]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

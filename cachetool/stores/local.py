@@ -97,7 +97,9 @@ class LocalStore:
                 left_out["links that lead out of the folder"] += 1
                 return None
             found = entry.stat()
-        except OSError:  # removed since, or a link to nothing
+        except OSError as error:  # removed since, or a link to nothing
+            if isinstance(error, PermissionError) and not entry.is_symlink():
+                raise  # the folder may be listed, but not entered
             left_out["links to nothing" if entry.is_symlink() else "vanished while listing"] += 1
             return None
         if not stat.S_ISREG(found.st_mode):

@@ -1,4 +1,4 @@
-"""Files of a cache that its user may not read or write: one error that says so, and nothing taken for damaged."""
+"""What a user may not read or write: one error that names it and says what helps, and nothing taken for damaged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,4 +70,47 @@ def test_what_may_not_be_used_is_named_with_what_to_do(
     assert ran.stderr.endswith(f"chmod -R u+rwX {filled}\n")
     assert run("verify", "--repair").returncode == 0, "and then all goes on"
     assert line.startswith("evict") or len(labels(filled)) >= 30
+    assert not (tmp_path / "out").exists()
+
+
+@contextmanager
+def moded(path: Path, mode: int) -> Iterator[None]:
+    """Inside, ``path`` has that mode."""
+    before = path.stat().st_mode
+    path.chmod(mode)
+    try:
+        yield
+    finally:
+        path.chmod(before)
+
+
+def _cachetool(folder: Path, line: str, before: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [*before, sys.executable, "-m", "cachetool", *line.split()]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o644])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pull closed/remote --all --cache cache",
+        "pull closed --all --cache cache",
+        "pull file://{folder}/closed --all --cache cache",
+        "pull closed/remote/scan000.volume.npy --all --cache cache",
+        "convert closed/remote --to zarr --out out",
+        "convert closed --to zarr --out out",
+        "convert closed/remote/scan000.volume.npy --to zarr --out out",
+    ],
+)
+def test_a_source_in_a_closed_folder(remote: Path, tmp_path: Path, prefix: list[str], mode: int, line: str) -> None:
+    shutil.copytree(remote, tmp_path / "closed" / "remote")
+    shutil.copy(remote / "scan000.volume.npy", tmp_path / "closed")
+    with moded(tmp_path / "closed", mode):
+        ran = _cachetool(tmp_path, line.format(folder=tmp_path), prefix)
+
+    place = line.split()[1].removeprefix("file://").format(folder=tmp_path)
+    assert ran.returncode == 3, ran
+    assert len(ran.stderr.splitlines()) <= 2
+    assert place in ran.stderr
+    assert "permission denied" in ran.stderr
     assert not (tmp_path / "out").exists()

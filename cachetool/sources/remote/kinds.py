@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import unquote
 
-from cachetool.errors import UsageError
+from cachetool.errors import AccessDenied, UsageError
 from cachetool.sources.keys import Part, Stem
 from cachetool.stores import Object, redact
+from cachetool.stores.redact import printable
 
 __all__ = ["OURS", "Census", "EachFile", "Kind", "kind_of", "locate"]
 
@@ -55,13 +56,15 @@ def kind_of(name: str) -> Kind | None:
 
 
 def locate(url: str) -> tuple[str, str, Kind] | None:
-    """For a URL or path of one file: that of its folder, its name there, and its kind; else None."""
+    """For a URL or path of one file: that of its folder, its name there, and its kind; else None.
+
+    Raises :class:`AccessDenied` for a path that this user may not look at.
+    """
     if "://" not in url:
-        path = Path(url)
-        kind = kind_of(path.name)
-        if path.is_dir() and (path / "data.mdb").is_file():
-            return str(path), "data.mdb", "lmdb"
-        return (str(path.parent), path.name, kind) if kind and kind != "zarr" and path.is_file() else None
+        try:
+            return _local(Path(url))
+        except PermissionError as error:
+            raise AccessDenied(f"{printable(url)!r}: permission denied") from error
     place, mark, query = url.partition("?")
     folder, slash, name = place.rpartition("/")
     kind = kind_of(name)
@@ -71,6 +74,13 @@ def locate(url: str) -> tuple[str, str, Kind] | None:
         name = unquote(name, errors="surrogateescape")
     assert kind is not None
     return f"{folder}/{mark}{query}", name, kind
+
+
+def _local(path: Path) -> tuple[str, str, Kind] | None:
+    kind = kind_of(path.name)
+    if path.is_dir() and (path / "data.mdb").is_file():
+        return str(path), "data.mdb", "lmdb"
+    return (str(path.parent), path.name, kind) if kind and kind != "zarr" and path.is_file() else None
 
 
 class Census:
