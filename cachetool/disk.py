@@ -12,12 +12,21 @@ import contextlib
 import errno
 import os
 import shlex
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from cachetool.errors import CacheToolError, CapacityError, CatalogError
 
-__all__ = ["cache_around", "disk_error", "known_error", "naming_inodes", "too_long"]
+__all__ = [
+    "cache_around",
+    "disk_error",
+    "known_error",
+    "naming_inodes",
+    "permission_denied",
+    "refused_in",
+    "too_long",
+]
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -47,6 +56,8 @@ def known_error(error: BaseException) -> CacheToolError | None:
 
 def _refused(error: BaseException) -> CatalogError | None:
     """That a file in a cache may not be read or written: ``error`` itself, or what it was raised from."""
+    if isinstance(error, CatalogError):
+        return error  # says it better: which folder it is, not the file that could not be made in it
     cause: BaseException | None = error
     seen: list[BaseException] = []
     while cause is not None and cause not in seen:  # an error that was raised again may be its own cause
@@ -54,12 +65,45 @@ def _refused(error: BaseException) -> CatalogError | None:
         if isinstance(cause, PermissionError) and isinstance(cause.filename, str):
             root = cache_around(Path(cause.filename))
             if root is not None:
-                return CatalogError(f"permission denied: {cause.filename}; {_remedy(root)}")
+                return permission_denied(cause.filename, root)
         cause = cause.__cause__
     return None
 
 
+def permission_denied(path: str | Path, root: Path) -> CatalogError:
+    """The error for a file or folder of the cache ``root`` that this user may not use."""
+    return CatalogError(f"permission denied: {path}; {_remedy(root)}")
+
+
+def refused_in(root: Path, *paths: Path) -> CatalogError | None:
+    """The error for one of ``paths``, files and folders of the cache ``root``, that this user may not read and write:
+    one that may not be read if there is any. None where all may be used; what is not there counts for nothing.
+
+    They are not opened: closing a file drops all locks that this process has on it.
+    """
+    found: CatalogError | None = None
+    for path in paths:
+        try:
+            needed = os.R_OK | (os.X_OK if stat.S_ISDIR(os.stat(path).st_mode) else 0)
+            written = 0 if os.statvfs(path).f_flag & os.ST_RDONLY else os.W_OK  # nobody may where the disk does not let
+        except PermissionError:
+            return permission_denied(path, root)
+        except OSError:
+            continue
+        if not os.access(path, needed):
+            return permission_denied(path, root)
+        if found is None and not os.access(path, written):
+            found = permission_denied(path, root)
+            found.readable = True
+    return found
+
+
 def _remedy(root: Path) -> str:
+    for folder in reversed(Path(os.path.realpath(root)).parents):
+        if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+            if (owner := os.stat(folder).st_uid) != os.geteuid():
+                return f"{folder} belongs to another user ({owner}), who lets nobody in"
+            return f"{folder} may not be entered; run: chmod u+x {shlex.quote(str(folder))}"
     with contextlib.suppress(OSError):
         if (owner := root.stat().st_uid) != os.geteuid():
             return f"the cache belongs to another user ({owner}); run this as that one"

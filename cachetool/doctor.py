@@ -22,6 +22,8 @@ from cachetool.cache.ownership import ALLOW_SHARED, loose
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
 from cachetool.cache.usage import measure
+from cachetool.disk import refused_in
+from cachetool.errors import CatalogError
 from cachetool.units import format_size
 
 __all__ = ["Finding", "examine"]
@@ -64,9 +66,24 @@ def examine(root: str | Path | None = None) -> list[Finding]:
         text = f"{why}; {ALLOW_SHARED}=1 allows it" if allowed else f"refused: {why}, or set {ALLOW_SHARED}=1"
         found.append(Finding("owner", "note" if allowed else "bad", text))
     found += _place(layout)
-    if exists:
+    if not exists:
+        return found
+    if (denied := _denied(layout)) is not None:
+        found.append(Finding("permission", "bad", str(denied)))
+    if denied is None or denied.readable:
         found += _catalog(layout)
     return found
+
+
+def _denied(layout: Layout) -> CatalogError | None:
+    paths = [layout.root, *layout.folders, layout.catalog, _journal(layout)]
+    if os.access(layout.shards, os.R_OK | os.X_OK):
+        paths += sorted(path for path in layout.shards.iterdir() if path.is_dir())
+    return refused_in(layout.root, *paths)
+
+
+def _journal(layout: Layout) -> Path:
+    return layout.catalog.with_name(f"{layout.catalog.name}-journal")
 
 
 def _mended(layout: Layout) -> str:
@@ -93,8 +110,10 @@ def _place(layout: Layout) -> list[Finding]:
         return [kind, disk]
     try:
         works = locks_work(layout.holders)
+    except PermissionError:
+        return [kind, disk, Finding("locks", "bad", "this user may make none: no pull and no new reader can begin")]
     except OSError as error:
-        if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EPERM):
+        if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         return [
             kind,
@@ -137,8 +156,7 @@ def _catalog(layout: Layout) -> list[Finding]:
         left = [stray for stray in strays(catalog, layout) if stray.ours]
     finally:
         catalog.close()
-    journal = layout.catalog.with_name(layout.catalog.name + "-journal")
-    sizes = [format_size(path.stat().st_size) for path in (layout.catalog, journal) if path.exists()]
+    sizes = [format_size(path.stat().st_size) for path in (layout.catalog, _journal(layout)) if path.exists()]
     found = [
         Finding("catalog", "ok", f"sound, schema {schema}, version {meta['version']}, {' + '.join(sizes)}"),
         Finding("SQLite", "ok" if mode == "persist" else "bad", f"{library_version()}, journal mode {mode}"),

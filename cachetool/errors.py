@@ -124,6 +124,8 @@ class CatalogError(CacheToolError):
     """The catalog or the layout of the cache folder cannot be used."""
 
     exit_code = 6
+    readable = False
+    """Whether what is there can be read all the same: this user may only not write."""
 
 
 class Interrupted(CacheToolError):

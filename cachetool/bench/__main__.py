@@ -17,6 +17,8 @@ from cachetool.bench import ceilings, rates
 from cachetool.bench.advice import Found, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import CacheDir
+from cachetool.cache.layout import Layout
+from cachetool.cache.marker import check
 from cachetool.errors import CacheToolError, to_json
 from cachetool.formats import format_names
 from cachetool.units import format_size
@@ -92,6 +94,7 @@ def _trial(options: dict[str, Any]) -> Trial:
         return of_files(Path(options["data"]))
     if options["cache"] is None:
         return made_up()
+    check(Layout(Path(options["cache"])))
     with CacheDir(Path(options["cache"])) as cache:
         return of_cache(cache, options["dataset"])
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache.connection import connect
+from cachetool.cache.connection import connect, failure
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.errors import CapacityError, CatalogError
@@ -308,21 +308,7 @@ class Catalog:
         return f"run: cachetool verify --repair{cache_option(self.path.parent)}"
 
     def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
-        name = getattr(error, "sqlite_errorname", "")
-        if self.path.is_dir():
-            return CatalogError(f"catalog {self.path} is a folder; remove it, then {self._mend()}")
-        if name == "SQLITE_FULL":
-            return CapacityError(f"catalog {self.path}: no room on the disk ({error}); free some space")
-        if name.startswith("SQLITE_READONLY"):
-            return CapacityError(
-                f"catalog {self.path} cannot be written: the disk is read-only; make it writable again, for example by"
-                " mount -o remount,rw"
-            )
-        if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
-            return CapacityError(f"catalog {self.path}: {error}; is the disk full, failing or read-only?")
-        if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
-            return CatalogError(f"catalog {self.path}: {error}; {self._mend()}")
-        return CatalogError(f"catalog {self.path}: {error}")
+        return failure(self.path, error, mend=self._mend())
 
 
 def bump(connection: sqlite3.Connection) -> int:

@@ -1,4 +1,5 @@
-"""A connection to the catalog's file, which at first looks every half millisecond whether it is its turn.
+"""A connection to the catalog's file, which at first looks every half millisecond whether it is its turn; and what its
+errors mean.
 
 SQLite's own wait looks again after 1, 2, 5, 10, 15, 20, 25 milliseconds and so on: beside a pull that commits one shard
 after another, a trainer waited 30 to 55 ms for its turn among transactions of 3.
@@ -6,12 +7,16 @@ after another, a trainer waited 30 to 55 ms for its turn among transactions of 3
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["connect", "statements"]
+from cachetool.disk import refused_in
+from cachetool.errors import CapacityError, CatalogError
+
+__all__ = ["connect", "failure", "statements"]
 
 _SHORT, _SHORTS = 0.0005, 100
 """Seconds between looks, and how many there are of these: longer than most transactions take."""
@@ -50,3 +55,27 @@ def connect(path: Path) -> sqlite3.Connection:
     Raises :class:`sqlite3.Error`; one of its kinds after a minute in which others held the lock.
     """
     return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=_Patient)
+
+
+def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str) -> CatalogError | CapacityError:
+    """What went wrong with the catalog at ``path``; ``mend`` is what to do about a file that is no catalog."""
+    name = getattr(error, "sqlite_errorname", "")
+    if os.path.isdir(path):
+        return CatalogError(f"catalog {path} is a folder; remove it, then {mend}")
+    if name == "SQLITE_FULL":
+        return CapacityError(f"catalog {path}: no room on the disk ({error}); free some space")
+    if name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")):
+        # SQLite says the same of a file that this user may not use and of a disk that fails.
+        denied = refused_in(path.parent, path, path.with_name(f"{path.name}-journal"), path.parent)
+        if denied is not None:
+            return denied
+    if name.startswith("SQLITE_READONLY"):
+        return CapacityError(
+            f"catalog {path} cannot be written: the disk is read-only; make it writable again, for example by"
+            " mount -o remount,rw"
+        )
+    if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
+        return CapacityError(f"catalog {path}: {error}; is the disk full, failing or read-only?")
+    if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
+        return CatalogError(f"catalog {path}: {error}; {mend}")
+    return CatalogError(f"catalog {path}: {error}")

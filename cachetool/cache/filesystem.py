@@ -76,7 +76,7 @@ def is_network(name: str) -> bool:
 
 
 def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:  # nor does what may not be looked at count
         path = path.parent
     return path
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from cachetool.cache.catalog import Connection
-from cachetool.disk import disk_error
+from cachetool.disk import disk_error, permission_denied
 from cachetool.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.text import program
 
@@ -104,6 +104,10 @@ def holder_of(folder: Path) -> Holder:
 
 def _unwritable(folder: Path, error: OSError) -> CacheToolError:
     """Whoever reads or writes a cache must leave a lock there: why this process cannot."""
+    if isinstance(error, PermissionError):
+        denied = permission_denied(folder, folder.parent)
+        denied.readable = True
+        return denied
     if not folder.parent.is_dir():
         return CatalogError(f"the cache folder {folder.parent} is gone; pull again to fill a new one")
     known = disk_error(error)

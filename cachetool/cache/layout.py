@@ -166,7 +166,7 @@ class Layout:
     def _above(self) -> Path:
         """The root, or the nearest folder above it that is there."""
         path = self.root
-        while not path.exists() and path != path.parent:
+        while not os.path.exists(path) and path != path.parent:  # nor does what may not be looked at count
             path = path.parent
         return path
 

@@ -18,6 +18,7 @@ from collections.abc import Collection
 
 from cachetool.cache.catalog import Catalog
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, cache_option, fsync_folder, write_durable
+from cachetool.disk import permission_denied
 from cachetool.errors import CatalogError, UsageError
 
 __all__ = ["check", "look", "mark", "settings"]
@@ -39,7 +40,8 @@ def check(layout: Layout) -> bool:
 def look(layout: Layout) -> tuple[bool, str | None]:
     """Whether a cache is here, and what is wrong with its ``cachetool.json``: None when that is as it should be.
 
-    Raises :class:`UsageError` for a file or a folder of other things, :class:`CatalogError` for a newer layout.
+    Raises :class:`UsageError` for a file or a folder of other things, :class:`CatalogError` for a newer layout or a
+    folder that this user may not use.
     """
     try:
         entries = os.listdir(layout.root)
@@ -53,8 +55,12 @@ def look(layout: Layout) -> tuple[bool, str | None]:
     except NotADirectoryError:
         what = "is a file" if layout.root.exists() else "lies below a file"
         raise UsageError(f"cache {layout.root} {what}; name a folder with --cache") from None
+    except PermissionError as error:
+        raise permission_denied(layout.root, layout.root) from error
     except OSError as error:
         raise UsageError(f"cache {layout.root} cannot be read: {error.strerror}") from error
+    if not os.access(layout.root, os.X_OK):  # it may be listed, and no more
+        raise permission_denied(layout.root, layout.root)
     if layout.marker.name in entries:
         wrong = _wrong(layout)
         if wrong is None or _evidence(layout, entries):
@@ -74,6 +80,8 @@ def _wrong(layout: Layout) -> str | None:
     except IsADirectoryError:
         remedy = f"cachetool verify --repair{cache_option(layout.root)}"
         raise CatalogError(f"{layout.marker} is a folder; remove it, then run: {remedy}") from None
+    except PermissionError as error:
+        raise permission_denied(layout.marker, layout.root) from error
     except OSError as error:
         raise CatalogError(f"{layout.marker} cannot be read: {error.strerror}; is the disk failing?") from error
     except (ValueError, KeyError, TypeError):

@@ -90,7 +90,7 @@ def open_root(
         if exists:
             if create and (known := settings(layout)).keys() == {"max_size", "min_free"}:
                 cache.make_again(known)
-            _recover(cache, notify)
+            _recover(cache, notify, create=create)
             if size is not None and size != cache.catalog.meta("max_size"):
                 with cache.catalog.write() as connection:
                     refuse(connection, layout, size)
@@ -120,9 +120,14 @@ def _explained(notify: Callable[[str], None] | None, words: str) -> Callable[[st
     return lambda line: notify(f"{line}: {words}")
 
 
-def _recover(cache: CacheDir, notify: Callable[[str], None] | None) -> None:
+def _recover(cache: CacheDir, notify: Callable[[str], None] | None, *, create: bool) -> None:
     try:
         cache.recover()
+    except CatalogError as error:
+        if create or not error.readable:
+            raise
+        if notify is not None:
+            notify(f"warning: {error}")
     except (CapacityError, OSError) as error:  # a full or read-only disk: what is there can still be read
         if notify is not None:
             notify(f"warning: {known_error(error) or error}")

@@ -90,7 +90,7 @@ def _place(data: str | None, cache: str | None, folder: Path | None) -> tuple[st
     from cachetool.cache.layout import default_root
 
     root = default_root() if cache is None else Path(cache)
-    there = (root / "cachetool.json").is_file()
+    there = os.path.isfile(root / "cachetool.json")  # where it may not be looked at there is none for us
     if folder is None and there:
         folder = root.parent
     return (str(root) if data is None and (there or cache is not None) else None), folder or Path.cwd()

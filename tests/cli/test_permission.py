@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -87,6 +88,92 @@ def moded(path: Path, mode: int) -> Iterator[None]:
 def _cachetool(folder: Path, line: str, before: list[str]) -> subprocess.CompletedProcess[str]:
     command = [*before, sys.executable, "-m", "cachetool", *line.split()]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "what", "line"),
+    [
+        (0o400, "catalog.sqlite3", "pull {remote} --samples 50"),
+        (0o400, "catalog.sqlite3", "evict --max-size 1.25MB"),
+        (0o000, "catalog.sqlite3", "pull {remote} --samples 50"),
+        (0o000, "catalog.sqlite3", "stats"),
+        (0o000, "catalog.sqlite3-journal", "stats"),
+        (0o000, "cachetool.json", "stats"),
+        (0o500, "holders", "pull {remote} --samples 50"),
+        (0o000, ".", "stats"),
+        (0o444, ".", "pull {remote} --samples 50"),
+    ],
+)
+def test_what_every_command_needs_is_named_once(
+    filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, what: str, line: str
+) -> None:
+    with moded(filled / what, mode):
+        ran = _cachetool(tmp_path, f"{line.format(remote=remote)} --cache {filled}", prefix)
+
+    said = f"error: permission denied: {filled / what}; make the cache this user's: chmod -R u+rwX {filled}\n"
+    assert (ran.returncode, ran.stderr) == (6, said)
+
+
+@pytest.mark.parametrize(("mode", "what"), [(0o400, "catalog.sqlite3"), (0o500, "holders")])
+def test_what_may_only_be_read_is_still_shown(
+    filled: Path, tmp_path: Path, prefix: list[str], mode: int, what: str
+) -> None:
+    _leave_a_dead_holder(filled)
+    with moded(filled / what, mode):
+        ran = _cachetool(tmp_path, f"stats --cache {filled}", prefix)
+
+    assert (ran.returncode, "30 samples" in ran.stdout) == (0, True), ran
+    assert ran.stderr.startswith(f"warning: permission denied: {filled / what}")
+
+
+def _leave_a_dead_holder(cache: Path) -> None:
+    """What the next command would tidy up, and so write."""
+    script = "import os, sys, cachetool; c = cachetool.open_cache(sys.argv[1]); s = c.snapshot(); os._exit(0)"
+    subprocess.run([sys.executable, "-c", script, cache], check=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [(0o400, "catalog.sqlite3"), (0o000, "catalog.sqlite3-journal"), (0o500, "shards"), (0o500, "holders")],
+)
+def test_doctor_sees_what_may_not_be_used(
+    filled: Path, tmp_path: Path, prefix: list[str], mode: int, what: str
+) -> None:
+    assert "permission" not in _cachetool(tmp_path, f"doctor --cache {filled}", prefix).stdout
+
+    with moded(filled / what, mode):
+        ran = _cachetool(tmp_path, f"doctor --cache {filled} --json", prefix)
+
+    found = [each for each in json.loads(ran.stdout)["findings"] if each["what"] == "permission"]
+    says = f"permission denied: {filled / what}; make the cache this user's: chmod -R u+rwX {filled}"
+    assert (ran.returncode, ran.stderr, found) == (6, "", [{"what": "permission", "state": "bad", "text": says}])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_cache_of_another_user_is_said_to_be_that(filled: Path, tmp_path: Path, prefix: list[str]) -> None:
+    for path in (filled, *filled.rglob("*")):
+        os.chown(path, 4711, -1)
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+    for line in ("evict --max-size 1.25MB", "doctor"):
+        ran = _cachetool(tmp_path, f"{line} --cache {filled}", prefix)
+        assert ran.returncode == 6
+        assert "the cache belongs to another user (4711); run this as that one" in ran.stderr + ran.stdout
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o644])
+@pytest.mark.parametrize("line", ["stats", "doctor", "pull {remote} --samples 1", "bench", "ls", "verify"])
+def test_a_cache_in_a_closed_folder(
+    filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, line: str
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    cache = filled.rename(closed / "cache")
+    with moded(closed, mode):
+        ran = _cachetool(tmp_path, f"{line.format(remote=remote)} --cache {cache}", prefix)
+
+    said = f"error: permission denied: {cache}; {closed} may not be entered; run: chmod u+x {closed}\n"
+    assert (ran.returncode, ran.stderr) == (6, said)
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o644])
