@@ -201,3 +201,13 @@ def test_a_source_in_a_closed_folder(remote: Path, tmp_path: Path, prefix: list[
     assert place in ran.stderr
     assert "permission denied" in ran.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_are_listed_but_may_not_be_looked_at_have_not_vanished(
+    remote: Path, tmp_path: Path, prefix: list[str]
+) -> None:
+    listed = shutil.copytree(remote, tmp_path / "listed")
+    with moded(listed, 0o644):
+        ran = _cachetool(tmp_path, f"pull file://{listed} --all --cache cache", prefix)
+
+    assert (ran.returncode, "permission denied" in ran.stderr, str(listed) in ran.stderr) == (3, True, True), ran
