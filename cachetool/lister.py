@@ -32,6 +32,8 @@ __all__ = ["PROBED", "list_on", "naming_skip", "pace_of", "prepare"]
 
 PROBED = 64
 """The schema is fixed from this many first draws."""
+_AT_ONCE = 2**20
+"""Draws that are looked through at once for some that have not vanished."""
 
 
 def prepare(
@@ -75,11 +77,15 @@ def prepare(
         change = _changes(SegmentedListing.open(folder, units=units), fresh, Path(refresh, "segment"))
         gone = np.load(Path(refresh, "segment", "vanished.npy")).tolist()
     source = open_source(url, folder, parsed, units=units, pace=pace_of(pace))
+    looked = source
     try:
         probed = _first(source, order, gone)
+        if refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
+            looked = open_source(url, Path(refresh, "segment"), parsed, pace=pace_of(pace))
+            probed = looked.order(**{**order, "cuts": ()})[np.arange(min(looked.units, PROBED))]
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=skip_bad):
-            probe = source.probe(probed, skip_bad=skip_bad)
+            probe = looked.probe(probed, skip_bad=skip_bad)
         return {
             "url": source.url,
             "identity": source.identity,
@@ -92,6 +98,7 @@ def prepare(
             "change": change,
         }
     finally:
+        looked.close()
         source.close()
 
 
@@ -119,10 +126,16 @@ def naming_skip(*, skip_bad: bool) -> Iterator[None]:
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:
-    """The units of the first draws, without those that have vanished."""
-    units = source.order(**order)[np.arange(min(source.units, 16 * PROBED))]
-    there = units[~np.isin(units, np.concatenate([source.vanished, np.array(gone, dtype=np.int64)]))]
-    return there[:PROBED] if len(there) else units[:PROBED]
+    """The units of the first draws, without those that have vanished: none when all have."""
+    vanished = np.concatenate([source.vanished, np.array(gone, dtype=np.int64)])
+    draws, start, count = source.order(**order), 0, 16 * PROBED
+    while True:
+        units = draws[np.arange(start, min(source.units, start + count))]
+        there = units[~np.isin(units, vanished)]
+        start += count
+        if len(there) or start >= source.units:
+            return there[:PROBED]
+        count = min(2 * count, _AT_ONCE)
 
 
 def _changes(old: SegmentedListing, fresh: Listing, folder: Path) -> Message:

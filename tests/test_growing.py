@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +139,47 @@ def test_a_refresh_in_the_middle_of_a_pass_repeats_and_loses_nothing(tmp_path: P
         assert 0 < len(left) < 259
         assert cache.pull(str(remote), samples=200).samples == 259 - len(left)
         assert sorted(drawn(cache)) == sorted(expected)
+
+
+def replaced(remote: Path) -> int:
+    for path in remote.iterdir():
+        path.unlink()
+    write(remote, range(500, 540))
+    return 40
+
+
+def touched(remote: Path) -> int:
+    for path in remote.iterdir():
+        os.utime(path, ns=(1, 1))
+    return 30
+
+
+@pytest.mark.parametrize("change", [replaced, touched])
+def test_a_refresh_goes_on_where_no_object_is_left_as_it_was(change: Callable[[Path], int], tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    write(remote, range(30))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=10)
+        count = change(remote)
+        again = cache.pull(str(remote), refresh=True, everything=True)
+        assert (again.added, again.vanished, again.samples, again.pass_complete) == (count, 30, count, True)
+        count = replaced(remote)
+        cache.pull(str(remote), refresh=True, samples=5)
+        assert (
+            cache.pull(str(remote), everything=True).samples == count - 5
+        )  # what is known has vanished, but for these
+        assert cache.pull(str(remote), refresh=True, samples=5).reason == "source at its end"
+
+
+def test_what_is_left_behind_many_that_vanished_is_drawn(tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    write(remote, range(1, 1101))
+    with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(remote), samples=5, order="sequential")
+        for number in range(1, 1081):  # more than are looked at first
+            (remote / f"{number:04d}.x.npy").unlink()
+        assert cache.pull(str(remote), samples=5, refresh=True).vanished == 1080
+        assert cache.pull(str(remote), everything=True).samples == 15
 
 
 def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
