@@ -16,6 +16,7 @@ import numpy as np
 
 from cachetool.block import Block, Column
 from cachetool.errors import BadObject
+from cachetool.schema import Field
 from cachetool.sources.filebase import FileOptions, FileSource
 from cachetool.sources.joined import common
 from cachetool.sources.options import SourceOptions
@@ -87,7 +88,7 @@ class _Extents:
 
     def __init__(self, files: Files, table: Table) -> None:
         self._files, self._table = files, table
-        self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, str], memoryview] = OrderedDict()
         self.fetched = 0
 
     def _resident(self, file: int, nbytes: int) -> bool:
@@ -98,9 +99,9 @@ class _Extents:
 
     def wants(self, run: Run) -> list[Want]:
         out = []
-        for index, field in enumerate(self._table.layouts[self._table.layout[run.file]].schema):
+        for field in self._table.layouts[self._table.layout[run.file]].schema:
             if not self._resident(run.file, field.nbytes):
-                offset = int(self._table.offsets[run.file, index])
+                offset = self._table.offset(run.file, field.name)
                 out.append(Want(run.file, offset + run.start * field.nbytes, offset + run.stop * field.nbytes))
         return out
 
@@ -113,25 +114,25 @@ class _Extents:
         parts = iter(bodies)
         for index, field in enumerate(layout.schema):
             if self._resident(run.file, field.nbytes):
-                body = self._column(run.file, index, field.nbytes)[run.start * field.nbytes : run.stop * field.nbytes]
+                body = self._column(run.file, field)[run.start * field.nbytes : run.stop * field.nbytes]
             else:
                 body = next(parts)
             rows = np.frombuffer(body, dtype=layout.stored[index]).reshape(run.stop - run.start, *field.sizes)
             columns[field.name] = rows.astype(field.numpy, copy=False)
         return Block(layout.schema, columns)
 
-    def _column(self, file: int, index: int, nbytes: int) -> memoryview:
+    def _column(self, file: int, field: Field) -> memoryview:
         """All of a small field."""
-        found = self._kept.get((file, index))
+        found = self._kept.get((file, field.name))
         if found is None:
-            offset, count = int(self._table.offsets[file, index]), nbytes * int(self._table.rows[file])
+            offset, count = self._table.offset(file, field.name), field.nbytes * int(self._table.rows[file])
             found = self._files.store.get_range(self._files.item(file), offset, count)
             self.fetched += len(found)
-            self._kept[file, index] = found
+            self._kept[file, field.name] = found
             while sum(map(len, self._kept.values())) > _KEPT and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         else:
-            self._kept.move_to_end((file, index))
+            self._kept.move_to_end((file, field.name))
         return found
 
     def close(self) -> None:

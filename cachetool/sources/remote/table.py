@@ -6,7 +6,8 @@
     rows.npy       int64 (files,)          samples of each file
     chunk.npy      int64 (files,)          of which so many are one unit; 0: as in cuts.npy
     layout.npy     int32 (files,)          which of the layouts of table.json
-    offsets.npy    int64 (files, fields)   where the first row of each field lies, -1 when a library has to find it
+    offsets.npy    int64 (files, fields)   where the first row of each field lies, -1 when a library has to find it;
+                                           fields in the order of the first file, which others need not have
     parts.npy      int64 (parts, 5)        file, first row, object, start and stop of what a unit is fetched by
     cuts.npy       int64 (units of files whose units differ,)   samples of each
 
@@ -158,6 +159,10 @@ class Table:
         rows = self.parts[first:last, 1]
         a, b = np.searchsorted(rows, [run.start, run.stop])
         return self.parts[first + a : first + b, 2:]
+
+    def offset(self, file: int, name: str) -> int:
+        """Where the first row of a field lies in its file."""
+        return int(self.offsets[file, self.layouts[0].schema.names.index(name)])
 
     def runs(self, samples: _Numbers) -> list[Run]:
         """``samples`` in the order given, cut wherever the unit changes."""

@@ -1,0 +1,74 @@
+"""Files of one folder that do not hold quite the same: pulled, each gives its own values or an error that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool.errors import BadObject
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+
+ROWS = 40
+
+
+def numbered(*arrays: tuple[str, Any, tuple[int, ...]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Arrays by name, of these dtypes and shapes of a row, whose values are all different."""
+    return {
+        name: (np.arange(ROWS * int(np.prod(row)), dtype="<i8").reshape(ROWS, *row) * 2 + at).astype(dtype)
+        for at, (name, dtype, row) in enumerate(sorted(arrays))
+    }
+
+
+def write_hdf5(path: Path, arrays: dict[str, np.ndarray[Any, Any]], *order: str) -> None:
+    with h5py.File(path, "w", track_order=True) as file:
+        for name in order:
+            file[name] = arrays[name]
+
+
+def pulled(url: Path, cache: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """All samples, by key, as they lie in the shards."""
+    found: dict[str, dict[str, Any]] = {}
+    with cachetool.open_cache(cache, max_size="200MB") as opened:
+        opened.pull(str(url), everything=True, workers=1, **options)
+        for shard in opened.shards("default"):
+            with open_shard(shard.path, get_format("lmdb"), shard.schema) as reader:
+                block = reader.read(0, reader.samples)
+            found.update((sample["__key__"], sample) for sample in map(block.sample, range(len(block))))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        pytest.param(numbered(("x", "<f4", (3,)), ("y", "<f4", (3,))), id="of one dtype"),
+        pytest.param(numbered(("x", "<f4", ()), ("y", "<i8", ())), id="of other dtypes"),
+        pytest.param(numbered(("x", ">i4", (2000,)), ("y", "<i2", (5,))), id="large and small"),
+    ],
+)
+def test_fields_that_stand_in_another_order_in_each_file_keep_their_values(
+    arrays: dict[str, np.ndarray[Any, Any]], tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir()
+    write_hdf5(tmp_path / "files" / "f0.h5", arrays, "x", "y")
+    write_hdf5(tmp_path / "files" / "f1.h5", arrays, "y", "x")
+    found = pulled(tmp_path / "files", tmp_path / "cache")
+
+    assert sorted(found) == sorted(f"f{file}.h5#{row}" for file in range(2) for row in range(ROWS))
+    for key, sample in found.items():
+        for name, array in arrays.items():
+            assert sample[name].dtype == array.dtype.newbyteorder("<")
+            np.testing.assert_array_equal(sample[name], array[int(key.rpartition("#")[2])])
+
+
+def test_a_file_that_has_a_field_in_another_dtype_is_named(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    write_hdf5(tmp_path / "files" / "f0.h5", numbered(("x", "<f4", ()), ("y", "<i4", ())), "x", "y")
+    write_hdf5(tmp_path / "files" / "f1.h5", numbered(("x", "<i4", ()), ("y", "<i4", ())), "y", "x")
+    with pytest.raises(BadObject, match=r"'x' is .*f0\.h5 but .*f1\.h5"):
+        pulled(tmp_path / "files", tmp_path / "cache")
