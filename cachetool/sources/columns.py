@@ -66,9 +66,11 @@ class ColumnFile(ClosingFile):
         stored: int,
         close: Callable[[], None] = lambda: None,
         cuts: list[int] | None = None,
+        ours: bool = False,
     ) -> None:
         """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
-        go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size.
+        go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
+        ``ours``: whether the file carries the mark of those that cachetool writes.
 
         Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
         there were none, or larger ones than their file can hold.
@@ -76,6 +78,8 @@ class ColumnFile(ClosingFile):
         self.path = path
         self._close, self.cuts = close, cuts
         out = list(skipped)
+        if ours:
+            found = _rows_of_ours(found, out)
         by_name = {column.name: column for column in found}
         names = field_names(path, list(by_name), out, options)
         self.samples = _common_length(path, [by_name[name] for name in names], options.samples, out)
@@ -134,6 +138,24 @@ class ColumnFile(ClosingFile):
     def close(self) -> None:
         """Let go of files."""
         self._close()
+
+
+def _rows_of_ours(found: Sequence[StoredColumn], skipped: list[tuple[str, str]]) -> list[StoredColumn]:
+    """Without the arrays of fields that differ in length (:mod:`cachetool.formats.columnar`), which go to ``skipped``.
+
+    The values of all samples lie in one array: it has as many rows as there are samples by chance only.
+    """
+    there = {*(column.name for column in found), *(name for name, _ in skipped)}
+    rows = []
+    for column in found:
+        name = column.name.removesuffix(".offsets").removesuffix(".shapes")
+        if f"{name}.offsets" not in there:
+            rows.append(column)
+        elif name == column.name:
+            skipped.append((name, "its samples differ in length; first cachetool convert FILE --to lmdb --out NEW"))
+        else:
+            skipped.append((column.name, f"says where the samples of {quoted(name)} lie"))
+    return rows
 
 
 def _common_length(

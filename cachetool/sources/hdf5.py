@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from cachetool.block import Column
 from cachetool.errors import BadObject, UsageError
+from cachetool.formats.columnar import ATTRIBUTE
 from cachetool.schema import storage_dtype
 from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
@@ -60,6 +61,7 @@ def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, 
     try:
         with reading(f"{path} is not a whole HDF5 file"):
             root = file.open()
+            ours = ATTRIBUTE in root.attrs
         columns = []
         for name, dataset in _datasets(path, root, options, skipped):
             with reading(f"{path}: {quoted(name)}"):
@@ -70,7 +72,7 @@ def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, 
                 columns.append(found)
         for slab in file.slabs:
             slab.share(len(file.slabs))
-        return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close)
+        return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close, ours=ours)
     finally:
         file.close()
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from cachetool.block import Column
 from cachetool.errors import BadObject, UsageError
+from cachetool.formats.columnar import ATTRIBUTE
 from cachetool.schema import storage_dtype
 from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
@@ -135,7 +136,11 @@ def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *,
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
     slabs: list[Slab] = []
-    for name, folder, metadata in _arrays(path, remote or _LocalFolder(path), skipped):
+    root = remote or _LocalFolder(path)
+    about = _metadata(str(path), root) or {}
+    attributes = about.get("attributes")
+    ours = isinstance(attributes, dict) and ATTRIBUTE in attributes
+    for name, folder, metadata in _arrays(path, root, about, skipped):
         if not options.wants(name):
             skipped.append((name, NOT_ASKED))
             continue
@@ -156,17 +161,20 @@ def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *,
         for slab in slabs:
             slab.drop()
 
-    return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=close)
+    return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=close, ours=ours)
 
 
-def _arrays(path: Path, root: Folder, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Folder, dict[str, Any]]]:
-    """All arrays below ``root``: name, folder and metadata. Links to folders are not followed."""
+def _arrays(
+    path: Path, root: Folder, about: dict[str, Any], skipped: list[tuple[str, str]]
+) -> Iterator[tuple[str, Folder, dict[str, Any]]]:
+    """All arrays below ``root``, whose metadata are ``about``: name, folder and metadata. Links to folders are not
+    followed."""
     folders = [("", root)]
     count = 0
     while folders:
         name, folder = folders.pop(0)
-        metadata = _metadata(f"{path}/{name}" if name else str(path), folder)
-        if metadata is None:
+        metadata = _metadata(f"{path}/{name}", folder) if name else about
+        if not metadata:
             continue
         if "shape" in metadata:
             count += 1

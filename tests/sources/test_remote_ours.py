@@ -14,6 +14,7 @@ import pytest
 import cachetool
 from cachetool.errors import BadObject, UsageError
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.remote.table import Table
 from tests.servers import folder_server, rclone_s3
 
 COUNT = 30
@@ -155,3 +156,26 @@ def test_rows_of_arrays_are_pulled_and_fields_that_differ_in_length_refused(
 
     assert sorted(int(sample["label"]) for sample in found.values()) == list(range(COUNT))
     assert all((sample["x"] == sample["label"]).all() for sample in found.values())
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one file", "a folder"])
+@pytest.mark.parametrize("to", ["hdf5", "zarr"])
+def test_arrays_that_hold_fields_of_any_length_are_no_rows(to: str, alone: bool, tmp_path: Path) -> None:
+    """Also where one has by chance as many values as there are samples, and most arrays one row more."""
+    (tmp_path / "objects").mkdir()
+    for number in range(COUNT):
+        np.save(tmp_path / "objects" / f"s{number:02d}.lab.npy", np.full(2 * (number % 2), number, dtype="<i2"))
+        (tmp_path / "objects" / f"s{number:02d}.json").write_text(json.dumps({"label": number, "text": "a"}))
+    out = written(tmp_path / "objects", to)
+    (out / "dataset.json").unlink()
+    url = next(out.glob("part-*.h5" if to == "hdf5" else "part-*.zarr")) if alone else out
+    with pulled(url, tmp_path / "listing") as source:
+        found = samples(source)
+
+    assert [sorted(sample) for sample in found.values()] == [["__key__", "label"]] * COUNT
+    assert sorted(int(sample["label"]) for sample in found.values()) == list(range(COUNT))
+    why = dict(Table.open(tmp_path / "listing").skipped)
+    assert why["lab"].startswith("its samples differ in length")
+    assert why["lab.shapes"] == "says where the samples of 'lab' lie"
+    with pytest.raises(UsageError, match="field 'lab' cannot be taken: its samples differ in length"):
+        pulled(url, tmp_path / "refused", SourceOptions(fields=("lab",))).__enter__()
