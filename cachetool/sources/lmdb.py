@@ -21,7 +21,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ _RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
 
 
-def check_value_format(text: str | None) -> Field | None:
-    """The field that ``raw:DTYPE,SHAPE`` describes; None for the other formats. Raises :class:`UsageError`."""
+def check_value_format(text: str | None) -> tuple[Field, np.dtype[Any]] | None:
+    """The field that ``raw:DTYPE,SHAPE`` describes, and the dtype that its values lie in the file with: that of a field
+    is always little-endian. None for the other formats. Raises :class:`UsageError`."""
     if text in (None, "bytes", "npy", "image"):
         return None
     match = _RAW.fullmatch(str(text))
@@ -61,7 +62,7 @@ def check_value_format(text: str | None) -> Field | None:
             f"unknown value format {text!r}; there are bytes, npy, image and raw:DTYPE,SHAPE (raw:float32,3x64x64)"
         )
     shape = tuple(int(size) for size in re.split("[,x]", match.group(2))) if match.group(2) else ()
-    return Field(VALUE, match.group(1), shape)
+    return Field(VALUE, match.group(1), shape), np.dtype(match.group(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class LMDBFile(ClosingFile):
     def _find_field(self, name: str) -> Field:
         """The field of the values: for arrays and images by looking at the beginning of every one."""
         if self._raw is not None:
-            return Field(name, self._raw.dtype, self._raw.shape)
+            return replace(self._raw[0], name=name)
         if self._format in (None, "bytes"):
             return Field(name, "bytes")
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -245,14 +246,14 @@ class LMDBFile(ClosingFile):
         field = self.schema[self._name]
         if field.kind == "bytes":
             return joined(batch.values)
-        if self._format == "raw":
+        if self._raw is not None:
             for index, value in enumerate(batch.values):
                 if len(value) != field.nbytes:
                     raise BadObject(
                         f"{self.path}: the value of {batch.key(index)} has {len(value)} bytes, not the"
                         f" {field.nbytes} of {field.describe()}"
                     )
-            flat = np.frombuffer(b"".join(batch.values), dtype=field.numpy)
+            flat = np.frombuffer(b"".join(batch.values), dtype=self._raw[1]).astype(field.numpy, copy=False)
             return flat.reshape(len(batch.values), *field.sizes)
         samples = [self._decode(batch, index) for index in range(len(batch.values))]
         try:

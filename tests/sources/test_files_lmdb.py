@@ -130,6 +130,17 @@ def test_raw_scalars(tmp_path: Path) -> None:
     assert [s["value"] for s in samples(path, value_format="raw:int16")] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("dtype", [">i2", ">u8", ">f2", ">f4", ">f8", ">c8", ">M8[s]", "<i2", "int16", "u1", "?"])
+def test_raw_numbers_of_either_byte_order_keep_their_values(tmp_path: Path, dtype: str) -> None:
+    array = np.arange(1, 4).astype(dtype)
+    path = write(tmp_path / "x.lmdb", {b"0": array.tobytes(), b"1": array[::-1].tobytes()})
+
+    found = [s["value"] for s in samples(path, value_format=f"raw:{dtype},3")]
+
+    assert [value.tolist() for value in found] == [array.tolist(), array[::-1].tolist()]
+    assert {value.dtype for value in found} == {np.dtype(dtype).newbyteorder("<")}
+
+
 def test_images_are_decoded(tmp_path: Path) -> None:
     from PIL import Image
 
