@@ -238,15 +238,20 @@ def _array(field: Field, value: Any) -> npt.NDArray[Any]:
     array = np.asarray(value)
     want = field.numpy
     same = array.dtype.newbyteorder("<") == want
-    # A Python number has no dtype of its own: a bool, int or float fits where no value is lost.
+    # A Python number has no dtype of its own: an int or float fits where the number is not lost. A bool is no number:
+    # in a field of numbers nothing would tell it from 0 and 1.
     integers = array.dtype.kind in "iu" and want.kind in "iu"  # the value itself is checked below
-    plain = isinstance(value, bool | int | float) and (integers or np.can_cast(array.dtype, want, "same_kind"))
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    plain = number and (integers or np.can_cast(array.dtype, want, "same_kind"))
     if not same and not plain:
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {array.dtype} {array.shape}")
     fits = array.ndim == field.rank if field.kind == "ragged" else array.shape == field.shape
     if not fits:
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {array.dtype} {array.shape}")
-    out = array.astype(want, copy=False)
-    if plain and not same and field.numpy.kind in "iu" and int(out) != value:
+    if same or not isinstance(value, int):
+        return array.astype(want, copy=False)
+    with np.errstate(over="ignore"):  # an infinity is no whole number, so that it is refused below
+        out = array.astype(want)
+    if want.kind in "iufc" and out.item() != value:
         raise UsageError(f"field {field.name!r} holds {field.describe()}, which cannot hold {value}")
     return out

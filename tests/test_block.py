@@ -143,6 +143,14 @@ def test_big_endian_values_are_stored_little_endian() -> None:
         (Field("x", "bytes"), np.zeros(2, np.uint8)),
         (Field("x", "<i8"), None),
         (Field("x", "<i8"), 2**70),
+        (Field("x", "<f8"), 2**53 + 1),
+        (Field("x", "<f8"), -(2**53) - 1),
+        (Field("x", "<f8"), 2**64 - 1),
+        (Field("x", "<f4"), 2**24 + 1),
+        (Field("x", "<f2"), 70_000),
+        (Field("x", "<c16"), 2**53 + 1),
+        (Field("x", "<i8"), True),
+        (Field("x", "<f8"), False),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_with_its_field_named(field: Field, value: object) -> None:
@@ -157,7 +165,17 @@ def test_a_missing_value_is_answered_with_the_fields_that_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "value", "expected"),
-    [("<f4", 2, 2.0), ("uint8", 255, 255), ("bool", True, True), ("<i8", True, 1), ("<f8", 0.1, 0.1)],
+    [
+        ("<f4", 2, 2.0),
+        ("<f8", 2**53 + 2, 2.0**53 + 2),
+        ("<f8", 2**60, 2.0**60),
+        ("<f8", -(2**63), -(2.0**63)),
+        ("<c8", 3, 3.0),
+        ("uint8", 255, 255),
+        ("<u8", 2**64 - 1, 2**64 - 1),
+        ("bool", True, True),
+        ("<f8", 0.1, 0.1),
+    ],
 )
 def test_a_python_number_fits_where_no_value_is_lost(dtype: str, value: Any, expected: Any) -> None:
     assert expected == Block.from_samples(Schema((Field("x", dtype),)), [{"x": value}]).sample(0)["x"]

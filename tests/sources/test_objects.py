@@ -240,6 +240,28 @@ def test_json_values_that_do_not_are_an_error_naming_both(tmp_path: Path, pair: 
     assert "'b'" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("usual", "late"),
+    [
+        (0.5, 2**53 + 1),  # float64 has no such number
+        (1.5, True),  # 1.0, had the probe not seen that others are numbers
+        (7, True),
+        (7, False),
+    ],
+)
+def test_a_json_value_that_would_become_another_is_a_misfit(tmp_path: Path, usual: Any, late: Any) -> None:
+    """Of samples that the probe did not see, too."""
+    files = {"a.json": {"x": usual}, "b.json": {"x": late}, "c.json": {"x": usual}}
+    with opened(tmp_path, files) as source:
+        found = source.probe(np.array([0, 2])).schema
+        with pytest.raises(BadObject, match=r"sample 'b': field 'x' holds (float64|int64), (which cannot|got bool)"):
+            list(source.read(np.arange(3), schema=found))
+        (piece,) = source.read(np.arange(3), schema=found, skip_bad=True)
+
+    assert [piece.block.sample(at)["x"] for at in range(2)] == [usual, usual]
+    assert [each.key for each in piece.skipped] == ["b"]
+
+
 def test_samples_with_other_fields_are_an_error_naming_both_with_a_hint(tmp_path: Path) -> None:
     error = failure(tmp_path, {"scan.v1.npy": np.zeros(1), "scan.v2.npy": np.zeros(1), "other.v1.npy": np.zeros(1)})
 
