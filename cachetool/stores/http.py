@@ -13,14 +13,16 @@ import netrc
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.http_client import HttpClient, Response, Sink
-from cachetool.stores.http_listing import MODIFIED, SHA256, is_absolute, read_index, read_manifest
+from cachetool.stores.http_listing import SHA256, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of
+from cachetool.stores.identities import Identities, identity_of
 from cachetool.stores.redact import redact
 
 __all__ = ["HttpStore", "open_http_store"]
@@ -55,6 +57,7 @@ class HttpStore:
         self._folder = f"{folder}/"
         self._client = client
         self._left_out: Counter[str] = Counter()
+        self._seen = Identities()
 
     @property
     def left_out(self) -> Mapping[str, int]:
@@ -63,6 +66,7 @@ class HttpStore:
 
     def list(self) -> Pages:
         """All objects that the manifest or the index pages name; sizes are -1 where they do not tell."""
+        self._seen.clear()
         left_out: Counter[str] = Counter()
         if self._manifest:
             body = self._fetch(self._origin + self._manifest + self._query, self.url).body
@@ -114,10 +118,11 @@ class HttpStore:
             _refuse_page(response, key, what)
         else:
             _check_status(response, what, 206)
-        etag = headers.get("ETag", "").removeprefix("W/").strip('"')
-        if not etag and headers.get("Last-Modified"):
-            etag = f"{MODIFIED}{headers['Last-Modified']}"
-        return Object(key, int(total) if total.isdigit() else -1, etag or None)
+        return Object(key, int(total) if total.isdigit() else -1, identity_of(headers))
+
+    def seen(self, key: str) -> str | None:
+        """The identity that parts of an object had whose listing names no ETag; None where nothing was told."""
+        return self._seen.of(key)
 
     def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
         """The whole object into a file, over one connection that is gone on with when it breaks."""
@@ -161,7 +166,7 @@ class HttpStore:
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":
             raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
-        self._check(item, response, int(total) if total.isdigit() else None)
+        self._check(item, response, int(total) if total.isdigit() else None, part=True)
         check_length(item, got=len(response.body), want=length)
         return response.body
 
@@ -172,14 +177,12 @@ class HttpStore:
             raise BadObject(f"{item.key!r} cannot be named in a URL: it has an empty, '.' or '..' part")
         return self._origin + self._folder + quote(item.key, errors="surrogateescape") + self._query
 
-    def _check(self, item: Object, response: Response, size: int | None) -> None:
-        etag: str | None = None
-        if item.etag is not None and item.etag.startswith(MODIFIED):
-            modified = response.headers.get("Last-Modified")
-            etag = f"{MODIFIED}{modified}" if modified else None
-        elif item.etag is not None and not item.etag.startswith(SHA256):
-            etag = response.headers.get("ETag", "").removeprefix("W/").strip('"') or None
-        check_identity(item, size=size, etag=etag)
+    def _check(self, item: Object, response: Response, size: int | None, *, part: bool = False) -> None:
+        known = item.etag
+        if known is None or known.startswith(SHA256):  # which nothing but the whole object can be compared with
+            known = self._seen.first(item.key, response.headers) if part else self._seen.of(item.key)
+        etag = None if known is None else identity_of(response.headers, like=known)
+        check_identity(replace(item, etag=known), size=size, etag=etag)
 
     def close(self) -> None:
         """Close the connections of all threads."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import email.message
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
 from cachetool.sources import list_source
-from cachetool.stores import Limits, Object, Store, http_wire, open_store
+from cachetool.stores import Limits, Object, Store, http_wire, identities, open_store
 from cachetool.stores import http_client as client
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
 
@@ -235,6 +236,49 @@ def test_a_range_of_an_object_that_changed_is_refused() -> None:
             store.get_range(Object("a.npy", 102400, "v1"), 100, 10)
         with pytest.raises(BadObject, match="instead of 5"):
             store.get_range(Object("a.npy", 5), 100, 10)
+
+
+@pytest.mark.parametrize("told", ["ETag", "Last_Modified"])
+@pytest.mark.parametrize("listed", [None, f"sha256:{'0' * 64}"], ids=["without an ETag", "with a checksum"])
+def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_put_together(
+    told: str, listed: str | None
+) -> None:
+    """An nginx index names sizes alone: what the first answer is of, all later ones must be of, until it is listed
+    anew."""
+    item = Object("a.npy", len(BODY), listed)
+    version = "one"
+
+    def script(handler: Scripted) -> None:
+        if handler.path.endswith("/"):
+            handler.answer(200, b"<html></html>", Content_Type="text/html")
+            return
+        first, last = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        about = {told: version, "Content_Range": f"bytes {first}-{last}/{len(BODY)}"}
+        handler.answer(206, BODY[first : last + 1], **about)
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        assert bytes(store.get_range(item, 0, 10)) == BODY[:10]
+        assert bytes(store.get_range(item, 10, 10)) == BODY[10:20]
+        version = "two"
+        with pytest.raises(BadObject, match="changed since it was listed"):
+            store.get_range(item, 20, 10)
+        assert bytes(store.get_range(Object("b.npy", len(BODY)), 20, 10)) == BODY[20:30]
+        list(store.list())
+        assert bytes(store.get_range(item, 20, 10)) == BODY[20:30]
+
+
+def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identities, "MOST", 3)
+    seen = identities.Identities()
+    headers = email.message.Message()
+    headers["ETag"] = 'W/"x"'
+
+    for number in range(10):
+        assert seen.first(f"{number}.npy", headers) == "x"
+        assert seen.first("0.npy", headers) == "x"
+
+    assert [seen.of(f"{number}.npy") for number in range(10)] == ["x", *[None] * 7, "x", "x"]
 
 
 def test_a_checksum_in_the_manifest_decides_where_an_etag_lies() -> None:
