@@ -22,6 +22,7 @@ __all__ = [
     "Pages",
     "Store",
     "Streaming",
+    "Telling",
     "check_identity",
     "check_length",
     "check_listed",
@@ -133,6 +134,15 @@ class Streaming(Protocol):
     def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
         """Write the whole object into an empty file; ``progress`` is told how many bytes have come. Errors as for
         :meth:`Store.get`."""
+        ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """An optional power: stores whose answers tell which content they are of, although the listing does not."""
+
+    def seen(self, key: str) -> str | None:
+        """The ETag that parts of this object had so far; None where nothing was told."""
         ...
 
 

@@ -25,7 +25,7 @@ from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.remote.kinds import Census
 from cachetool.stores import Object
-from tests.servers import Http, counted_s3, folder_server
+from tests.servers import Http, Scripted, counted_s3, folder_server, scripted_server, serve_file
 
 ROWS, SHAPE = 200, (8, 16)
 IMAGES = np.arange(ROWS * 128, dtype=np.float32).reshape(ROWS, *SHAPE)
@@ -345,6 +345,72 @@ def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, s
         pieces = list(source.read(np.arange(100, 120), schema=schema, skip_bad=True))
         assert sum(len(piece.skipped) for piece in pieces) == 20
         assert sum(len(piece.block) for piece in pieces) == 0
+
+
+@pytest.mark.parametrize("told", ["an ETag", "a time"])
+@pytest.mark.parametrize("sized", [True, False], ids=["sizes in the index", "names alone"])
+@pytest.mark.parametrize("write", [write_npy, write_hdf5, write_chunked_hdf5])
+def test_a_file_that_changed_after_an_index_without_etags_was_listed_is_never_read(
+    tmp_path: Path, write: object, told: str, *, sized: bool
+) -> None:
+    """What the answers told while the file was looked at is kept with what was found in it."""
+    place = tmp_path / "place"
+    place.mkdir()
+    path = place / write(place)  # type: ignore[operator]
+
+    def script(handler: Scripted) -> None:
+        if not handler.path.endswith("/"):
+            if told == "a time":
+                handler.send_header = lambda name, value: name == "ETag" or given(name, value)  # type: ignore[method-assign]
+            given = Scripted.send_header.__get__(handler)
+            serve_file(handler, place, "none")
+            return
+        line = f'<a href="{path.name}">x</a> 21-Nov-2025 00:34 {path.stat().st_size if sized else "1K"}\n'
+        handler.answer(200, line.encode(), Content_Type="text/html")
+
+    options = SourceOptions(read_as="files")
+    with scripted_server(script) as server:
+        with source_of(f"{server.url}/", tmp_path / "listing", read_as="files") as source:
+            assert len(everything(source, np.arange(20))) == 20
+            schema = source.probe(np.arange(2)).schema
+        os.utime(path, (1, 1))
+        source = open_source(f"{server.url}/", tmp_path / "listing", options)
+        with contextlib.closing(source), pytest.raises(BadObject, match="changed since it was listed"):
+            list(source.read(np.arange(100, 120), schema=schema))
+
+        table = tmp_path / "listing" / "table.json"
+        about = json.loads(table.read_text())
+        del about["seen"]  # as an earlier version wrote it
+        table.write_text(json.dumps(about))
+        with contextlib.closing(open_source(f"{server.url}/", tmp_path / "listing", options)) as source:
+            assert len(everything(source, np.arange(20))) == 20
+
+
+def test_an_index_of_records_is_of_the_file_that_lay_beside_it(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    path = place / "samples.tar"
+    path.write_bytes(tar_of(range(3)))
+    with tarfile.open(path) as archive:
+        members = [(each.name, each.offset_data, each.size) for each in archive]
+    lines = [f"npy {at} {size} {name}" for name, at, size in members if name.endswith(".npy")]
+    (place / "samples.idx").write_text("\n".join([f"v1.2 {len(lines)}", *lines]) + "\n")
+
+    def script(handler: Scripted) -> None:
+        if handler.path.endswith("/"):
+            sizes = "".join(
+                f'<a href="{each.name}">x</a> 21-Nov-2025 00:34 {each.stat().st_size}\n' for each in place.iterdir()
+            )
+            handler.answer(200, sizes.encode(), Content_Type="text/html")
+        else:
+            serve_file(handler, place, "none")
+
+    with scripted_server(script) as server:
+        list_source(f"{server.url}/", tmp_path / "listing", SourceOptions())
+        os.utime(path, (1, 1))
+        source = open_source(f"{server.url}/", tmp_path / "listing", SourceOptions())
+        with contextlib.closing(source), pytest.raises(BadObject, match="changed since it was listed"):
+            everything_whole(source)
 
 
 def test_a_hostile_or_damaged_file_is_an_error_that_names_it(tmp_path: Path, server: Http) -> None:

@@ -4,39 +4,66 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from cachetool.errors import CacheToolError
 from cachetool.sources.listing import Listing
 from cachetool.sources.remote.ranges import RangeServer
 from cachetool.stores import Object, Store
+from cachetool.stores.base import Telling, check_identity
 
-__all__ = ["Files", "renamed"]
+__all__ = ["Files", "Seen", "renamed"]
 
+Seen = Mapping[int, tuple[int, str | None]]
+"""Size and identity of objects by number, as their answers told them, where the listing does not."""
 _ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
 
 
 class Files:
     """Objects of one listing on their store. Used by many threads."""
 
-    def __init__(self, store: Store, listing: Listing) -> None:
+    def __init__(self, store: Store, listing: Listing, seen: Seen | None = None) -> None:
+        """``seen`` is what :meth:`seen` gave when they were listed: they must still be these."""
         self.store, self.listing = store, listing
-        self._sized: dict[int, Object] = {}
+        self._known = {
+            number: replace(listing.object(number), size=size, etag=etag)
+            for number, (size, etag) in (seen or {}).items()
+        }
         self._lock = threading.Lock()
 
     def item(self, number: int) -> Object:
         """An object by its number, with its size: where the listing does not tell it, the store is asked once."""
-        found = self.listing.object(number)
-        if found.size >= 0:
-            return found
         with self._lock:
-            known = self._sized.get(number)
-        if known is None:
-            known = self.store.find(found.key)
-            with self._lock:
-                self._sized[number] = known
-        return known
+            known = self._known.get(number)
+        if known is not None:
+            return known
+        found = self.listing.object(number)
+        return found if found.size >= 0 else self._asked(found, number)
+
+    def identified(self, number: int) -> Object:
+        """:meth:`item`, with its identity: where the listing does not tell that, the store is asked once."""
+        found = self.item(number)
+        return found if found.etag is not None else self._asked(found, number)
+
+    def _asked(self, found: Object, number: int) -> Object:
+        known = self.store.find(found.key)
+        check_identity(found, size=known.size, etag=None)
+        with self._lock:
+            return self._known.setdefault(number, known)
+
+    def seen(self) -> Seen:
+        """What answers have told of the objects that the listing does not."""
+        out: dict[int, tuple[int, str | None]] = {}
+        telling = self.store if isinstance(self.store, Telling) else None
+        for number in range(self.listing.objects):
+            listed = self.listing.object(number)
+            item = self._known.get(number, listed)
+            etag = (telling.seen(item.key) if telling is not None else None) or item.etag
+            if (item.size, etag) != (listed.size, listed.etag):
+                out[number] = item.size, etag
+        return out
 
     def find(self, key: str) -> Object | None:
         """An object by its key; None when the listing has none."""

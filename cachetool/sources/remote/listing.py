@@ -64,11 +64,12 @@ def list_files(
         if kind == "lmdb" or len(found) < len(indexes):
             write_table(folder, kind, options, [], files=listing.objects, ours=ours)
         else:
-            facts = [index_facts(kind, files.item(at), index, store.get) for at, index in enumerate(found)]
+            facts = [index_facts(kind, files.identified(at), index, store.get) for at, index in enumerate(found)]
             parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
-            write_table(folder, kind, options, facts, files=listing.objects, parts=parts, ours=ours)
+            write_table(folder, kind, options, facts, files=listing.objects, parts=parts, ours=ours, seen=files.seen())
     elif kind == "npy":
-        write_table(folder, kind, options, _npy_facts(files, options), files=listing.objects)
+        facts = _npy_facts(files, options)
+        write_table(folder, kind, options, facts, files=listing.objects, seen=files.seen())
     else:
         _look(files, folder, kind, options)
     return listing
@@ -111,6 +112,7 @@ def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> Non
             folders=folders,
             skipped=source.skipped,
             parts=parts,
+            seen=files.seen(),
         )
 
 

@@ -65,7 +65,7 @@ class FilesSource:
         self._store, self._table, self._options = store, table, options
         self._blame = Blame(store)
         self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
-        self._files = Files(store, listing)
+        self._files = Files(store, listing, table.seen)
         self.url = url
         sizes = table.unit_sizes()
         self._sizes = sizes

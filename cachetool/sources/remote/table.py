@@ -2,7 +2,8 @@
 
 ::
 
-    table.json     kind, options that choose fields, distinct layouts, files left out; written last
+    table.json     kind, options that choose fields, distinct layouts, files left out, sizes and ETags that the listing
+                   does not tell; written last
     rows.npy       int64 (files,)          samples of each file
     chunk.npy      int64 (files,)          of which so many are one unit; 0: as in cuts.npy
     layout.npy     int32 (files,)          which of the layouts of table.json
@@ -31,6 +32,7 @@ from cachetool.schema import Schema
 from cachetool.sources.listing import opened
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.registry import TABLE_FILE
+from cachetool.sources.remote.files import Seen
 from cachetool.sources.remote.kinds import Kind
 from cachetool.sources.remote.opening import FileFacts
 
@@ -83,6 +85,8 @@ class Table:
     skipped: tuple[tuple[str, str], ...]
     ours: Schema | None
     """What files hold that ``cachetool convert --out`` wrote; None for those of others."""
+    seen: Seen
+    """Which content of their objects the tables are of, where the listing does not tell it."""
     rows: _Numbers
     chunk: _Numbers
     layout: npt.NDArray[np.int32]
@@ -114,6 +118,7 @@ class Table:
             about["piece"],
             tuple((str(name), str(why)) for name, why in about["skipped"]),
             Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
+            {int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
             cut_bounds=np.searchsorted(
@@ -206,6 +211,7 @@ def write_table(
     skipped: tuple[tuple[str, str], ...] = (),
     parts: Sequence[tuple[int, int, int, int, int]] = (),
     ours: Schema | None = None,
+    seen: Seen | None = None,
 ) -> None:
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
     layouts: dict[str, int] = {}
@@ -242,6 +248,7 @@ def write_table(
         "piece": max((each.piece for each in facts), default=0),
         "skipped": skipped,
         "ours": None if ours is None else ours.to_json(),
+        "seen": [[number, *told] for number, told in (seen or {}).items()],
     }
     aside = folder / f"{TABLE_FILE}.tmp"
     aside.write_text(json.dumps(about), encoding="utf-8")
