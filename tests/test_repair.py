@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections import Counter
@@ -17,6 +18,7 @@ from cachetool.cache.losses import losses
 from cachetool.cli.app import run
 from cachetool.options import PullOptions
 from cachetool.verify import verify
+from tests.servers import Scripted, scripted_server
 from tests.test_growing import drawn, write
 
 
@@ -269,3 +271,29 @@ def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
         }
         (aside,) = cache.catalog.rows("SELECT bytes FROM shards WHERE state = 'quarantine'")
         assert aside["bytes"] == 0
+
+
+@pytest.mark.parametrize("query", ["sr=2", "token=2"])
+def test_a_repair_does_not_fetch_other_values_where_the_query_is_not_known(query: str, tmp_path: Path) -> None:
+    """The query chooses what the objects hold, and no file of the cache has it."""
+    root = tmp_path / "cache"
+
+    def script(handler: Scripted) -> None:
+        if handler.path.startswith("/d/?") or handler.path == "/d/":
+            handler.answer(200, b'<a href="0.x.npy">0</a><a href="1.x.npy">1</a>', Content_Type="text/html")
+            return
+        body = io.BytesIO()
+        np.save(body, np.full(10, float(handler.path.partition("=")[2] or 0)))
+        handler.answer(200, body.getvalue())
+
+    with scripted_server(script) as server, cachetool.open_cache(root, max_size="20MB") as cache:
+        cache.pull(f"{server.url}/d/?{query}", everything=True, workers=1, to="hdf5")
+        [shard] = cache.shards()
+        flip(shard.path)
+        found = verify(root, repair=True, repull=True)
+        assert found.repulled == 0
+        [missing] = found.missing
+        assert missing.failed == "what it names is not known here; pull it by its URL"
+        cache.pull(f"{server.url}/d/?{query}", everything=True, workers=1)
+        assert verify(root).sound
+        assert sorted(drawn(cache)) == [("0", 2), ("1", 2)]

@@ -41,10 +41,12 @@ _ASSIGNED = re.compile(
     r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
     r"(\s*[=:]\s*)(\"[^\"]*\"|[^\s&;,\"']+)"
 )
-_SIGNS = re.compile(
-    r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires|token"
-    r"|sig|sv|ss|srt|sp|se|st|spr|sr|skoid|sktid|skt|ske|sks|skv)$"
-)
+_SIGNS = re.compile(r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|signature|sig|token)$")
+# These select content as often as they sign: they count beside what is certainly a signature.
+_SIGNS_BESIDE = {
+    "sig": frozenset("sv ss srt sp se st spr sr sip skoid sktid skt ske sks skv".split()),  # Azure
+    "signature": frozenset({"expires", "policy"}),  # CloudFront, S3, Google
+}
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*:?\s*)[^\r\n]+")
 _AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}")
 
@@ -105,16 +107,21 @@ def redact(url: str) -> str:
 def canonical(url: str) -> str:
     """One spelling for one place, to be hashed and never shown: two URLs are the same source when these are equal.
 
-    A local path is resolved; elsewhere user info, fragment and a slash at the end say nothing, and of the query what
-    signs a request (it changes from day to day) is left out.
+    A local path is resolved; elsewhere user info, fragment and a slash at the end say nothing. Of the query what signs a
+    request (it changes from day to day) is left out, but not that it was signed: what is shown of such a URL is another
+    place, so that nobody fetches from there in its stead.
     """
     scheme, rest = split_url(url)
     if not scheme or scheme == "file":
         path = url if not scheme else unquote("/" + rest.partition("/")[2])
         return f"file://{os.path.realpath(path)}"
-    query = rest.partition("#")[0].partition("?")[2]
-    kept = [part for part in query.split("&") if part and not _SIGNS.match(part.partition("=")[0])]
-    return f"{redact(url).rstrip('/')}?{'&'.join(sorted(kept))}"
+    parts = [part for part in rest.partition("#")[0].partition("?")[2].split("&") if part]
+    names = {part: part.partition("=")[0].lower() for part in parts}
+    beside = {name for sign, more in _SIGNS_BESIDE.items() if sign in names.values() for name in more}
+    kept = [part for part in parts if not (_SIGNS.match(names[part]) or names[part] in beside)]
+    kept.sort(key=names.__getitem__)  # of a name that is there twice, the order may tell
+    signed = "#signed" if len(kept) < len(parts) else ""
+    return f"{redact(url).rstrip('/')}?{'&'.join(kept)}{signed}"
 
 
 def scrub(text: str) -> str:
