@@ -32,10 +32,12 @@ SECRET_VARIABLES = (
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # The part before the @ is the container there, not a user.
-_CONTAINER_BEFORE_AT = ("abfs", "abfss")
+_CONTAINER_BEFORE_AT = ("abfs", "abfss", "wasb", "wasbs", "adl")
 _ADDRESS = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?")
 _WITHOUT_PORT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
 _WITH_USER = ("http", "https", "sftp", "ssh", "ftp", "ftps", "smb", "webdav", "webdavs", *_WITHOUT_PORT)
+# What stands before the @ is a repository and its like there: part of the place, but shown nowhere, for all we know.
+_PLACE_BEFORE_AT = ("github", "git")
 _URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
 _ASSIGNED = re.compile(
     r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
@@ -91,12 +93,15 @@ def redact(url: str) -> str:
     if not scheme:  # a plain path, or chained URLs such as x::s3://...
         return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
     if _hides_user(url):
-        query = re.search(r"[?#]", rest)
-        if query is not None and "@" in rest[: query.start()]:
+        first, query = re.search(r"[/?#]", rest), re.search(r"[?#]", rest)
+        if first is not None and query is not None and "@" in rest[first.start() : query.start()]:
             rest = rest[: query.start()]
         rest = rest.rpartition("@")[2]
     if scheme != "file":
-        rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+        # Keys have a # like any other character; before the first slash there is no key yet.
+        ends = r"\?|^[^/]*?#" if scheme in _WITHOUT_PORT else r"[?#]"
+        if (end := re.search(ends, rest)) is not None:
+            rest = rest[: end.end() - 1]
     place, slash, path = rest.partition("/")
     before, at, host = place.rpartition("@")
     if at and not (scheme in _CONTAINER_BEFORE_AT and ":" not in before and "@" not in before):
@@ -107,21 +112,24 @@ def redact(url: str) -> str:
 def canonical(url: str) -> str:
     """One spelling for one place, to be hashed and never shown: two URLs are the same source when these are equal.
 
-    A local path is resolved; elsewhere user info, fragment and a slash at the end say nothing. Of the query what signs a
-    request (it changes from day to day) is left out, but not that it was signed: what is shown of such a URL is another
-    place, so that nobody fetches from there in its stead.
+    A local path is resolved; elsewhere user info, a fragment of the web and a slash at the end say nothing. Of the
+    query what signs a request (it changes from day to day) is left out, but not that it was signed: what is shown of
+    such a URL is another place, so that nobody fetches from there in its stead.
     """
     scheme, rest = split_url(url)
     if not scheme or scheme == "file":
         path = url if not scheme else unquote("/" + rest.partition("/")[2])
         return f"file://{os.path.realpath(path)}"
-    parts = [part for part in rest.partition("#")[0].partition("?")[2].split("&") if part]
+    web = scheme in ("http", "https")  # elsewhere a # is part of a name
+    parts = [part for part in (rest.partition("#")[0] if web else rest).partition("?")[2].split("&") if part]
     names = {part: part.partition("=")[0].lower() for part in parts}
     beside = {name for sign, more in _SIGNS_BESIDE.items() if sign in names.values() for name in more}
     kept = [part for part in parts if not (_SIGNS.match(names[part]) or names[part] in beside)]
     kept.sort(key=names.__getitem__)  # of a name that is there twice, the order may tell
     signed = "#signed" if len(kept) < len(parts) else ""
-    return f"{redact(url).rstrip('/')}?{'&'.join(kept)}{signed}"
+    before = rest.partition("/")[0].rpartition("@")[0] if scheme in _PLACE_BEFORE_AT else ""
+    named = rest.partition("#")[1:] if not web and scheme not in _WITHOUT_PORT else ("", "")
+    return f"{redact(url).rstrip('/')}?{'&'.join(kept)}{signed}{''.join(named)}{f'@{before}' if before else ''}"
 
 
 def scrub(text: str) -> str:

@@ -351,3 +351,14 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **moto.env}, timeout=60, check=False)
 
     assert done.returncode == 2
+
+
+def test_a_prefix_with_a_number_sign_is_a_place_of_its_own(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown of it is all of it: a repair asks for it again."""
+    use(monkeypatch, dict(moto.env))
+    moto.put("signs", {"run#1/a.npy": b"one", "run#2/a.npy": b"two"})
+    for name, body in (("run#1", b"one"), ("run#2", b"two")):
+        shown = open_store(f"s3://signs/{name}/").url
+        store = open_store(shown)
+        [[item]] = store.list()
+        assert bytes(store.get(item)) == body
