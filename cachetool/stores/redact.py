@@ -46,7 +46,9 @@ _ASSIGNED = re.compile(
 _SIGNS = re.compile(r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|signature|sig|token)$")
 # These select content as often as they sign: they count beside what is certainly a signature.
 _SIGNS_BESIDE = {
-    "sig": frozenset("sv ss srt sp se st spr sr sip skoid sktid skt ske sks skv".split()),  # Azure
+    "sig": frozenset(
+        {"sv", "ss", "srt", "sp", "se", "st", "spr", "sr", "sip", "skoid", "sktid", "skt", "ske", "sks", "skv"}
+    ),
     "signature": frozenset({"expires", "policy"}),  # CloudFront, S3, Google
 }
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*:?\s*)[^\r\n]+")
