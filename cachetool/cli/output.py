@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -70,7 +70,7 @@ class Output:
             table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=number)
         for row in rows:
             table.add_row(*(Text(plain(cell)) for cell in row))
-        with console.capture() as drawn:
+        with _writing(), console.capture() as drawn:  # its end flushes the stream
             console.print(table)
         _write("\n" + "\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
 
@@ -122,9 +122,16 @@ def drop_stdout() -> None:
 
 
 def _write(text: str) -> None:
-    try:
+    with _writing():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Around what touches stdout: its failure is said to be that, not a disk of the cache that is full."""
+    try:
+        yield
     except BrokenPipeError:
         drop_stdout()
         raise typer.Exit(PIPE_CLOSED) from None

@@ -182,9 +182,10 @@ def test_a_reader_that_went_away_ends_the_command_quietly(filled: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path) -> None:
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_output_that_cannot_be_written_is_an_error_and_no_traceback(filled: Path, form: list[str]) -> None:
     with open("/dev/full", "w") as full:
-        ran = start("ls", "--cache", str(filled), "--json", stdout=full.fileno())
+        ran = start("ls", "--cache", str(filled), *form, stdout=full.fileno())
 
     assert ran.returncode == 4
     assert ran.stderr == "error: cannot write the result to stdout: No space left on device\n"
