@@ -30,15 +30,12 @@ from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.passes import order_of_turn, runs
 from cachetool.pulse import Waiting
 from cachetool.schema import KEY, Schema
+from cachetool.settled import too_many
 from cachetool.sources import Skipped
 from cachetool.stores.redact import printable
 from cachetool.units import format_size
 
 __all__ = ["Drawing", "Plan"]
-
-TOLERATED = 0.01
-"""Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
-TOLERATED_FEW = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +240,7 @@ class Drawing:
 
     def _refuse_too_many(self, last: Skipped) -> None:
         unused, drawn = self._claims.unused()
-        if unused > max(TOLERATED_FEW, TOLERATED * drawn):
+        if too_many(unused, drawn):
             raise BadObject(
                 f"{unused} of {drawn} draws could not be used, more than 1 %; the last was {last.key}: {last.reason}"
             )

@@ -25,7 +25,9 @@ from cachetool.formats.shard import samples_within, shard_bound
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
+from cachetool.settled import too_many
 from cachetool.sources.early import SEGMENT
+from cachetool.sources.registry import TABLE_FILE
 from cachetool.stores import canonical, local_path, redact, split_url
 from cachetool.stores.registry import SCHEMES
 from cachetool.units import format_size, parse_rate, parse_size
@@ -35,6 +37,7 @@ __all__ = [
     "check_place",
     "drawn_as",
     "drawn_of",
+    "faults_of",
     "format_of",
     "pace",
     "prepare",
@@ -95,6 +98,25 @@ def drawn_of(cache: CacheDir, source: SourceRow) -> int:
     """How many draws of a source's present pass are done."""
     with cache.catalog.read() as connection:
         return draws.drawn(connection, source)
+
+
+def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
+    """That of a source's present pass more draws could not be used than may be left out, whichever pull met them, and
+    what to do about it; both empty when it is not so. What a refresh did not find any more counts no longer, also where
+    it was met before: that object was mended or taken away."""
+    drawn = drawn_of(cache, source)
+    if not too_many(source.skipped, drawn):
+        return "", ""
+    unused, listing = source.skipped, cache.listing(source.id)
+    advice = "mend the files, and draw them into another --dataset"
+    if (listing / "listing.json").exists() and not (listing / TABLE_FILE).exists():
+        from cachetool.sources.segments import SegmentedListing
+
+        unused -= len(SegmentedListing.open(listing, units=source.units).vanished)
+        advice = "mend these objects or take them away, and list again with --refresh"
+    if not too_many(unused, drawn):
+        return "", ""
+    return f"{unused} of {drawn} draws could not be used, more than 1 %", advice
 
 
 def prepare(

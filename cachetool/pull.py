@@ -23,7 +23,7 @@ from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, CapBlocked, Interrupted
+from cachetool.errors import BadObject, CacheToolError, CapBlocked, Interrupted
 from cachetool.formats import get_format
 from cachetool.options import PullOptions
 from cachetool.planning import (
@@ -31,6 +31,7 @@ from cachetool.planning import (
     check_place,
     drawn_as,
     drawn_of,
+    faults_of,
     format_of,
     pace,
     prepare,
@@ -43,7 +44,7 @@ from cachetool.planning import (
 )
 from cachetool.progress import Progress, Report, silent
 from cachetool.scratch import listing_scratch
-from cachetool.settled import Elsewhere, PullResult, Settled, why_ended
+from cachetool.settled import AT_ITS_END, Elsewhere, PullResult, Settled, why_ended
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
 from cachetool.tally import Fill, Tally
@@ -121,11 +122,23 @@ def pull(
         else:
             engine.dismiss()
             made = elsewhere.draw(cache, settled, report)
+        if not options.lost:
+            made = _checked(cache, id, made)
         if change is None:
             return made
         return replace(
             made, added=change["added"], vanished=change["vanished"], vanished_examples=tuple(change["names"])
         )
+
+
+def _checked(cache: CacheDir, id: str, made: PullResult) -> PullResult:
+    """Raises :class:`BadObject` when a pass is at its end without more samples than may be left out: the pull that met
+    them said so, and one that is run again must not call it done."""
+    source = cache.source(id)
+    faults, advice = ("", "") if source is None else faults_of(cache, source)
+    if faults and made.reason == AT_ITS_END:
+        raise BadObject(f"all else was drawn, but {faults};\n{advice}")
+    return replace(made, warning=faults)
 
 
 def _listing(cache: CacheDir, url: str, options: PullOptions, id: str) -> Task:

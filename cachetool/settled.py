@@ -14,7 +14,12 @@ from cachetool.options import PullOptions
 from cachetool.progress import Report
 from cachetool.schema import Schema
 
-__all__ = ["Elsewhere", "PullResult", "Settled", "why_ended"]
+__all__ = ["AT_ITS_END", "Elsewhere", "PullResult", "Settled", "too_many", "why_ended"]
+
+TOLERATED = 0.01
+"""Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
+TOLERATED_FEW = 10
+AT_ITS_END = "source at its end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ class PullResult:
     """Whether every sample of the source was drawn in this pass."""
     reason: str
     """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
+    warning: str = ""
+    """That more draws of the pass could not be used than may be left out, where an earlier pull met some of them."""
     added: int = 0
     """Units that a refresh found beside those known."""
     vanished: int = 0
@@ -136,10 +143,15 @@ class PullResult:
         return asdict(self)
 
 
+def too_many(unused: int, drawn: int) -> bool:
+    """Whether so many of the draws are more than may be left out."""
+    return unused > max(TOLERATED_FEW, TOLERATED * drawn)
+
+
 def why_ended(samples: int, wanted: int | None, *, complete: bool, full: bool) -> str:
     """:attr:`PullResult.reason`."""
     if wanted is not None and samples >= wanted:
         return "done"
     if complete:
-        return "source at its end"
+        return AT_ITS_END
     return "cache full" if full else "done"

@@ -196,6 +196,8 @@ def pull(
             placement=placement,
             progress=report,
         )
+    if result.warning:
+        out.note(f"warning: {result.warning}")
     if as_json:
         out.document(result.as_dict())
         return

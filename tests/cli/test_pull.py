@@ -128,6 +128,32 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     assert "07--a.npy" in ran.stdout
 
 
+def test_a_pull_that_left_out_too_many_is_no_success_when_it_is_run_again(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    for number in range(40):
+        np.save(folder / f"{number:02d}.npy", np.full(4, number))
+    for number in range(5, 18):
+        (folder / f"{number:02d}.npy").write_bytes(b"junk" * 30)
+    line = ("pull", folder, "--max-size", "8MB", "--shard-size", "100", "--on-error", "skip")
+
+    ran = run(*line, "--all")
+    assert (ran.code, "more than 1 %" in ran.stderr) == (3, True)
+    ran = run(*line, "--samples", "2", "--json")
+    assert (ran.code, ran.document["samples"], "more than 1 %" in ran.document["warning"]) == (0, 2, True)
+    assert "warning: " + ran.document["warning"] in ran.stderr
+    for _ in range(2):
+        ran = run(*line, "--all")
+        assert (ran.code, "all else was drawn, but 13 of 40 draws could not be used" in ran.error) == (3, True)
+    assert run("stats", "--json").document["samples"] == 27
+
+    for number in range(5, 18):
+        np.save(folder / f"{number:02d}.npy", np.full(4, number))
+    ran = run(*line, "--all", "--refresh", "--json")
+    assert (ran.code, ran.document["samples"], ran.document["warning"]) == (0, 13, "")
+    assert run(*line, "--all").code == 0
+
+
 def tar(path: Path, sizes: dict[str, int]) -> None:
     with tarfile.open(path, "w") as archive:
         for name, size in sizes.items():
