@@ -29,9 +29,14 @@ class Split:
         self._known: dict[tuple[str, int], Int64s] = {}
 
     def chosen(self, view: View) -> Int64s:
-        """The indices in ``view`` of the samples on this side, ascending. Raises :class:`UsageError` without keys."""
+        """The indices in ``view`` of the samples on this side, ascending.
+
+        Raises :class:`UsageError` without keys, and for keys that are not text.
+        """
         if KEY not in view.schema:
             raise UsageError(f"split= needs the field {KEY}; this dataset was pulled without it")
+        if view.schema[KEY].kind not in ("str", "bytes"):
+            raise UsageError(f"split= needs a field {KEY} of text; in this dataset it is {view.schema[KEY].describe()}")
         known = {_identity(part): self._known.get(_identity(part)) for part in view.parts}
         parts = Parts(open_by_extents)
         try:

@@ -9,7 +9,16 @@ from pathlib import Path
 from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import Field
-from cachetool.sources.filebase import ClosingFile, FileOptions, because, bounded, field_names, make_schema, reading
+from cachetool.sources.filebase import (
+    ClosingFile,
+    FileOptions,
+    because,
+    bounded,
+    checked_key,
+    field_names,
+    make_schema,
+    reading,
+)
 from cachetool.sources.limits import check_claims, quoted
 
 __all__ = ["ColumnFile", "Part", "StoredColumn"]
@@ -91,7 +100,7 @@ class ColumnFile(ClosingFile):
                 out.append((name, f"its first dimension is {column.shape[0]}, not {self.samples}"))
                 continue
             try:
-                fields.append(column.field(new))
+                fields.append(checked_key(column.field(new)))
             except UsageError as error:
                 out.append((name, str(error)))
                 continue

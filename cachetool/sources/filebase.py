@@ -22,7 +22,7 @@ from typing import Protocol, Self
 
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, UsageError
-from cachetool.schema import Field, Schema
+from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import SourceOptions
 
@@ -35,6 +35,7 @@ __all__ = [
     "RandomAccess",
     "because",
     "bounded",
+    "checked_key",
     "field_names",
     "make_schema",
     "reading",
@@ -161,6 +162,14 @@ def make_schema(path: Path, fields: Sequence[Field], skipped: Sequence[tuple[str
         return Schema(tuple(fields))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def checked_key(field: Field) -> Field:
+    """The field itself. Raises :class:`UsageError` for one that has the name of the samples' keys and is no text: it
+    would take their place."""
+    if field.name == KEY and field.kind not in ("str", "bytes"):
+        raise UsageError(f"keys of samples have this name, and they are text; it is {field.describe()}")
+    return field
 
 
 def because(skipped: Iterable[tuple[str, str]]) -> str:

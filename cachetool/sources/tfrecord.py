@@ -33,7 +33,16 @@ from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import BadObject, UsageError
 from cachetool.example import BYTES, EMPTY, FLOAT, INT64, KIND_NAMES, Feature, Gathered, parse_example
 from cachetool.schema import Field
-from cachetool.sources.filebase import NOT_ASKED, ClosingFile, FileOptions, bounded, field_names, make_schema, reading
+from cachetool.sources.filebase import (
+    NOT_ASKED,
+    ClosingFile,
+    FileOptions,
+    bounded,
+    checked_key,
+    field_names,
+    make_schema,
+    reading,
+)
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.rows import of_sizes
 
@@ -76,7 +85,7 @@ class TFRecordFiles(ClosingFile):
         fields: list[Field] = []
         for name, new in names.items():
             try:
-                fields.append(found[name].field(new))
+                fields.append(checked_key(found[name].field(new)))
             except UsageError as error:
                 skipped.append((name, str(error)))
                 continue

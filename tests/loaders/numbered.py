@@ -54,7 +54,7 @@ def sample(schema: Schema, number: int) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     out: dict[str, Any] = {}
     for field in schema:
-        if field.name == "__key__":
+        if field.name == "__key__" and field.kind == "str":
             out[field.name] = f"scan{number}"
         elif field.kind == "str":
             out[field.name] = f"sample {number} ☂" * (number % 3)

@@ -24,6 +24,7 @@ from cachetool.formats.reading import load_extents
 from cachetool.loaders import waiting
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
+from cachetool.schema import Field, Schema
 from cachetool.text import program
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
 from tests.loaders.processes import alive, children, until
@@ -568,6 +569,16 @@ def test_training_and_validation_share_nothing_and_stay_apart_as_the_cache_grows
     assert 15 <= len(validation) <= 45
     assert train < more
     assert validation < held_out
+
+
+def test_a_split_by_keys_that_are_not_text_is_refused(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(20), schema=Schema((Field("__key__", "|u1", (3,)), Field("number", "<i8"))))
+        with (
+            pytest.raises(UsageError, match=r"needs a field __key__ of text; in this dataset it is uint8 \(3,\)"),
+            Loader(cache, batch_size=4, fields=["number"], workers=1, split="train") as loader,
+        ):
+            numbers(loader)
 
 
 UNGUARDED = """

@@ -8,11 +8,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import zarr
 
 import cachetool
 from cachetool.errors import BadObject
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
+from cachetool.sources.files import open_files
 
 ROWS = 40
 
@@ -72,3 +74,38 @@ def test_a_file_that_has_a_field_in_another_dtype_is_named(tmp_path: Path) -> No
     write_hdf5(tmp_path / "files" / "f1.h5", numbered(("x", "<i4", ()), ("y", "<i4", ())), "y", "x")
     with pytest.raises(BadObject, match=r"'x' is .*f0\.h5 but .*f1\.h5"):
         pulled(tmp_path / "files", tmp_path / "cache")
+
+
+def write_keys(path: Path, keys: np.ndarray[Any, Any]) -> None:
+    numbers = np.arange(len(keys), dtype="<i8")
+    if path.suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"__key__": keys, "number": numbers}), path)
+    elif path.suffix == ".zarr":
+        group = zarr.open_group(path, mode="w")
+        group.create_array("__key__", data=keys)
+        group.create_array("number", data=numbers)
+    else:
+        with h5py.File(path, "w") as file:
+            file["__key__"], file["number"] = keys, numbers
+
+
+@pytest.mark.parametrize("name", ["rows.h5", "rows.zarr", "rows.parquet"])
+def test_a_column_that_only_has_the_name_of_keys_does_not_take_their_place(name: str, tmp_path: Path) -> None:
+    write_keys(tmp_path / name, np.arange(ROWS, dtype="|u1"))
+    found = pulled(tmp_path / name, tmp_path / "cache")
+
+    assert {key: int(sample["number"]) for key, sample in found.items()} == {f"{name}#{at}": at for at in range(ROWS)}
+
+
+def test_such_a_column_is_named_with_the_reason(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", __key__=np.arange(ROWS, dtype="|u1"), number=np.arange(ROWS))
+    with open_files(tmp_path / "rows.npz") as source:
+        assert source.schema.names == ("number",)
+        assert source.skipped == (("__key__", "keys of samples have this name, and they are text; it is uint8"),)
+
+
+def test_rows_that_bring_keys_of_text_keep_them(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["__key__"], file["number"] = [f"mine {number}" for number in range(ROWS)], np.arange(ROWS)
+    assert sorted(pulled(tmp_path / "rows.h5", tmp_path / "cache")) == sorted(f"mine {at}" for at in range(ROWS))
