@@ -262,11 +262,12 @@ def _column(
     except UsageError as error:
         return str(error)
     row = math.prod(array.shape[1:]) * dtype.itemsize
+    chunk_rows = max(1, array.chunks[0])  # it may be 0 where there are no values
     slab = Slab(
         lambda start, stop: np.ascontiguousarray(rows(start, stop), dtype=little),
         rows=array.shape[0],
         row_nbytes=row,
-        chunk=array.chunks[0],
+        chunk=chunk_rows,
         ahead=folder.ahead,
     )
     slabs.append(slab)
@@ -277,14 +278,14 @@ def _column(
         row * array.shape[0],
         slab.read,
         piece=chunk,
-        chunk=array.chunks[0],
+        chunk=chunk_rows,
         parts=None if array.shards else lambda: _parts(folder, array),
     )
 
 
 def _parts(folder: Folder, array: Any) -> Iterator[Part]:
     """The keys of all chunks, also of those that were never written."""
-    counts = [-(-size // chunk) for size, chunk in zip(array.shape, array.chunks, strict=True)]
+    counts = [-(-size // max(1, chunk)) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for at in itertools.product(*map(range, counts)):
         yield at[0] * array.chunks[0], 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
 

@@ -109,3 +109,11 @@ def test_rows_that_bring_keys_of_text_keep_them(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "rows.h5", "w") as file:
         file["__key__"], file["number"] = [f"mine {number}" for number in range(ROWS)], np.arange(ROWS)
     assert sorted(pulled(tmp_path / "rows.h5", tmp_path / "cache")) == sorted(f"mine {at}" for at in range(ROWS))
+
+
+def test_zarr_arrays_whose_rows_and_chunks_are_empty_are_samples(tmp_path: Path) -> None:
+    zarr.create_array(tmp_path / "none.zarr", shape=(4, 0), chunks=(4, 0), dtype="f4", zarr_format=3)
+    found = pulled(tmp_path / "none.zarr", tmp_path / "cache")
+
+    assert sorted(found) == [f"none.zarr#{row}" for row in range(4)]
+    assert {(sample["none"].dtype.str, sample["none"].shape) for sample in found.values()} == {("<f4", (0,))}
