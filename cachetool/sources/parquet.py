@@ -15,6 +15,7 @@ A value that is null is refused: no field can hold it.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,9 +59,13 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
     table = _Table(file, ends)
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
+    names = Counter(schema.names)
     for field in schema:
         if not options.wants(field.name):
             skipped.append((field.name, NOT_ASKED))
+            continue
+        if names[field.name] > 1:  # one of them would be read under the type of the other
+            skipped.append((field.name, "another column has this name too"))
             continue
         found = _column(table, field, about.num_rows, piece)
         if isinstance(found, str):
@@ -78,7 +83,7 @@ def _parts(about: Any, name: str) -> Iterator[Part]:
         group = about.row_group(number)
         for at in range(group.num_columns):
             column = group.column(at)
-            if column.path_in_schema.partition(".")[0] == name:
+            if f"{column.path_in_schema}.".startswith(f"{name}."):
                 start = column.dictionary_page_offset or column.data_page_offset
                 yield row, min(start, column.data_page_offset), column.total_compressed_size, ""
         row += group.num_rows
@@ -102,7 +107,9 @@ class _Table:
             if number != self._number:
                 self._number, self._held = number, {}
             if name not in self._held:
-                self._held[name] = self._file.read_row_group(number, columns=[name]).column(0).combine_chunks()
+                # Others come with it whose names begin as this one does: a dot may be part of a name.
+                found = self._file.read_row_group(number, columns=[name])
+                self._held[name] = found.column(name).combine_chunks()
             first = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
             parts.append(self._held[name].slice(start - first, end - start))

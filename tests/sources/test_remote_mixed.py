@@ -11,7 +11,7 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.errors import BadObject
+from cachetool.errors import BadObject, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.sources.files import open_files
@@ -117,3 +117,30 @@ def test_zarr_arrays_whose_rows_and_chunks_are_empty_are_samples(tmp_path: Path)
 
     assert sorted(found) == [f"none.zarr#{row}" for row in range(4)]
     assert {(sample["none"].dtype.str, sample["none"].shape) for sample in found.values()} == {("<f4", (0,))}
+
+
+def test_parquet_columns_are_read_by_their_own_names(tmp_path: Path) -> None:
+    """Also where another name, or two names together, would be a path into a list or a struct."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    arrays = {
+        "s": pyarrow.array([{"x": -1}] * ROWS),
+        "s.x": np.arange(ROWS, dtype="<i4"),
+        "l.list.element": np.arange(ROWS) / 2,
+        "l": pyarrow.array([[at] * (at % 3) for at in range(ROWS)]),
+        "twice": np.arange(ROWS),
+        "again": np.arange(ROWS) / 4,
+    }
+    names = ["twice" if name == "again" else name for name in arrays]
+    table = pyarrow.Table.from_arrays([pyarrow.array(array) for array in arrays.values()], names=names)
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=7)
+    found = pulled(tmp_path / "rows.parquet", tmp_path / "cache")
+
+    assert len(found) == ROWS
+    for key, sample in found.items():
+        at = int(key.rpartition("#")[2])
+        assert sorted(sample) == ["__key__", "l", "l.list.element", "s.x"]
+        assert (sample["s.x"], sample["l.list.element"], sample["l"].tolist()) == (at, at / 2, [at] * (at % 3))
+    with pytest.raises(UsageError, match="'twice' cannot be taken: another column has this name too"):
+        pulled(tmp_path / "rows.parquet", tmp_path / "other", fields=["twice"])
