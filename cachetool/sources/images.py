@@ -38,6 +38,8 @@ _GAP = 3
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
+_BITS_PER_SAMPLE = 258
+"""A tag of TIFF."""
 _OPENING = threading.Lock()
 
 
@@ -111,6 +113,8 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
             _check(image.width, image.height, len(data))
             if image.mode not in _MODES:
                 raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes")
+            if (bits := _bits(image)) > 8:
+                raise BadObject(f"an image of {bits} bits a channel, not 8 bits; pull it as bytes")
             return use(image)
     except Image.DecompressionBombError:
         raise BadObject("an image too large to be one") from None
@@ -119,6 +123,17 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
         raise BadObject(
             f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}; {', '.join(_FORMATS)} are"
         ) from error
+
+
+def _bits(image: Any) -> int:
+    """Bits a channel in the file, where they may be more than 8: Pillow rounds those of coloured pixels, and their mode
+    does not tell."""
+    if image.format == "TIFF":
+        return int(max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,))))
+    codec, _, _, how = image.tile[0] if image.tile else ("", (), 0, "")
+    if image.format == "PNG":
+        return 16 if ";16" in str(how) else 8
+    return int(how[1]).bit_length() if codec in ("ppm", "ppm_plain") else 8  # by the largest value of a PPM
 
 
 def _check(width: int, height: int, nbytes: int) -> None:

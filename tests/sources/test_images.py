@@ -20,11 +20,17 @@ from cachetool.errors import BadObject, MissingExtra
 from cachetool.sources import images
 from cachetool.sources.images import decode_image, image_shape
 
+RANDOM = np.random.default_rng(8)
+
 
 def saved(image: Image.Image, kind: str, **options: Any) -> memoryview:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return memoryview(file.getvalue())
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def test_every_photograph_decodes_as_with_pillow(photos: Path) -> None:
@@ -61,6 +67,77 @@ def test_pixels_of_more_than_8_bits_are_refused_rather_than_rounded() -> None:
         decode_image(saved(deep, "PNG"))
 
 
+def deep_png(channels: int) -> bytes:
+    """16 bits a channel: gray with alpha (2), RGB (3), RGBA (4)."""
+    rows = np.arange(2 * 3 * channels, dtype=">u2").reshape(2, -1) * 999
+    head = struct.pack(">IIBBBBB", 3, 2, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", head) + png_chunk(b"IDAT", body) + png_chunk(b"IEND", b"")
+
+
+def tiff(pixels: np.ndarray[Any, Any], orientation: int = 1, *, order: str = "<") -> bytes:
+    """One strip without compression, its tags after it, as the specification has them."""
+    height, width, channels = pixels.shape
+    bits = [8 * pixels.itemsize] * channels
+    data = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
+    data += bytes(len(data) % 2)
+    tags: list[tuple[int, int, list[int]]] = [
+        *[(256, 3, [width]), (257, 3, [height]), (258, 3, bits), (259, 3, [1]), (262, 3, [2]), (273, 4, [8])],
+        *[(274, 3, [orientation]), (277, 3, [channels]), (278, 3, [height]), (279, 4, [len(data)])],
+        *([(338, 3, [2])] if channels == 4 else []),
+    ]
+    where = 8 + len(data)
+    head = struct.pack(order + "2sHI", b"II" if order == "<" else b"MM", 42, where + 2 * channels)
+    entries = b""
+    for tag, kind, values in tags:
+        if len(values) > 2:
+            value = struct.pack(order + "I", where)
+        else:
+            value = struct.pack(order + {3: "H", 4: "I"}[kind] * len(values), *values).ljust(4, b"\0")
+        entries += struct.pack(order + "HHI", tag, kind, len(values)) + value
+    sizes = struct.pack(f"{order}{channels}H", *bits)
+    return head + data + sizes + struct.pack(order + "H", len(tags)) + entries + bytes(4)
+
+
+DEEP = {
+    "png-la": deep_png(2),
+    "png-rgb": deep_png(3),
+    "png-rgba": deep_png(4),
+    "tiff-rgb": tiff(np.full((2, 3, 3), 999, np.uint16)),
+    "tiff-rgb-big-endian": tiff(np.full((2, 3, 3), 999, np.uint16), order=">"),
+    "tiff-rgba": tiff(np.full((2, 3, 4), 999, np.uint16)),
+    "ppm": b"P6 3 2 65535\n" + np.arange(18, dtype=">u2").tobytes(),
+    "ppm-of-10-bits": b"P6 3 2 1023\n" + np.arange(18, dtype=">u2").tobytes(),
+    "ppm-as-text": b"P3 1 1 65535\n1 2 3\n",
+}
+
+
+@pytest.mark.parametrize("body", DEEP.values(), ids=DEEP)
+def test_coloured_pixels_of_more_than_8_bits_are_refused_too(body: bytes) -> None:
+    """Pillow gives them as 8 bits without a word; also where only the shape is asked for."""
+    for use in (decode_image, image_shape):
+        for size in (None, (4, 4)):
+            with pytest.raises(BadObject, match=r"an image of 1[06] bits a channel, not 8 bits; pull it as bytes"):
+                use(memoryview(body), size)
+
+
+@pytest.mark.parametrize("kind", ["tiff", "ppm", "ppm-as-text", "bmp-of-16-bits-a-pixel"])
+def test_pixels_of_8_bits_or_less_a_channel_are_taken(kind: str) -> None:
+    pixels = RANDOM.integers(0, 256, (2, 3, 3), dtype=np.uint8)
+    body = {
+        "tiff": tiff(pixels),
+        "ppm": b"P6 3 2 255\n" + pixels.tobytes(),
+        "ppm-as-text": b"P3 3 2 255\n" + b" ".join(b"%d" % value for value in pixels.flat),
+        "bmp-of-16-bits-a-pixel": struct.pack("<2sIIIIiiHHIIiiII", b"BM", 70, 0, 54, 40, 3, 2, 1, 16, *[0] * 6)
+        + bytes(16),
+    }[kind]
+
+    found = decode_image(memoryview(body))
+
+    assert found.shape == image_shape(memoryview(body)) == (2, 3, 3)
+    assert np.array_equal(found, pixels) or (kind.startswith("bmp") and not found.any())
+
+
 def test_what_is_no_image_is_refused() -> None:
     for body in (b"", b"x", b"%PDF-1.4", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF89a"):
         with pytest.raises(BadObject):
@@ -69,13 +146,9 @@ def test_what_is_no_image_is_refused() -> None:
 
 def png_bomb(width: int, height: int) -> bytes:
     """A PNG of one colour: a few bytes for every line."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     pixels = zlib.compress(bytes((width // 8 + 1) * min(height, 2000)), 9)
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", pixels) + png_chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(("width", "height"), [(10_000, 10_000), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
