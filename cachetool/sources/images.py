@@ -38,8 +38,8 @@ _GAP = 3
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
-_BITS_PER_SAMPLE = 258
-"""A tag of TIFF."""
+_WIDTH, _LENGTH, _BITS_PER_SAMPLE, _ORIENTATION = 256, 257, 258, 274
+"""Tags of TIFF."""
 _OPENING = threading.Lock()
 
 
@@ -54,7 +54,7 @@ def decode_image(data: memoryview, size: tuple[int, int] | None = None) -> np.nd
         found = _jpeg(data)
         if found is not None:
             return found
-    return _by_pillow(data, lambda image: np.asarray(image.convert("RGB")))
+    return _by_pillow(data, lambda image: np.asarray(_rgb(image)))
 
 
 def image_shape(data: memoryview, size: tuple[int, int] | None = None) -> tuple[int, int, int]:
@@ -71,7 +71,7 @@ def _own_shape(data: memoryview) -> tuple[int, int, int]:
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             _check(width, height, len(data))
             return height, width, 3
-    return _by_pillow(data, lambda image: (image.height, image.width, 3))
+    return _by_pillow(data, lambda image: (*_stored_sides(image), 3))
 
 
 def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
@@ -92,11 +92,25 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
 def _resized(image: Any, height: int, width: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     from PIL.Image import Resampling
 
-    whole = image.size
     drafted = image.draft("RGB", (_GAP * width, _GAP * height))  # for a JPEG: an averaged one out of its decoder
-    box = drafted[1] if drafted else (0, 0, *whole)
-    pixels = image.convert("RGB").resize((width, height), Resampling.BICUBIC, box=box, reducing_gap=_GAP)
-    return np.asarray(pixels)
+    pixels = _rgb(image)
+    box = drafted[1] if drafted else (0, 0, *pixels.size)
+    return np.asarray(pixels.resize((width, height), Resampling.BICUBIC, box=box, reducing_gap=_GAP))
+
+
+def _rgb(image: Any) -> Any:
+    """The pixels as they are stored: those of a TIFF Pillow turns while it loads them, unless told that they are
+    upright."""
+    if image.format == "TIFF":
+        image.getexif()[_ORIENTATION] = 1
+    return image.convert("RGB")
+
+
+def _stored_sides(image: Any) -> tuple[int, int]:
+    """Height and width before Pillow turns the pixels."""
+    if image.format == "TIFF":
+        return int(image.tag_v2[_LENGTH]), int(image.tag_v2[_WIDTH])
+    return image.height, image.width
 
 
 def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:

@@ -121,6 +121,22 @@ def test_coloured_pixels_of_more_than_8_bits_are_refused_too(body: bytes) -> Non
                 use(memoryview(body), size)
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("packed", [False, True])
+def test_pixels_of_a_tiff_are_as_stored_whatever_its_orientation_says(orientation: int, *, packed: bool) -> None:
+    """Like those of JPEG and PNG. Pillow takes another way for packed ones, and turns both while it loads them."""
+    pixels = RANDOM.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    body = memoryview(tiff(pixels, orientation))
+    if packed:
+        body = saved(image, "TIFF", tiffinfo={274: orientation}, compression="tiff_lzw")
+
+    assert np.array_equal(decode_image(body), pixels)
+    assert image_shape(body) == (5, 7, 3)
+    assert np.array_equal(decode_image(body, (4, 9)), decode_image(saved(image, "PNG"), (4, 9)))
+    assert image_shape(body, (4, 9)) == (4, 9, 3)
+
+
 @pytest.mark.parametrize("kind", ["tiff", "ppm", "ppm-as-text", "bmp-of-16-bits-a-pixel"])
 def test_pixels_of_8_bits_or_less_a_channel_are_taken(kind: str) -> None:
     pixels = RANDOM.integers(0, 256, (2, 3, 3), dtype=np.uint8)
