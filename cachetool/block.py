@@ -13,7 +13,7 @@ Columns may be views of somebody's buffer (a memory map, a block this one was cu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,18 @@ class Block:
         """Only these fields, in the order given."""
         schema = self.schema.select(names)
         return Block(schema, {name: self.columns[name] for name in schema.names})
+
+    def with_plain_bools(self) -> Block:
+        """The same samples with every true as the byte 1: others leave whatever is not 0, which formats that keep a
+        number or a bit would not give back. The block itself where nothing is to be done."""
+        made: dict[str, Column] = {}
+        for field in self.schema:
+            column = self.columns[field.name]
+            values = column.values if isinstance(column, Ragged) else column
+            if field.numpy.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
+                plain = values.view(np.uint8) != 0
+                made[field.name] = replace(column, values=plain) if isinstance(column, Ragged) else plain
+        return Block(self.schema, {**self.columns, **made}) if made else self
 
     def sample(self, index: int) -> dict[str, Any]:
         """One sample: field name to array, NumPy scalar, bytes or str."""

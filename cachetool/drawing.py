@@ -97,7 +97,7 @@ class Drawing:
                 self._skipped += skipped
                 self._fetched += piece.fetched
                 self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
-                block, at = piece.block, self._there[piece.draws]
+                block, at = piece.block.with_plain_bools(), self._there[piece.draws]
                 while len(block):
                     fit = self._fitting(block, at)
                     if fit == 0:

@@ -264,7 +264,8 @@ class _Files:
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         if self._read is not None:
-            yield from run_of_blocks(self._source, start, stop)  # type: ignore[arg-type]  # it has all that is used
+            for each in run_of_blocks(self._source, start, stop):  # type: ignore[arg-type]  # it has all that is used
+                yield each.with_plain_bools()
             return
         if self._running is None or start < self._at:
             self._running, self._at, self._rest = self._source.blocks(), 0, None
@@ -276,7 +277,7 @@ class _Files:
             self._rest = block.slice(high, len(block)) if high < len(block) else None
             self._at += high
             if low < high:
-                yield block.slice(low, high)
+                yield block.slice(low, high).with_plain_bools()
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         pass
@@ -316,7 +317,7 @@ class _Objects:
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         for piece in self._source.read(np.arange(start, stop), schema=self.schema):
             if len(piece.block):
-                yield piece.block
+                yield piece.block.with_plain_bools()
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         pass

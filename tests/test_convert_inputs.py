@@ -20,7 +20,7 @@ from cachetool.api import open_cache
 from cachetool.errors import CapacityError, CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.formats.shard import open_shard, side_folder
+from cachetool.formats.shard import open_shard, side_folder, stored_checksums
 from tests.formats.samples import EVERY_KIND, block
 from tests.interop.folders import make, whole
 
@@ -73,6 +73,43 @@ def test_a_foreign_input_goes_into_files_and_into_a_cache(
         with pytest.raises(CapacityError, match="nothing more may be evicted"):
             cache.evict(cache.usage().total - 1)
         assert sum(shard.samples for shard in cache.shards()) == 20, "it exists nowhere else as far as we know"
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "to"),
+    [
+        *[("odd.npy", way, to) for way in ("out", "cache", "pull") for to in ("lmdb", "hdf5", "zarr", "tfrecord")],
+        *[("a.tar", "out", "tfrecord"), ("objects", "cache", "tfrecord"), ("objects", "pull", "tfrecord")],
+        *[("ragged", "out", "hdf5"), ("ragged", "pull", "zarr")],
+    ],
+)
+def test_a_true_of_any_byte_is_true_and_no_damage(tmp_path: Path, name: str, way: str, to: str) -> None:
+    """NumPy takes whatever is not 0 for true, and formats that keep a number or a bit give 1 for it."""
+    odd = np.array([0, 1, 2, 255], "u1").view(bool)
+    np.save(tmp_path / "odd.npy", odd)
+    for folder in ("objects", "ragged"):
+        (tmp_path / folder).mkdir()
+        for at in range(4):
+            np.save(tmp_path / folder / f"{at}.npy", odd[at : at + 1] if folder == "objects" else odd[:at])
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "objects", "a")
+    if way == "out":
+        cachetool.convert(tmp_path / name, out=tmp_path / "out", to=to, verify=True)
+        found = whole(tmp_path / "out")
+    else:
+        with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+            if way == "pull":
+                cache.pull(tmp_path / name, everything=True, workers=1, to=to)
+            else:
+                cache.convert(tmp_path / name, to=to, verify=True)
+            (shard,) = cache.shards()
+            with open_shard(shard.path, get_format(to), shard.schema, library=True) as reader:
+                found = reader.read(0, reader.samples)
+            assert np.array_equal(checksums(found), stored_checksums(shard.path, shard.schema))
+
+    column = found.columns[found.schema.names[0]]
+    values = column if isinstance(column, np.ndarray) else column.compact().values
+    assert sorted(values.view("u1").flat) == ([0, 0, 0, 1, 1, 1] if name == "ragged" else [0, 1, 1, 1])
 
 
 def test_what_others_commit_meanwhile_is_not_counted(foreign: Path, tmp_path: Path) -> None:
