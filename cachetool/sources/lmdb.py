@@ -195,7 +195,10 @@ class LMDBFile(ClosingFile):
             return
         for batch in self._batches(0, min(_LOOK, self.samples), nbytes=BLOCK_BYTES):
             for index in range(len(batch.values)):
-                if _PICKLED.match(batch.values[index]):
+                value = batch.values[index]
+                if self._raw is not None and len(value) == self._raw[0].nbytes:
+                    continue  # numbers, as declared: any bytes are some
+                if _PICKLED.match(value):
                     raise BadObject(
                         f"{self.path}: the value of {batch.key(index)} is a Python pickle, which can run any program"
                         " when it is read, so it is not;\nwrite the values again as arrays (numpy.save, tobytes), or"

@@ -189,6 +189,15 @@ def test_pickled_values_are_refused_with_a_way_out(tmp_path: Path, protocol: int
     assert not (tmp_path / "unpickled").exists()
 
 
+def test_numbers_that_begin_as_a_pickle_does_are_numbers_where_they_are_declared(tmp_path: Path) -> None:
+    entries = {b"%d" % i: bytes([0x80, 4, 0x95, i]) for i in range(3)}
+    path = write(tmp_path / "x.lmdb", entries)
+
+    assert [s["value"].tobytes() for s in samples(path, value_format="raw:uint8,4")] == list(entries.values())
+    with pytest.raises(BadObject, match="is a Python pickle"):
+        open_files(path)
+
+
 def test_named_databases_are_refused_by_name(tmp_path: Path) -> None:
     env = lmdb.open(str(tmp_path / "x.lmdb"), subdir=False, max_dbs=2, lib_version=0)
     with env.begin(write=True) as txn:
