@@ -19,7 +19,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.http_client import HttpClient, Response, Sink
+from cachetool.stores.http_body import Sink
+from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import SHA256, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of
 from cachetool.stores.identities import Identities, identity_of

@@ -19,32 +19,25 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from email.message import Message
-from typing import BinaryIO
 from urllib.parse import urljoin, urlsplit
-
-import numpy as np
 
 from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
+from cachetool.stores.http_body import MOST, Broken, Partial, Sink, receive
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after
 from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
-__all__ = ["HttpClient", "Response", "Sink"]
+__all__ = ["HttpClient", "Response"]
 
 _MAX_HOPS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _FLAP = 5.0
 """Seconds that a name which does not resolve or a port where nobody listens is given to come back."""
-_CHUNK = 2**20
-_AT_ONCE = 2**28
-"""Bytes of memory that are taken when a server says that so many come; more when they do."""
-_MOST = 2**32
-"""Bytes of a body whose size nobody told."""
 _USER_AGENT = "cachetool"
 
 
@@ -58,79 +51,6 @@ class Response:
     body: memoryview
     url: str
     """Where it came from in the end."""
-
-
-class _Body:
-    """Memory for a body: what comes is read into its place."""
-
-    def __init__(self) -> None:
-        self._memory, self._filled = memoryview(b""), 0
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def take(self, answer: http.client.HTTPResponse, nbytes: int, wanted: int | None) -> int:
-        """Read up to ``nbytes`` of an answer that brings ``wanted`` in all; gives how many came."""
-        if self._filled + nbytes > len(self._memory):
-            grown = max(self._filled + nbytes, 2 * len(self._memory), min(wanted or 0, _AT_ONCE))
-            memory = np.empty(grown if wanted is None else min(grown, wanted), dtype=np.uint8).data
-            memory[: self._filled] = self._memory[: self._filled]
-            self._memory = memory
-        came = answer.readinto(self._memory[self._filled : self._filled + nbytes])
-        self._filled += came
-        return came
-
-    def clear(self) -> None:
-        """Begin again."""
-        self._filled = 0
-
-    def whole(self) -> memoryview:
-        """What came; of memory that was taken for much more, a copy."""
-        body = self._memory[: self._filled]
-        return memoryview(bytes(body)) if 2 * self._filled < len(self._memory) else body.toreadonly()
-
-
-class Sink:
-    """A file where a body goes instead of memory."""
-
-    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
-        """``file`` is empty; ``progress`` is told how many bytes are in it."""
-        self._file, self._progress = file, progress
-
-    def __len__(self) -> int:
-        return self._file.tell()
-
-    def take(self, answer: http.client.HTTPResponse, nbytes: int, wanted: int | None) -> int:
-        """Write up to ``nbytes`` of an answer behind what is there; gives how many came."""
-        part = answer.read(nbytes)
-        self._file.write(part)
-        self._progress(len(self))
-        return len(part)
-
-    def clear(self) -> None:
-        """Begin again."""
-        self._file.seek(0)
-        self._file.truncate()
-
-
-@dataclass(slots=True)
-class _Partial:
-    """What has come of a body so far, over several attempts."""
-
-    data: _Body | Sink = field(default_factory=_Body)
-    validator: str = ""
-    """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
-    whole: int | None = None
-    """Bytes of all of it, where the server told."""
-
-    def clear(self) -> None:
-        """Begin again."""
-        self.data.clear()
-        self.validator, self.whole = "", None
-
-
-class _Broken(Exception):
-    """An attempt failed in a way that another may not."""
 
 
 class HttpClient:
@@ -163,7 +83,7 @@ class HttpClient:
         :class:`BadObject` for a body that is not as promised, :class:`Unreachable`, :class:`SourceError`.
         """
         began = time.monotonic()
-        partial = _Partial() if into is None else _Partial(into)
+        partial = Partial() if into is None else Partial(into)
         attempt = had = 0
         while True:
             attempt += 1
@@ -175,7 +95,7 @@ class HttpClient:
                 response = self._attempt(url, dict(headers or {}), partial, size, most, bodiless=bodiless)
             except (http.client.InvalidURL, UnicodeEncodeError) as error:
                 raise BadObject(f"{redact(url)[:200]!r} is no URL") from error
-            except (_Broken, OSError, http.client.HTTPException) as error:
+            except (Broken, OSError, http.client.HTTPException) as error:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     raise Unreachable(
                         f"{redact(url)}: the server's certificate is not valid: {error.verify_message}"
@@ -206,7 +126,7 @@ class HttpClient:
             time.sleep(pause)
 
     def _attempt(
-        self, url: str, headers: dict[str, str], partial: _Partial, size: int, most: int, *, bodiless: bool
+        self, url: str, headers: dict[str, str], partial: Partial, size: int, most: int, *, bodiless: bool
     ) -> Response:
         if len(partial.data) and partial.validator and "Range" not in headers:
             headers |= {"Range": f"bytes={len(partial.data)}-", "If-Range": partial.validator}
@@ -225,10 +145,18 @@ class HttpClient:
                     continue
                 if bodiless and answer.status in (200, 206):
                     return Response(answer.status, answer.headers, memoryview(b""), url)
+                if answer.status == 416 and len(partial.data):
+                    # It broke off at its very end, or it is another one: only a whole answer tells.
+                    partial.clear()
+                    raise Broken("the server has no more of it")
+                if answer.status not in (200, 206):
+                    _drain(answer)
+                    done = not answer.will_close
+                    return Response(answer.status, answer.headers, memoryview(b""), url)
                 resumed = bool(len(partial.data)) and answer.status == 206
-                body = self._body(answer, partial, size, most, url)
+                receive(answer, partial, size, most, url)
                 done = not answer.will_close
-                return Response(200 if resumed else answer.status, answer.headers, body, url)
+                return Response(200 if resumed else answer.status, answer.headers, partial.body, url)
             finally:
                 if not done:
                     if answer is not None:
@@ -256,60 +184,13 @@ class HttpClient:
         if self._authorization and origin == self._home:
             sent["Authorization"] = self._authorization
         connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=sent)
-        return connection.receive(most if most >= 0 else _MOST)
-
-    def _body(self, answer: http.client.HTTPResponse, partial: _Partial, size: int, most: int, url: str) -> memoryview:
-        length = answer.length
-        resuming = bool(len(partial.data))
-        if answer.status not in (200, 206):
-            _drain(answer)
-            return memoryview(b"")
-        if answer.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-            raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
-        etag = answer.headers.get("ETag", "")
-        if resuming and answer.status == 206:
-            if not answer.headers.get("Content-Range", "").startswith(f"bytes {len(partial.data)}-"):
-                raise _Broken("the server goes on at another place than asked")
-            whole = None if length is None else len(partial.data) + length
-            other = None not in (whole, partial.whole) and whole != partial.whole
-            if etag != partial.validator or other:  # not every server that knows Range knows If-Range
-                partial.clear()
-                raise _Broken("it was replaced while it was fetched")
-        else:
-            partial.clear()
-        if length is None and not answer.chunked and size < 0:
-            raise BadObject(f"{redact(url)}: the server tells no length, so that nobody knows whether it is complete")
-        if answer.status == 200 and size >= 0 and length not in (None, size):
-            raise BadObject(f"{redact(url)} changed since it was listed: {length} bytes instead of {size}")
-        wanted = None if length is None else len(partial.data) + length
-        partial.validator, partial.whole = etag if etag.startswith('"') else "", wanted
-        _read(answer, partial.data, wanted, _limit(size, most, answer.status), url)
-        return partial.data.whole() if isinstance(partial.data, _Body) else memoryview(b"")
+        return connection.receive(most if most >= 0 else MOST)
 
     def close(self) -> None:
         """Close every connection. May be called twice."""
         with self._lock:
             for connection in self._all:
                 connection.close()
-
-
-def _read(answer: http.client.HTTPResponse, data: _Body | Sink, wanted: int | None, most: int, url: str) -> None:
-    """Append the rest of the body to ``data``: up to ``wanted`` bytes in all, or to its end; never beyond ``most``."""
-    while wanted is None or len(data) < wanted:
-        if not data.take(answer, _CHUNK if wanted is None else min(_CHUNK, wanted - len(data)), wanted):
-            break
-        if len(data) > most:
-            raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
-    if wanted is not None and len(data) < wanted:
-        raise _Broken(f"the connection ended after {len(data)} of {wanted} bytes")
-    if wanted is not None:
-        answer.read()  # lets http.client see the end, so that the connection is used again
-
-
-def _limit(size: int, most: int, status: int) -> int:
-    if size >= 0 and status == 200:
-        return size
-    return most if most >= 0 else max(size, _MOST)
 
 
 def _drain(answer: http.client.HTTPResponse) -> None:
@@ -335,7 +216,7 @@ def _next_hop(url: str, target: str) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer in time ({error})" if error.args and "slow" in str(error) else "no answer in time"
-    if isinstance(error, _Broken):
+    if isinstance(error, Broken):
         return str(error)
     if isinstance(error, http.client.HTTPException):
         return f"the connection ended early or the answer is no HTTP ({type(error).__name__})"

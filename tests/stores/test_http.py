@@ -11,6 +11,7 @@ import email.message
 import itertools
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -195,6 +196,79 @@ def test_a_part_of_another_version_is_not_appended(etag: dict[str, str], more: i
 
     assert body == new
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["memory", "file"])
+@pytest.mark.parametrize("size", [-1, len(BODY)], ids=["size unknown", "size listed"])
+@pytest.mark.parametrize("rest", ["length", "chunked"])
+@pytest.mark.parametrize("first", ["length", "chunked"])
+def test_a_resumed_transfer_is_whole_when_all_of_it_has_come(
+    first: str, rest: str, size: int, *, streamed: bool
+) -> None:
+    """Row 42: the rest of a body may come in several parts (RFC 9110, 14.2), and either answer without a length."""
+
+    def script(handler: Scripted) -> None:
+        start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        stop = min(start + 30_000, len(BODY))
+        about = {"ETag": '"v1"'} | ({"Content_Range": f"bytes {start}-{stop - 1}/{len(BODY)}"} if start else {})
+        part = BODY[start:stop]
+        if (rest if start else first) == "chunked":
+            part = b"%x\r\n%b\r\n" % (len(part), part) + (b"0\r\n\r\n" if start else b"")
+            handler.answer(206 if start else 200, part, Transfer_Encoding="chunked", Content_Length="", **about)
+        else:
+            handler.answer(
+                206 if start else 200, part, Content_Length=str(stop - start if start else len(BODY)), **about
+            )
+        handler.close_connection = not start
+
+    item = Object("a.npy", size)
+    with scripted_server(script) as server, tempfile.TemporaryFile() as file:
+        if streamed:
+            store_at(server).stream(item, file, progress=lambda count: None)  # type: ignore[attr-defined]
+            file.seek(0)
+            assert file.read() == BODY
+        else:
+            assert bytes(store_at(server).get(item)) == BODY
+        asked = [headers.get("Range") for _, headers in server.requests]
+
+    assert asked == [None, "bytes=30000-", "bytes=60000-", "bytes=90000-"]
+
+
+@pytest.mark.parametrize(
+    "said", [f"5000-5999/{2 * len(BODY)}", "5000-5999/*", "5000-4999/102400", "5000-102400/102400", "5000-102399", ""]
+)
+def test_a_part_that_contradicts_what_is_known_is_not_appended(said: str) -> None:
+    """Row 43: another total, none while the first answer told none either, an end that cannot be."""
+
+    def script(handler: Scripted) -> None:
+        if "Range" in handler.headers:
+            handler.answer(206, BODY[5000:6000], ETag='"v1"', Content_Range=f"bytes {said}" if said else "")
+        elif handler.number == 1 and said == "5000-5999/*":
+            part = b"%x\r\n%b\r\n" % (5000, BODY[:5000])
+            handler.answer(200, part, ETag='"v1"', Transfer_Encoding="chunked", Content_Length="")
+            handler.close_connection = True
+        else:
+            handler.answer(200, BODY[:5000], ETag='"v1"', Content_Length=str(len(BODY)))
+            handler.close_connection = True
+
+    with pytest.raises(Unreachable):
+        get(script, Object("a.npy", -1), QUICK)
+
+
+def test_a_body_that_lacks_nothing_but_its_end_is_fetched_again() -> None:
+    """Row 41: the last chunk, which is empty, is lost; a server has nothing to go on with then."""
+
+    def script(handler: Scripted) -> None:
+        if "Range" in handler.headers:
+            handler.answer(416, Content_Range=f"bytes */{len(BODY)}")
+        elif handler.number == 1:
+            part = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+            handler.answer(200, part, ETag='"v1"', Transfer_Encoding="chunked", Content_Length="")
+            handler.close_connection = True
+        else:
+            handler.answer(200, BODY, ETag='"v1"')
+
+    assert get(script)[0] == BODY
 
 
 def test_a_server_that_goes_on_elsewhere_is_not_appended() -> None:
