@@ -38,6 +38,7 @@ __all__ = ["SftpStore", "open_sftp_store"]
 
 _BATCH = 1000
 _PART = 2**20
+_REQUEST = 2**14
 _MAX_DEPTH = 64
 
 T = TypeVar("T")
@@ -177,6 +178,9 @@ class SftpStore:
                     if not part:
                         break
                     data.extend(part)
+                if want > _REQUEST:  # it came by several requests: it may have been written to meanwhile
+                    later = _object(item.key, await asyncio.wait_for(file.stat(), within))
+                    check_identity(now, size=later.size, etag=later.etag)
                 check_length(item, got=len(data), want=want)
 
         try:

@@ -120,8 +120,9 @@ def test_a_connection_that_breaks_is_made_anew(home: Path, folder: Path) -> None
 
 
 @contextlib.contextmanager
-def cutting(url: str, home: Path, cut: Callable[[], None]) -> Iterator[str]:
-    """Another way to the server at ``url``: each connection ends after :data:`CUT` bytes, with a call of ``cut``."""
+def cutting(url: str, home: Path, cut: Callable[[], None], *, ends: bool = True) -> Iterator[str]:
+    """Another way to the server at ``url``: each connection ends after :data:`CUT` bytes, with a call of ``cut``;
+    without ``ends`` it goes on after the call."""
     behind = int(url.rpartition(":")[2])
 
     class Cut(socketserver.BaseRequestHandler):
@@ -136,6 +137,8 @@ def cutting(url: str, home: Path, cut: Callable[[], None]) -> Iterator[str]:
                     left -= len(came)
                 if not left:
                     cut()
+                while not ends and (came := server.recv(65536)):
+                    self.request.sendall(came)
                 self.request.shutdown(socket.SHUT_WR)  # what was sent still arrives, unlike after close
 
         def ask(self, server: socket.socket) -> None:
@@ -208,6 +211,28 @@ def test_parts_of_two_versions_are_never_put_together(home: Path, folder: Path, 
                 store.get(store.find("a.npy"))
         else:
             assert bytes(store.get(Object("a.npy", len(LARGE)))) == new
+
+
+@pytest.mark.parametrize("way", ["rewritten", "longer", "shorter"])
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(home: Path, folder: Path, way: str) -> None:
+    (folder / "a.npy").write_bytes(LARGE)
+    os.utime(folder / "a.npy", (10**9, 10**9))
+
+    def write() -> None:
+        with open(folder / "a.npy", "rb+") as file:
+            if way == "rewritten":
+                file.write(LARGE[::-1])
+            else:
+                file.truncate(len(LARGE) + 1 if way == "longer" else 100)
+
+    with (
+        sftp_server(folder, home) as direct,
+        cutting(direct, home, write, ends=False) as url,
+        contextlib.closing(open_store(url)) as store,
+    ):
+        item = store.find("a.npy")
+        with pytest.raises(BadObject, match="changed since it was listed"):
+            store.get(item)
 
 
 def test_nobody_there_is_said_within_the_time_given(home: Path) -> None:
