@@ -130,7 +130,10 @@ class HttpStore:
         response = self._client.fetch(
             self._url_of(item), size=item.size, most=-1 if item.size >= 0 else _FILE_BYTES, into=Sink(file, progress)
         )
-        _check_status(response, f"{self.url}: {item.key!r}", 200, listed=True)
+        what = f"{self.url}: {item.key!r}"
+        _check_status(response, what, 200, listed=True)
+        if item.size < 0:
+            _refuse_page(response, item.key, what)
         self._check(item, response, file.tell())
         if item.etag is not None and item.etag.startswith(SHA256):
             file.seek(0)
@@ -191,8 +194,8 @@ class HttpStore:
 
 
 def _refuse_page(response: Response, key: str, what: str) -> None:
-    is_page = response.headers.get("Content-Type", "").lower().startswith("text/html")
-    if is_page and not key.lower().endswith((".html", ".htm")):
+    is_page = response.headers.get("Content-Type", "").lower().startswith(("text/html", "application/xhtml+xml"))
+    if is_page and not key.lower().endswith((".html", ".htm", ".xhtml", ".xht")):
         raise BadObject(f"{what}: an HTML page came instead of the object")
 
 

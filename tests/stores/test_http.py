@@ -377,16 +377,24 @@ def test_a_refusal_is_not_asked_again(status: int, kind: type[CacheToolError]) -
         assert len(server.requests) == 1
 
 
-def test_an_html_page_in_place_of_an_object_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["text/html", "application/xhtml+xml; charset=utf-8"])
+def test_an_html_page_in_place_of_an_object_is_refused(kind: str) -> None:
     """Row 53: by its size, or by its type where no size is known."""
 
     def script(handler: Scripted) -> None:
-        handler.answer(200, b"<html>log in</html>", Content_Type="text/html")
+        handler.answer(200, b"<html>log in</html>", Content_Type=kind)
 
     with pytest.raises(BadObject):
         get(script)
     with pytest.raises(BadObject, match="HTML page"):
         get(script, Object("a.npy", -1))
+    with (
+        scripted_server(script) as server,
+        tempfile.TemporaryFile() as file,
+        pytest.raises(BadObject, match="HTML page"),
+    ):
+        store_at(server).stream(Object("a.npy", -1), file, progress=lambda count: None)  # type: ignore[attr-defined]
+    assert get(script, Object("a.xhtml", -1))[0] == b"<html>log in</html>"
 
 
 def test_an_encoded_body_is_refused() -> None:
