@@ -79,8 +79,9 @@ class HttpClient:
         """The answer to a GET.
 
         ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken; ``into``
-        takes the body, which the response then lacks; ``bodiless``: the headers are all that is wanted. Raises
-        :class:`BadObject` for a body that is not as promised, :class:`Unreachable`, :class:`SourceError`.
+        takes the body, which the response then lacks; ``bodiless``: the headers are all that is wanted, as they are of
+        a 200 to a ``Range``. Raises :class:`BadObject` for a body that is not as promised, :class:`Unreachable`,
+        :class:`SourceError`.
         """
         began = time.monotonic()
         partial = Partial() if into is None else Partial(into)
@@ -128,7 +129,8 @@ class HttpClient:
     def _attempt(
         self, url: str, headers: dict[str, str], partial: Partial, size: int, most: int, *, bodiless: bool
     ) -> Response:
-        if len(partial.data) and partial.validator and "Range" not in headers:
+        of_part = "Range" in headers
+        if len(partial.data) and partial.validator and not of_part:
             headers |= {"Range": f"bytes={len(partial.data)}-", "If-Range": partial.validator}
         else:
             partial.clear()
@@ -143,7 +145,8 @@ class HttpClient:
                 if answer.status in _REDIRECTS and target:
                     url = _next_hop(url, target)
                     continue
-                if bodiless and answer.status in (200, 206):
+                if (bodiless and answer.status in (200, 206)) or (of_part and answer.status == 200):
+                    # All of it in place of a part is nothing that anybody asked for.
                     return Response(answer.status, answer.headers, memoryview(b""), url)
                 if answer.status == 416 and len(partial.data):
                     # It broke off at its very end, or it is another one: only a whole answer tells.

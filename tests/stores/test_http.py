@@ -297,6 +297,26 @@ def test_a_range_is_the_one_asked_for_or_an_error(status: int, said: str, kind: 
             store.get_range(ITEM, 100, 10)
 
 
+@pytest.mark.parametrize("length", [True, False])
+def test_a_server_that_ignores_ranges_is_told_by_its_name_before_all_has_come(*, length: bool) -> None:
+    """Row 43: the whole object in place of a part of it, with a length or in chunks; its body is not waited for."""
+    done = threading.Event()
+
+    def script(handler: Scripted) -> None:
+        if length:
+            handler.answer(200, BODY[:5000], Content_Length=str(2**40))
+        else:
+            handler.answer(200, b"1388\r\n%b\r\n" % BODY[:5000], Transfer_Encoding="chunked", Content_Length="")
+        done.wait(60)
+
+    with scripted_server(script) as server:
+        store = store_at(server)
+        with pytest.raises(SourceError, match=r"a\.npy.*ignores the Range header.*cachetool convert URL"):
+            store.get_range(ITEM, 0, 4096)
+        done.set()
+        assert len(server.requests) == 1
+
+
 def test_a_range_of_an_object_that_changed_is_refused() -> None:
     """Row 44."""
 
