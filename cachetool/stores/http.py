@@ -22,7 +22,7 @@ from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_id
 from cachetool.stores.http_body import Sink
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import SHA256, is_absolute, read_index, read_manifest
-from cachetool.stores.http_wire import origin_of
+from cachetool.stores.http_wire import origin_of, written
 from cachetool.stores.identities import Identities, identity_of
 from cachetool.stores.redact import redact
 
@@ -51,9 +51,10 @@ class HttpStore:
         """Takes over ``client``. Made by :func:`open_http_store`."""
         parts = urlsplit(url)
         self.url = redact(url)
-        self._query = f"?{parts.query}" if parts.query else ""
-        self._manifest = parts.path if parts.path.lower().endswith(_MANIFESTS) else ""
-        folder = self._manifest.rpartition("/")[0] if self._manifest else parts.path.rstrip("/")
+        path, query = written(parts.path), written(parts.query)
+        self._query = f"?{query}" if query else ""
+        self._manifest = path if path.lower().endswith(_MANIFESTS) else ""
+        folder = self._manifest.rpartition("/")[0] if self._manifest else path.rstrip("/")
         self._origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._folder = f"{folder}/"
         self._client = client

@@ -27,7 +27,7 @@ from urllib.parse import urljoin, urlsplit
 from cachetool.errors import BadObject, SourceError, Unreachable
 from cachetool.stores.base import Limits
 from cachetool.stores.http_body import MOST, Broken, Partial, Sink, receive
-from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after
+from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after, written
 from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
@@ -205,6 +205,10 @@ def _drain(answer: http.client.HTTPResponse) -> None:
 def _next_hop(url: str, target: str) -> str:
     try:
         parts = urlsplit(urljoin(url, target))
+        host = parts.hostname or ""
+        if parts.scheme in ("http", "https") and (not host.isascii() or not host or parts.port == 0 or " " in host):
+            raise ValueError("no host")
+        host.encode("idna")  # a label may be too long, or empty
     except ValueError:
         raise SourceError(
             f"{redact(url)}: redirected to {redact(printable(target[:200]))!r}, which is no URL"
@@ -213,7 +217,9 @@ def _next_hop(url: str, target: str) -> str:
         raise SourceError(f"{redact(url)}: redirected to {parts.scheme}://, which is not followed")
     if urlsplit(url).scheme == "https" and parts.scheme == "http":
         raise SourceError(f"{redact(url)}: redirected from https to http, which is not followed")
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="").geturl()
+    # Headers are bytes that were read as Latin-1: what was raw in them is written as just these bytes.
+    path, query = (written(part, encoding="latin-1") for part in (parts.path, parts.query))
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], path=path, query=query, fragment="").geturl()
 
 
 def _reason(error: Exception) -> str:

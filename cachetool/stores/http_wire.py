@@ -18,17 +18,18 @@ import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from cachetool.errors import SourceError, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.redact import redact
 
-__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after"]
+__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after", "written"]
 
 _MAX_RETRY_AFTER = 300.0
 HEADER_BYTES = 2**20
 """All headers of an answer, interim answers (1xx) and trailers included, are less."""
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def origin_of(url: str) -> Origin:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{redact(url)!r} is not an http:// or https:// URL")
     return Origin(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80))
+
+
+def written(part: str, *, encoding: str = "utf-8") -> str:
+    """A path or a query as it may be sent: blanks and what is not ASCII as browsers write them, all else as it is."""
+    return quote(part, safe=_VISIBLE, encoding=encoding, errors="surrogateescape")
 
 
 def allowed_hosts() -> frozenset[str]:

@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -702,7 +703,57 @@ def test_redirects_lead_only_to_http(target: str) -> None:
         get(lambda handler: handler.answer(302, Location=target))
 
 
-@pytest.mark.parametrize("target", ["http://[::1/x", "http://host/a b", "http://host/\xe9"])
+@pytest.mark.parametrize(
+    ("target", "asked"),
+    [
+        ("/other place/a b.npy?k=1 2", "/other%20place/a%20b.npy?k=1%202"),
+        ("/\xe9/a%20b.npy", "/%E9/a%20b.npy"),
+        ("\xc3\xbc.npy?x=\xc3\xbc", "/place/%C3%BC.npy?x=%C3%BC"),
+    ],
+    ids=["blanks", "Latin-1", "UTF-8"],
+)
+def test_a_redirect_whose_target_is_not_escaped_is_followed(target: str, asked: str) -> None:
+    """As browsers do."""
+
+    def script(handler: Scripted) -> None:
+        if handler.number == 1:
+            handler.answer(302, Location=target)
+        else:
+            handler.answer(200, BODY)
+
+    body, server = get(script)
+
+    assert body == BODY
+    assert [path for path, _ in server.requests] == ["/place/a.npy", asked]
+
+
+@pytest.mark.parametrize("folder", ["d d", "d\u00fc", "d\udcff"])
+def test_a_url_may_be_typed_as_it_is_read(folder: str) -> None:
+    def script(handler: Scripted) -> None:
+        if handler.path.endswith("/?k=1%202"):
+            handler.answer(200, b'<a href="a%20b.npy">x</a>', Content_Type="text/html")
+        else:
+            handler.answer(200, BODY)
+
+    with scripted_server(script) as server:
+        store = open_store(f"{server.url}/{folder}/?k=1 2")
+        assert [item.key for page in store.list() for item in page] == ["a b.npy"]
+        assert bytes(store.get(Object("a b.npy", len(BODY)))) == BODY
+        place = urllib.parse.quote(folder, errors="surrogateescape")
+        assert [path for path, _ in server.requests] == [f"/{place}/?k=1%202", f"/{place}/a%20b.npy?k=1%202"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://[::1/x",
+        "http://ho st/x",
+        "http://h:99999/x",
+        "http://a..b/x",
+        f"http://{'a' * 80}/x",
+        "//\xfc/",
+    ],
+)
 def test_a_redirect_to_what_is_no_url_is_an_error_at_once(target: str) -> None:
     asked = 0
 
