@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from cachetool.errors import AccessDenied, UsageError
+from cachetool.stores.http_wire import origin_of
 
-__all__ = ["azure_options", "gcs_options", "s3_options"]
+__all__ = ["azure_options", "gcs_options", "refuse_unsendable", "s3_options"]
 
 Options = dict[str, str | bool]
 Environment = Mapping[str, str]
+
+_SENT = re.compile(r"[!-~]*")
+_IN_HEADERS = frozenset(
+    {
+        *("region", "access_key_id", "secret_access_key", "session_token"),
+        *("account_name", "account_key", "sas_key", "client_id", "client_secret", "tenant_id"),
+    }
+)
 
 
 def _true(env: Environment, *names: str) -> bool:
@@ -36,7 +46,20 @@ def _home(env: Environment) -> Path:
 def _endpoint(url: str, variable: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{variable} must begin with http:// or https://; its value, which is not shown, does not")
+    try:
+        if not _SENT.fullmatch(url):
+            raise UsageError("a blank or the like")
+        origin_of(url)
+    except UsageError:
+        raise UsageError(f"{variable} is no URL: its host or its port cannot be read; it is not shown") from None
     return url.rstrip("/")
+
+
+def refuse_unsendable(place: str, options: Options) -> None:
+    """Raise :class:`UsageError` for what no header can hold: the client of object stores would panic."""
+    for name, value in options.items():
+        if name in _IN_HEADERS and isinstance(value, str) and not _SENT.fullmatch(value):
+            raise UsageError(f"{name} for {place} has a blank, a line end or the like in it; it is not shown")
 
 
 # --- S3 -------------------------------------------------------------------------------------------------------------

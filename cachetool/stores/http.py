@@ -222,8 +222,8 @@ def _authorization(url: str) -> str | None:
             found = netrc.netrc(path).authenticators(parts.hostname or "")
         except FileNotFoundError:
             return None
-        except (OSError, netrc.NetrcParseError) as error:
-            reason = error.msg if isinstance(error, netrc.NetrcParseError) else error.strerror
+        except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
+            reason = error.msg if isinstance(error, netrc.NetrcParseError) else getattr(error, "strerror", "not UTF-8")
             # Not chained, and only where it is certain to quote no secret.
             raise UsageError(
                 f"{path!r} cannot be used: {reason if 'token' not in str(reason) else 'bad entry'}"
@@ -232,5 +232,9 @@ def _authorization(url: str) -> str | None:
             return None
         user, password = found[0], found[2]
     else:
-        user, password = unquote(user), unquote(password or "")
-    return "Basic " + base64.b64encode(f"{user}:{password or ''}".encode()).decode("ascii")
+        user, password = (unquote(part or "", errors="surrogateescape") for part in (user, password))
+    try:
+        both = f"{user}:{password or ''}".encode("utf-8", "surrogateescape")  # the bytes that were typed
+    except UnicodeEncodeError:
+        raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
+    return "Basic " + base64.b64encode(both).decode("ascii")

@@ -205,11 +205,11 @@ def _drain(answer: http.client.HTTPResponse) -> None:
 def _next_hop(url: str, target: str) -> str:
     try:
         parts = urlsplit(urljoin(url, target))
-        host = parts.hostname or ""
-        if parts.scheme in ("http", "https") and (not host.isascii() or not host or parts.port == 0 or " " in host):
-            raise ValueError("no host")
-        host.encode("idna")  # a label may be too long, or empty
-    except ValueError:
+        if parts.scheme in ("http", "https"):
+            if not (parts.hostname or "").isascii():
+                raise ValueError("no host")
+            origin_of(parts.geturl())
+    except (ValueError, UsageError):
         raise SourceError(
             f"{redact(url)}: redirected to {redact(printable(target[:200]))!r}, which is no URL"
         ) from None

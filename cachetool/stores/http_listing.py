@@ -24,7 +24,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from cachetool.errors import BadObject, SourceError
 from cachetool.stores.base import Object
-from cachetool.stores.redact import printable, redact
+from cachetool.stores.redact import printable, redact, usable_host
 
 __all__ = ["MODIFIED", "SHA256", "Entry", "is_absolute", "read_index", "read_manifest"]
 
@@ -183,7 +183,7 @@ def _line_object(line: bytes, where: str, *, as_json: bool) -> Object:
     if is_absolute(name):
         try:
             parts = urlsplit(name)
-            usable = parts.port != 0 and _WRITTEN.fullmatch(name)
+            usable = parts.port != 0 and _WRITTEN.fullmatch(name) and usable_host(parts.hostname or "")
         except ValueError:
             usable = None
         if not usable:

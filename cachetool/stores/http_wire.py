@@ -22,7 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from cachetool.errors import SourceError, UsageError
 from cachetool.stores.base import Limits
-from cachetool.stores.redact import redact
+from cachetool.stores.redact import redact, usable_host
 
 __all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after", "written"]
 
@@ -51,6 +51,8 @@ def origin_of(url: str) -> Origin:
     try:
         parts = urlsplit(url)
         port = parts.port
+        if not usable_host(parts.hostname or ""):
+            raise ValueError("no name of a host")
     except ValueError:  # its message quotes what may be a password
         raise UsageError(f"{redact(url)!r} is not a URL: its host or its port cannot be read") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:

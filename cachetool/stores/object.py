@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachetool.errors import CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.credentials import Options, azure_options, gcs_options, s3_options
+from cachetool.stores.credentials import Options, azure_options, gcs_options, refuse_unsendable, s3_options
 from cachetool.stores.failures import Patience, as_our_error
 from cachetool.stores.redact import redact, split_url
 
@@ -64,6 +64,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         options, made = gcs_options(place), obstore_store.GCSStore
     else:
         options, made = azure_options(place, account), obstore_store.AzureStore
+    refuse_unsendable(place, options)
     client: dict[str, Any] = {
         "connect_timeout": timedelta(seconds=limits.connect),
         "timeout": timedelta(hours=1),

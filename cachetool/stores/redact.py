@@ -12,7 +12,16 @@ from urllib.parse import quote, unquote
 
 from cachetool.errors import UsageError
 
-__all__ = ["SECRET_VARIABLES", "canonical", "printable", "redact", "refuse_hidden_user", "scrub", "split_url"]
+__all__ = [
+    "SECRET_VARIABLES",
+    "canonical",
+    "printable",
+    "redact",
+    "refuse_hidden_user",
+    "scrub",
+    "split_url",
+    "usable_host",
+]
 
 SECRET_VARIABLES = (
     "AWS_ACCESS_KEY_ID",
@@ -44,7 +53,7 @@ _ASSIGNED = re.compile(
     r"(\s*[=:]\s*)(\"[^\"]*\"|[^\s&;,\"']+)"
 )
 _SIGNS = re.compile(r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|signature|sig|token)$")
-# These select content as often as they sign: they count beside what is certainly a signature.
+# These select content as often as they sign: they count beside what is certainly a signature (Azure; S3, CloudFront).
 _SIGNS_BESIDE = {
     "sig": frozenset(
         {"sv", "ss", "srt", "sp", "se", "st", "spr", "sr", "sip", "skoid", "sktid", "skt", "ske", "sks", "skv"}
@@ -59,6 +68,15 @@ def split_url(url: str) -> tuple[str, str]:
     """The scheme in lower case and what follows ``://``; an empty scheme for a plain path."""
     match = _SCHEME.match(url)
     return (match.group(1).lower(), url[match.end() :]) if match else ("", url)
+
+
+def usable_host(name: str) -> bool:
+    """Whether a host can be called so: a resolver encodes each part of the name, and some cannot be."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def printable(text: str) -> str:

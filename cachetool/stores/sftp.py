@@ -31,7 +31,7 @@ from cachetool.errors import (
     UsageError,
 )
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.redact import redact, scrub
+from cachetool.stores.redact import redact, scrub, usable_host
 from cachetool.stores.traffic import retried
 
 __all__ = ["SftpStore", "open_sftp_store"]
@@ -50,12 +50,14 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
     Raises :class:`MissingExtra` without asyncssh, :class:`UsageError` for a URL that names no host.
     """
     try:
-        import asyncssh  # noqa: F401
+        from asyncssh.saslprep import saslprep
     except ImportError:
         raise MissingExtra("reading sftp:// URLs", "sftp") from None
     try:
         parts = urlsplit(url)
         port = parts.port
+        if not usable_host(parts.hostname or ""):
+            raise ValueError("no name of a host")
     except ValueError:  # its message quotes what may be a password
         raise UsageError(f"{redact(url)!r} is not a URL: its host or its port cannot be read") from None
     if not parts.hostname or parts.query or parts.fragment:
@@ -67,6 +69,11 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
         login["username"] = unquote(parts.username)
     if parts.password:
         login["password"] = unquote(parts.password)
+    try:  # as they are prepared to be sent
+        for text in (login.get("username", ""), login.get("password", "")):
+            saslprep(text)
+    except ValueError:  # its message may quote them
+        raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
     return SftpStore(redact(url), unquote(parts.path, errors="surrogateescape").rstrip("/") or "/", login, limits)
 
 

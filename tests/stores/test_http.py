@@ -5,6 +5,7 @@ Rows are those of the fault catalogue in docs; each test ends either with the ri
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
 import email.message
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
 from cachetool.sources import list_source
 from cachetool.stores import Limits, Object, Store, http_wire, identities, open_store
 from cachetool.stores import http_client as client
@@ -767,6 +768,38 @@ def test_a_redirect_to_what_is_no_url_is_an_error_at_once(target: str) -> None:
     assert asked == 1
 
 
+def test_a_redirect_to_a_port_that_is_none_names_the_object_that_was_asked_for() -> None:
+    with pytest.raises(SourceError, match=r"/place/a\.npy: redirected to 'http://h:99999/x'"):
+        get(lambda handler: handler.answer(302, Location="http://h:99999/x"))
+
+
+@pytest.mark.parametrize("host", ["a..b.invalid", "a" * 70, "\xe9" * 70, "h:99999"])
+def test_a_name_that_no_host_can_have_is_a_usage_error(host: str) -> None:
+    with pytest.raises(UsageError, match="its host or its port cannot be read"):
+        open_store(f"http://{host}/d/")
+
+
+def test_user_and_password_are_sent_as_the_bytes_that_were_typed() -> None:
+    for user, password in (("us\udcff", "p\udcffw"), ("us%ff", "p%FFw")):
+        with scripted_server(lambda handler: handler.answer(200, BODY)) as server:
+            store = open_store(server.url.replace("://", f"://{user}:{password}@") + "/place/")
+            assert bytes(store.get(ITEM)) == BODY
+        assert base64.b64decode(server.requests[0][1]["Authorization"].split()[1]) == b"us\xff:p\xffw"
+    with pytest.raises(UsageError, match="cannot be sent") as caught:
+        open_store("http://user:CAN\ud800ARY@host/")
+    assert "ARY" not in str(caught.value)
+
+
+def test_a_netrc_that_is_not_utf8_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_bytes(b"machine h login u password CAN\xffARY\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+    with pytest.raises(UsageError, match="netrc' cannot be used: not UTF-8") as caught:
+        open_store("http://h/")
+
+    assert "CAN" not in str(caught.value)
+
+
 def test_https_is_never_left_for_http() -> None:
     """Row 51."""
     with pytest.raises(SourceError, match="from https to http"):
@@ -1020,6 +1053,7 @@ def test_a_manifest_of_json_lines() -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        "http://a..b/x.npy",
         "../up.npy",
         "/etc/passwd",
         "a//b.npy",

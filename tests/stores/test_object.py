@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
 from cachetool.stores import Limits, Object, open_store
 from tests.servers import Moto, Scripted, free_port, rclone_s3, scripted_server
 
@@ -362,3 +362,23 @@ def test_a_prefix_with_a_number_sign_is_a_place_of_its_own(moto: Moto, monkeypat
         store = open_store(shown)
         [[item]] = store.list()
         assert bytes(store.get(item)) == body
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("AWS_ENDPOINT_URL", "http://CAN ARY/", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ENDPOINT_URL", "http://CAN..ARY/", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ENDPOINT_URL", "http://CANARY:99999/", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ACCESS_KEY_ID", "CAN\nARY", "access_key_id for s3://b/"),
+        ("AWS_SESSION_TOKEN", "CAN\udcffARY", "session_token for s3://b/"),
+        ("AWS_REGION", "CAN\nARY", "region for s3://b/"),
+    ],
+)
+def test_what_the_client_would_panic_at_is_a_usage_error(
+    made_up: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    made_up.setenv(name, value)
+    with pytest.raises(UsageError, match=told) as caught:
+        open_store("s3://b/p/")
+    assert "ARY" not in str(caught.value)

@@ -257,7 +257,14 @@ def test_without_asyncssh_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) ->
         open_store("sftp://host/a")
 
 
-@pytest.mark.parametrize("url", ["sftp://", "sftp:///path", "sftp://host:port/x", "sftp://host/x?y=z"])
+@pytest.mark.parametrize("url", ["sftp://", "sftp:///path", "sftp://host:port/x", "sftp://host/x?y=z", "sftp://a..b/e"])
 def test_a_url_that_names_no_place_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError):
         open_store(url)
+
+
+@pytest.mark.parametrize("user", ["us\udcff:CANARY", "us%ff:CANARY", "user:CANARY%ff", "user:CANARY%0a"])
+def test_user_and_password_that_cannot_be_sent_are_refused_and_not_shown(user: str) -> None:
+    with pytest.raises(UsageError, match="cannot be sent") as caught:
+        open_store(f"sftp://{user}@host/e")
+    assert "CANARY" not in str(caught.value)
