@@ -15,17 +15,19 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urljoin
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.http_client import HttpClient, Response
+from cachetool.stores.http_wire import origin_of
 from cachetool.stores.redact import redact, split_url
 
 __all__ = ["HubStore", "open_hub_store"]
 
 ENDPOINT = "https://huggingface.co"
 _PAGE_BYTES = 2**28
+_SENT = re.compile(r"[!-~]*")
 _NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="next"')
 
 
@@ -45,7 +47,10 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError("HF_ENDPOINT must begin with http:// or https://; its value, which is not shown, does not")
     token = _token()
-    client = HttpClient(endpoint, limits, authorization=f"Bearer {token}" if token else None)
+    try:
+        client = HttpClient(endpoint, limits, authorization=f"Bearer {token}" if token else None)
+    except UsageError as error:
+        raise UsageError(f"HF_ENDPOINT cannot be used: {error}") from None
     return HubStore(redact(url), endpoint, f"{owner}/{name}", unquote(revision) or "main", path.strip("/"), client)
 
 
@@ -89,7 +94,11 @@ class HubStore:
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
                 raise SourceError(f"{self.url}: the hub's answer is no list of files") from error
             more = _NEXT.search(answer.headers.get("Link", ""))
-            url = more.group(1) if more else ""
+            try:
+                url = urljoin(answer.url, more.group(1)) if more else ""
+                origin_of(url or self._endpoint)
+            except ValueError:
+                raise SourceError(f"{self.url}: the hub names a next page of its list that is no URL") from None
             if url in seen:
                 raise SourceError(f"{self.url}: the hub's list leads back into itself")
             seen.add(url)
@@ -203,12 +212,19 @@ def _hash(body: memoryview, like: str) -> str | None:
 
 def _token() -> str:
     if token := os.environ.get("HF_TOKEN", "").strip():
-        return token
+        return _sendable(token, "HF_TOKEN")
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return _sendable(path.read_text(encoding="utf-8").strip(), f"the file {str(path)!r}")
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise AccessDenied(f"the token of the hub in {str(path)!r} cannot be read") from error
+
+
+def _sendable(token: str, where: str) -> str:
+    """The token, if a header can hold it: who sends it would quote it."""
+    if not _SENT.fullmatch(token):
+        raise UsageError(f"{where} holds no token of the hub: there is a blank, a line end or the like in it")
+    return token

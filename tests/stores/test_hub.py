@@ -62,6 +62,22 @@ def test_the_token_goes_to_the_hub_and_into_no_message(
     assert "CANARY" not in f"{caught.value}{caplog.text}"
 
 
+@pytest.mark.parametrize("token", ["hf_CAN\nARY", "hf_CAN ARY", "hf_CAN\u2013ARY", "hf_CAN\xe9ARY", "hf_CAN\udcffARY"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UsageError, match="HF_TOKEN holds no token") as caught:
+        open_store(URL)
+    assert "ARY" not in str(caught.value)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "token").write_text(token.encode("utf-8", "replace").decode().replace("?", "\n"), encoding="utf-8")
+    with pytest.raises(UsageError, match="holds no token") as caught:
+        open_store(URL)
+    assert "ARY" not in str(caught.value)
+
+
 @pytest.mark.parametrize("key", ["deep/1.txt", "large.bin"])
 def test_bytes_that_are_not_those_of_the_hash_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
@@ -87,8 +103,9 @@ def test_a_url_that_names_no_dataset_is_a_usage_error(url: str) -> None:
         open_store(url)
 
 
-def paged(pages: dict[str, tuple[list[str], str]]) -> contextlib.AbstractContextManager[Http]:
-    """A hub whose pages of names are called by their cursors, the first one by ""; each names the next one, or ""."""
+def paged(pages: dict[str, tuple[list[str], str]], base: str = "http://{}") -> contextlib.AbstractContextManager[Http]:
+    """A hub whose pages of names are called by their cursors, the first one by ""; each names the next one, or "",
+    below ``base``."""
 
     def script(handler: Scripted) -> None:
         path, _, query = handler.path.partition("?")
@@ -98,7 +115,9 @@ def paged(pages: dict[str, tuple[list[str], str]]) -> contextlib.AbstractContext
         cursor = urllib.parse.parse_qs(query).get("cursor", [""])[0]
         names, more = pages[cursor]
         body = json.dumps([{"type": "file", "path": f"train/{name}", "size": 1, "oid": "0" * 40} for name in names])
-        link = f'<http://{handler.headers["Host"]}{path}?recursive=true&cursor={more}>; rel="next"' if more else ""
+        link = (
+            f'<{base.format(handler.headers["Host"])}{path}?recursive=true&cursor={more}>; rel="next"' if more else ""
+        )
         handler.answer(200, body.encode(), Content_Type="application/json", Link=link)
 
     return scripted_server(script)
@@ -144,3 +163,23 @@ def test_a_name_on_two_pages_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         with pytest.raises(BadObject, match=r"'b\.x' is listed twice"):
             list_source(URL, tmp_path / "listing")
+
+
+def test_a_next_page_may_be_named_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paged({"": (["a.x"], "1"), "1": (["b.x"], "")}, base="") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        assert listed(URL) == ["a.x", "b.x"]
+
+
+@pytest.mark.parametrize("base", ["http://h:99999", "http://[h", "ftp://h", "http://a..b"])
+def test_a_next_page_that_is_no_url_is_the_fault_of_the_hub(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    with paged({"": (["a.x"], "1")}, base=base) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        with pytest.raises(SourceError, match="a next page of its list that is no URL"):
+            listed(URL)
+
+
+def test_an_endpoint_that_no_host_can_be_called_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://a..b")
+    with pytest.raises(UsageError, match="HF_ENDPOINT cannot be used"):
+        open_store(URL)
