@@ -65,13 +65,11 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
     login: dict[str, Any] = {"host": parts.hostname}
     if port is not None:
         login["port"] = port
-    if parts.username:
-        login["username"] = unquote(parts.username)
-    if parts.password:
-        login["password"] = unquote(parts.password)
-    try:  # as they are prepared to be sent
-        for text in (login.get("username", ""), login.get("password", "")):
-            saslprep(text)
+    try:
+        for name, text in (("username", parts.username), ("password", parts.password)):
+            if text:
+                login[name] = unquote(text)
+                saslprep(login[name])  # as it is prepared to be sent
     except ValueError:  # its message may quote them
         raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
     return SftpStore(redact(url), unquote(parts.path, errors="surrogateescape").rstrip("/") or "/", login, limits)
