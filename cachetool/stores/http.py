@@ -1,13 +1,14 @@
 """A web server as a store: a folder with an index page, or a manifest that names the objects.
 
 The URL decides how it is listed: one that ends in ``.txt`` or ``.jsonl`` is a manifest, any other a folder whose index
-(nginx's JSON autoindex, or the links of an HTML page) is followed downwards. User info in the URL, else ``~/.netrc``,
+(JSON of nginx or Caddy, or the links of an HTML page) is followed downwards. User info in the URL, else ``~/.netrc``,
 gives basic authentication; a query is sent along to the same server. Neither is ever shown or stored.
 """
 
 from __future__ import annotations
 
 import base64
+import builtins
 import hashlib
 import netrc
 import os
@@ -21,7 +22,7 @@ from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Usa
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.http_body import Sink
 from cachetool.stores.http_client import HttpClient, Response
-from cachetool.stores.http_listing import SHA256, is_absolute, read_index, read_manifest
+from cachetool.stores.http_listing import SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of, written
 from cachetool.stores.identities import Identities, identity_of
 from cachetool.stores.redact import redact
@@ -82,13 +83,15 @@ class HttpStore:
         while folders:
             folder = folders.pop()
             page = self._origin + self._folder + quote(folder, errors="surrogateescape")
-            answer = self._fetch(page + self._query, redact(page), accept="application/json, text/html;q=0.9")
-            if "/" not in urlsplit(answer.url).path[-1:]:
-                raise SourceError(
-                    f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
-                )
+            try:
+                entries = self._index(page, "application/json, text/html;q=0.9")
+            except OtherJson as error:  # its page for people may tell
+                try:
+                    entries = self._index(page, "text/html")
+                except SourceError:
+                    raise error from None
             batch = []
-            for entry in read_index(answer.body, answer.headers.get("Content-Type", ""), page=page):
+            for entry in entries:
                 if entry.name in ("", ".", "..") or "/" in entry.name:
                     left_out["odd names in an index"] += 1
                 elif entry.name.startswith(".") and entry.name not in ZARR_METADATA:
@@ -101,6 +104,14 @@ class HttpStore:
                     seen.add(below)
                     folders.append(below)
             yield batch
+
+    def _index(self, page: str, accept: str) -> builtins.list[Entry]:
+        answer = self._fetch(page + self._query, redact(page), accept=accept)
+        if "/" not in urlsplit(answer.url).path[-1:]:
+            raise SourceError(
+                f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
+            )
+        return [*read_index(answer.body, answer.headers.get("Content-Type", ""), page=page)]
 
     def _fetch(self, url: str, what: str, *, accept: str = "*/*") -> Response:
         response = self._client.fetch(url, headers={"Accept": accept}, most=_INDEX_BYTES)

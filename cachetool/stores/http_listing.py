@@ -3,6 +3,7 @@
 ::
 
     JSON autoindex   [{"name": "a.npy", "type": "file", "mtime": "Fri, 21 Nov 2025 00:34:00 GMT", "size": 192}, ...]
+    of Caddy         [{"name": "a.npy", "is_dir": false, "mod_time": "2025-11-21T00:34:00Z", "size": 192}, ...]
     HTML             <a href="a.npy">a.npy</a>      21-Nov-2025 00:34      192
     manifest .txt    one relative key or http(s) URL a line; blank lines and lines that begin with # left out
     manifest .jsonl  {"key": "a.npy", "size": 192, "etag": "...", "sha256": "..."}; "url" for "key"; the rest optional
@@ -13,11 +14,13 @@ Without an ETag, an index's time of modification (``modified:``) or a manifest's
 from __future__ import annotations
 
 import codecs
+import email.utils
 import io
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
@@ -26,12 +29,16 @@ from cachetool.errors import BadObject, SourceError
 from cachetool.stores.base import Object
 from cachetool.stores.redact import printable, redact, usable_host
 
-__all__ = ["MODIFIED", "SHA256", "Entry", "is_absolute", "read_index", "read_manifest"]
+__all__ = ["MODIFIED", "SHA256", "Entry", "OtherJson", "is_absolute", "read_index", "read_manifest"]
 
 MODIFIED = "modified:"
 SHA256 = "sha256:"
 _BATCH = 1000
 _WRITTEN = re.compile("[!-~]+")
+
+
+class OtherJson(SourceError):
+    """JSON that no server known here sends as an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +75,28 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
         if not isinstance(entries, list):
             raise TypeError("no list")
         for entry in entries:
-            folder = entry["type"] == "directory"
-            modified = entry.get("mtime")
+            if "is_dir" in entry:
+                folder, modified = entry["is_dir"] is True, _http_date(entry.get("mod_time"))
+            else:
+                folder, modified = entry["type"] == "directory", entry.get("mtime")
+            name = str(entry["name"])
             yield Entry(
-                str(entry["name"]),
+                name.removesuffix("/") if folder else name,
                 folder,
                 -1 if folder else int(entry.get("size", -1)),
                 f"{MODIFIED}{modified}" if modified and not folder else None,
             )
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise SourceError(
+        raise OtherJson(
             f"{redact(page)}: the JSON is not an nginx autoindex; expected a list of name, type, size"
         ) from error
+
+
+def _http_date(written: str | None) -> str | None:
+    """A time as the header ``Last-Modified`` has it, which it is compared with."""
+    if not written:
+        return None
+    return email.utils.format_datetime(datetime.fromisoformat(written).astimezone(UTC), usegmt=True)
 
 
 # nginx: date, time, and the size in bytes or "-"; other servers round their sizes, which tells nothing exact.

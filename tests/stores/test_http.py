@@ -972,6 +972,33 @@ def test_json_that_is_no_index_is_an_error(body: str) -> None:
         listing(lambda handler: handler.answer(200, body.encode(), Content_Type="application/json"))
 
 
+def test_the_json_of_caddy_is_an_index() -> None:
+    """It has folders with a slash, and times as they are not in Last-Modified."""
+    files = [("a.npy", 12, False), ("sub/", 4096, True)]
+    time = "2025-11-21T01:34:05.123456789+01:00"
+
+    def script(handler: Scripted) -> None:
+        shown = files[:1] if handler.path.endswith("/sub/") else files
+        page = [
+            {"name": n, "size": s, "url": f"./{n}", "mod_time": time, "mode": 420, "is_dir": d, "is_symlink": False}
+            for n, s, d in shown
+        ]
+        handler.answer(200, json.dumps(page).encode(), Content_Type="application/json; charset=utf-8")
+
+    etag = "modified:Fri, 21 Nov 2025 00:34:05 GMT"
+    assert listing(script) == [Object("a.npy", 12, etag), Object("sub/a.npy", 12, etag)]
+
+
+def test_a_server_whose_json_is_another_is_asked_for_its_page() -> None:
+    def script(handler: Scripted) -> None:
+        if "json" in handler.headers["Accept"]:
+            handler.answer(200, b'{"files": [{"base": "a.npy", "size": "12 B"}]}', Content_Type="application/json")
+        else:
+            handler.answer(200, b'<a href="/place/a.npy">a.npy</a>', Content_Type="text/html")
+
+    assert listing(script) == [Object("a.npy", -1)]
+
+
 def test_hostile_names_in_an_index_are_left_out() -> None:
     """Row 71."""
     names = ["..", ".", "", "a/b.npy", "../up.npy", ".hidden", "fine.npy"]
