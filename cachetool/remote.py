@@ -168,7 +168,8 @@ def _parent(url: str) -> tuple[str, str]:
     folder, slash, name = path.rpartition("/")
     if not slash or not name:
         return url, ""
-    return f"{scheme}://{folder}/{mark}{query}", unquote(name, errors="surrogateescape") if web else name
+    escaped = web or scheme == "sftp"
+    return f"{scheme}://{folder}/{mark}{query}", unquote(name, errors="surrogateescape") if escaped else name
 
 
 def _name(url: str) -> str:

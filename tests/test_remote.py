@@ -351,3 +351,19 @@ def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -
         assert sorted(os.listdir(tmp_path)) == sorted([made.name, another.name, "b-1"])
     assert len(left) == 2
     assert os.listdir(tmp_path) == ["b-1"]
+
+
+@pytest.mark.parametrize("web", ["http", "HTTP", "sftp", "SFTP"])
+def test_a_name_with_an_escape_is_the_same_file_for_pull_and_convert(tmp_path: Path, web: str) -> None:
+    folder, home = tmp_path / "srv" / "my d", tmp_path / "home"
+    folder.mkdir(parents=True)
+    home.mkdir()
+    np.save(folder / "x y.npy", X)
+    serving: Any = folder_server(folder.parent) if web.lower() == "http" else sftp_server(folder.parent, home)
+    with serving as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        url = f"{server if isinstance(server, str) else server.url}/my%20d/x%20y.npy"
+        url = url.replace(url.partition(":")[0], web, 1)
+        assert len(everything(bring(url, tmp_path / "in"))) == 100
+        with cachetool.open_cache(tmp_path / "cache", max_size="20MB") as cache:
+            assert cache.pull(url, samples=3, workers=1).samples == 3

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 from cachetool.errors import AccessDenied, UsageError
 from cachetool.sources.keys import Part, Stem
-from cachetool.stores import Object, redact
+from cachetool.stores import Object, redact, split_url
 from cachetool.stores.redact import printable
 
 __all__ = ["OURS", "Census", "EachFile", "Kind", "kind_of", "locate"]
@@ -70,7 +70,7 @@ def locate(url: str) -> tuple[str, str, Kind] | None:
     kind = kind_of(name)
     if not slash or folder.endswith("/") or kind in (None, "zarr"):
         return None
-    if url.startswith(("http://", "https://", "file://", "sftp://")):
+    if split_url(url)[0] in ("http", "https", "file", "sftp"):
         name = unquote(name, errors="surrogateescape")
     assert kind is not None
     return f"{folder}/{mark}{query}", name, kind
