@@ -50,17 +50,15 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
     Raises :class:`MissingExtra` without asyncssh, :class:`UsageError` for a URL that names no host.
     """
     try:
-        from asyncssh.saslprep import saslprep
+        from asyncssh import saslprep
     except ImportError:
         raise MissingExtra("reading sftp:// URLs", "sftp") from None
     try:
         parts = urlsplit(url)
         port = parts.port
-        if not usable_host(parts.hostname or ""):
-            raise ValueError("no name of a host")
     except ValueError:  # its message quotes what may be a password
         raise UsageError(f"{redact(url)!r} is not a URL: its host or its port cannot be read") from None
-    if not parts.hostname or parts.query or parts.fragment:
+    if not (parts.hostname and usable_host(parts.hostname)) or parts.query or parts.fragment:
         raise UsageError(f"{redact(url)}: an SFTP URL is sftp://user@host/absolute/path")
     login: dict[str, Any] = {"host": parts.hostname}
     if port is not None:
@@ -69,7 +67,7 @@ def open_sftp_store(url: str, limits: Limits) -> SftpStore:
         for name, text in (("username", parts.username), ("password", parts.password)):
             if text:
                 login[name] = unquote(text)
-                saslprep(login[name])  # as it is prepared to be sent
+                saslprep.saslprep(login[name])  # as it is prepared to be sent
     except ValueError:  # its message may quote them
         raise UsageError(f"{redact(url)!r}: its user or password has a character that cannot be sent") from None
     return SftpStore(redact(url), unquote(parts.path, errors="surrogateescape").rstrip("/") or "/", login, limits)
