@@ -92,7 +92,9 @@ class HttpStore:
                     raise error from None
             batch = []
             for entry in entries:
-                if entry.name in ("", ".", "..") or "/" in entry.name:
+                if entry.left_out:
+                    left_out[entry.left_out] += 1
+                elif entry.name in ("", ".", "..") or "/" in entry.name:
                     left_out["odd names in an index"] += 1
                 elif entry.name.startswith(".") and entry.name not in ZARR_METADATA:
                     left_out["hidden"] += 1
@@ -111,7 +113,8 @@ class HttpStore:
             raise SourceError(
                 f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
             )
-        return [*read_index(answer.body, answer.headers.get("Content-Type", ""), page=page)]
+        kind = answer.headers.get("Content-Type", "")
+        return [*read_index(answer.body, kind, page=answer.url.partition("?")[0], asked=page)]
 
     def _fetch(self, url: str, what: str, *, accept: str = "*/*") -> Response:
         response = self._client.fetch(url, headers={"Accept": accept}, most=_INDEX_BYTES)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from cachetool.errors import BadObject, SourceError
 from cachetool.stores.base import Object
@@ -50,6 +50,8 @@ class Entry:
     is_folder: bool
     size: int = -1
     etag: str | None = None
+    left_out: str = ""
+    """Why it is no object."""
 
 
 def is_absolute(key: str) -> bool:
@@ -57,12 +59,13 @@ def is_absolute(key: str) -> bool:
     return key.startswith(("http://", "https://"))
 
 
-def read_index(body: memoryview, content_type: str, *, page: str) -> Iterator[Entry]:
-    """The entries of an index page of the folder at ``page``. Raises :class:`SourceError` when it is none."""
+def read_index(body: memoryview, content_type: str, *, page: str, asked: str = "") -> Iterator[Entry]:
+    """The entries of an index page of the folder at ``page``, which may be another one than was ``asked`` for. Raises
+    :class:`SourceError` when it is none."""
     if "json" in content_type.lower():
         return _autoindex(body, page)
     if "html" in content_type.lower():
-        return _links(body, page)
+        return _links(body, page, asked or page)
     raise SourceError(
         f"{redact(page)}: no index page (it is {printable(content_type[:60]) or 'of no type'});\n"
         "turn on the server's autoindex or give a manifest (.txt, .jsonl)"
@@ -128,37 +131,53 @@ class _Links(HTMLParser):
             self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
 
 
-def _links(body: memoryview, page: str) -> Iterator[Entry]:
+def _site(parts: SplitResult) -> tuple[str, str | None, int | None]:
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def _one_slash(path: str) -> str:
+    """Empty parts of a path say nothing, and drop out where a link is joined to a page."""
+    return re.sub("/{2,}", "/", path)
+
+
+def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
     parser = _Links()
     parser.feed(bytes(body).decode("utf-8", "replace"))
     parser.close()
-    base = urlsplit(page)
-    folder = unquote(base.path, errors="surrogateescape")
-    seen = set()
+    bases = [
+        (_site(each), unquote(_one_slash(each.path), errors="surrogateescape")) for each in map(urlsplit, (page, asked))
+    ]
+    seen: set[tuple[str, str]] = set()
+    with_query: dict[tuple[str, str], Entry] = {}
     for href, text in parser.found:
         try:
             target = urlsplit(urljoin(page, href))
+            folders = [folder for site, folder in bases if site == _site(target)]
         except ValueError:
             continue
-        if target.query:  # column headers sort by a query
-            continue
-        if (target.scheme, target.netloc) == (base.scheme, base.netloc):
-            path = unquote(target.path, errors="surrogateescape")
+        if folders:
+            path = unquote(_one_slash(target.path), errors="surrogateescape")
+            folder = next((each for each in folders if path.startswith(each)), folders[0])
             last = unquote(target.path.removesuffix("/").rpartition("/")[2], errors="surrogateescape")
             is_folder, name = path.endswith("/"), path[len(folder) :].removesuffix("/")
             # Parents and other places are not below this folder; what is deeper is on a page of its own. A slash that
             # is escaped is part of the name.
             if not path.startswith(folder) or not name or name != last.removesuffix("/"):
                 continue
-        elif target.netloc or target.scheme in _SCHEMES:
+        elif target.netloc or target.scheme in _SCHEMES or target.query:
             continue
         else:  # "c:d.npy", which a browser takes for a scheme as well
             is_folder, name = False, ""
+        if target.query:
+            if not is_folder:
+                with_query[target.scheme, name] = Entry(name, is_folder, left_out="links with a query")
+            continue
         if (target.scheme, name or href) in seen:
             continue
         seen.add((target.scheme, name or href))
         size = _NGINX_SIZE.search(text)
         yield Entry(name, is_folder, int(size.group(1)) if size and not is_folder else -1)
+    yield from (entry for key, entry in with_query.items() if key not in seen)
 
 
 def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:

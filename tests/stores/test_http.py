@@ -948,6 +948,36 @@ def test_links_to_names_that_cannot_be_used_are_counted() -> None:
     assert store.left_out == {"odd names in an index": 6}
 
 
+def test_links_are_those_of_the_page_that_came() -> None:
+    """Of a folder that is asked for with an empty part, at another spelling of its host, or that lies elsewhere."""
+    page = b"""<a href="a.npy">a</a> <a href="http://LOCALHOST:%d/place/b.npy">b</a> <a href="/else/c.npy">c</a>
+    <a href="/place/d.npy">d</a> <a href="/place/sub/e.npy">e</a> <a href="/other/f.npy">f</a>"""
+
+    def script(handler: Scripted) -> None:
+        if handler.path == "/moved/":
+            handler.answer(302, Location="/else/")
+        else:
+            handler.answer(200, page % handler.server.server_address[1], Content_Type="text/html")
+
+    def keys(url: str) -> list[str]:
+        return sorted(item.key for page in open_store(url).list() for item in page)
+
+    with scripted_server(script) as server:
+        local = server.url.replace("127.0.0.1", "localhost")
+        assert keys(f"{server.url}//place//") == ["a.npy", "d.npy"]
+        assert keys(f"{local}/place/") == ["a.npy", "b.npy", "d.npy"]
+        assert keys(f"{server.url}/moved/") == ["a.npy", "c.npy"]
+
+
+def test_links_with_a_query_are_counted_but_for_those_of_the_page_itself() -> None:
+    page = b"""<a href="a.npy?sig=1">a</a> <a href="b.npy">b</a> <a href="b.npy?download">b</a> <a href="?C=N;O=D">n</a>
+    <a href="sub/?C=N">s</a> <a href="/place/?x">p</a> <a href="/login?x">l</a> <a href="x:?y=z">q</a>"""
+    with scripted_server(lambda handler: handler.answer(200, page, Content_Type="text/html")) as server:
+        store = store_at(server)
+        assert [item.key for page in store.list() for item in page] == ["b.npy"]
+        assert store.left_out == {"links with a query": 1}
+
+
 def test_an_object_of_unknown_size_is_taken_when_it_is_whole() -> None:
     assert get(lambda handler: handler.answer(200, BODY), Object("a.npy", -1))[0] == BODY
     with pytest.raises(Unreachable):
