@@ -66,7 +66,8 @@ def check_place(url: str) -> None:
         raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
     scheme, colon, rest = url.partition(":")
     if colon and scheme in SCHEMES and not rest.startswith("//") and not Path(url).exists():
-        meant = redact(f"{scheme}://{rest.lstrip('/')}")
+        slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
+        meant = redact(f"{scheme}:{slashes}{rest.lstrip('/')}")
         raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
 
 

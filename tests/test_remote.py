@@ -27,6 +27,7 @@ from cachetool.block import Block
 from cachetool.cache.layout import tree_bytes
 from cachetool.errors import BadObject, CapacityError, NotFound, UsageError
 from cachetool.inputs import describe, open_input
+from cachetool.planning import check_place
 from cachetool.scratch import scratch
 from cachetool.sources.files import FileOptions
 from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
@@ -351,6 +352,12 @@ def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -
         assert sorted(os.listdir(tmp_path)) == sorted([made.name, another.name, "b-1"])
     assert len(left) == 2
     assert os.listdir(tmp_path) == ["b-1"]
+
+
+@pytest.mark.parametrize(("url", "meant"), [("file:/no/x", "file:///no/x"), ("s3:/b/x", "s3://b/x")])
+def test_a_url_with_a_slash_too_few_is_told_with_those_it_needs(url: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {meant} "):
+        check_place(url)
 
 
 @pytest.mark.parametrize("web", ["http", "HTTP", "sftp", "SFTP"])
