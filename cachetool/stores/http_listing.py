@@ -147,8 +147,8 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
     bases = [
         (_site(each), unquote(_one_slash(each.path), errors="surrogateescape")) for each in map(urlsplit, (page, asked))
     ]
-    seen: set[tuple[str, str]] = set()
-    with_query: dict[tuple[str, str], Entry] = {}
+    seen: set[tuple[str, str, bool]] = set()
+    with_query: dict[tuple[str, str, bool], Entry] = {}
     for href, text in parser.found:
         try:
             target = urlsplit(urljoin(page, href))
@@ -168,13 +168,14 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
             continue
         else:  # "c:d.npy", which a browser takes for a scheme as well
             is_folder, name = False, ""
+        this = target.scheme, name or href, is_folder
         if target.query:
             if not is_folder:
-                with_query[target.scheme, name] = Entry(name, is_folder, left_out="links with a query")
+                with_query[this] = Entry(name, is_folder, left_out="links with a query")
             continue
-        if (target.scheme, name or href) in seen:
+        if this in seen:
             continue
-        seen.add((target.scheme, name or href))
+        seen.add(this)
         size = _NGINX_SIZE.search(text)
         yield Entry(name, is_folder, int(size.group(1)) if size and not is_folder else -1)
     yield from (entry for key, entry in with_query.items() if key not in seen)

@@ -969,6 +969,14 @@ def test_links_are_those_of_the_page_that_came() -> None:
         assert keys(f"{server.url}/moved/") == ["a.npy", "c.npy"]
 
 
+def test_an_object_and_a_folder_of_one_name_are_both_listed() -> None:
+    def script(handler: Scripted) -> None:
+        body = b'<a href="a.npy">a</a>' + (b"" if handler.path.endswith("/a.npy/") else b'<a href="a.npy/">a</a>')
+        handler.answer(200, body, Content_Type="text/html")
+
+    assert sorted(item.key for item in listing(script)) == ["a.npy", "a.npy/a.npy"]
+
+
 def test_links_with_a_query_are_counted_but_for_those_of_the_page_itself() -> None:
     page = b"""<a href="a.npy?sig=1">a</a> <a href="b.npy">b</a> <a href="b.npy?download">b</a> <a href="?C=N;O=D">n</a>
     <a href="sub/?C=N">s</a> <a href="/place/?x">p</a> <a href="/login?x">l</a> <a href="x:?y=z">q</a>"""
