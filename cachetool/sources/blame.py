@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from cachetool.errors import AccessDenied, BadObject, SourceError, Unreachable
 from cachetool.stores import Object, Store
 
-__all__ = ["Blame"]
+__all__ = ["TRIED", "Blame"]
 
+TRIED = 3
+"""Objects to be tried where none has come yet."""
 _SMALL = 2**16
 """Bytes of an object that is asked for whole: not every server knows ranges."""
 
 
 class Blame:
-    """Knows an object that came, to be asked for again. Used by many threads."""
+    """Knows an object that came, to be asked for again. Used by many threads.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    ``some`` gives :data:`TRIED` objects, whichever.
+    """
+
+    def __init__(self, store: Store, some: Callable[[], Iterable[Object]]) -> None:
+        self._store, self._some = store, some
         self._came: Object | None = None
 
     def came(self, item: Object) -> None:
@@ -23,17 +30,22 @@ class Blame:
         self._came = item
 
     def of(self, error: AccessDenied | Unreachable) -> BadObject:
-        """The object's fault, caused by ``error``, if another one still comes; else raises that, the store's."""
-        good = self._came
-        if good is None or (isinstance(error, Unreachable) and not error.answered):
+        """The object's fault, caused by ``error``, if another one comes; else raises that, the store's."""
+        if isinstance(error, Unreachable) and not error.answered:
             raise error
-        try:
-            if good.size < _SMALL:
-                self._store.get(good)
-            else:
-                self._store.get_range(good, 0, 1)
-        except SourceError:
-            raise error from None
+        if not any(self._comes(item) for item in (self._some() if self._came is None else (self._came,))):
+            raise error
         found = BadObject(f"{error}; other objects come")
         found.__cause__ = error
         return found
+
+    def _comes(self, item: Object) -> bool:
+        try:
+            if item.size < _SMALL:
+                self._store.get(item)
+            else:
+                self._store.get_range(item, 0, 1)
+        except SourceError:
+            return False
+        self._came = item
+        return True

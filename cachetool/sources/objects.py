@@ -24,7 +24,7 @@ from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
-from cachetool.sources.blame import Blame
+from cachetool.sources.blame import TRIED, Blame
 from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
@@ -83,7 +83,7 @@ class ObjectsSource:
     def __init__(self, store: Store, listing: SegmentedListing, options: SourceOptions) -> None:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
-        self._blame = Blame(store)
+        self._blame = Blame(store, lambda: [listing.unit(unit)[0] for unit in range(min(TRIED, listing.units))])
         self._stem = Stem(options.stem)
         self.url = store.url
         self._assembler = Assembler(options, store.url)

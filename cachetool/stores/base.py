@@ -141,8 +141,8 @@ class Streaming(Protocol):
 class Telling(Protocol):
     """An optional power: stores whose answers tell which content they are of, although the listing does not."""
 
-    def seen(self, key: str) -> str | None:
-        """The ETag that parts of this object had so far; None where nothing was told."""
+    def seen(self) -> Mapping[str, str]:
+        """The ETag that parts of objects had so far, by key; of those asked for last."""
         ...
 
 

@@ -136,9 +136,9 @@ class HttpStore:
             _check_status(response, what, 206)
         return Object(key, int(total) if total.isdigit() else -1, identity_of(headers))
 
-    def seen(self, key: str) -> str | None:
-        """The identity that parts of an object had whose listing names no ETag; None where nothing was told."""
-        return self._seen.of(key)
+    def seen(self) -> Mapping[str, str]:
+        """The identities that parts of objects had whose listing names no ETag, by key."""
+        return self._seen.all()
 
     def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
         """The whole object into a file, over one connection that is gone on with when it breaks."""

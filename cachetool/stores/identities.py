@@ -55,6 +55,11 @@ class Identities:
                 self._first.popitem(last=False)
             return self._first.get(key)
 
+    def all(self) -> dict[str, str]:
+        """What is remembered, by key."""
+        with self._lock:
+            return dict(self._first)
+
     def clear(self) -> None:
         """Forget all: what is listed anew may have changed."""
         with self._lock:

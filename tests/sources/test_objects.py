@@ -443,6 +443,20 @@ def test_an_object_that_is_refused_while_others_come_is_a_bad_one(
         assert sum(len(piece.block) for piece in pieces) == 39
 
 
+def test_an_object_that_is_refused_before_any_came_is_a_bad_one_if_another_comes(tmp_path: Path) -> None:
+    def script(handler: Scripted) -> None:
+        handler.answer(403 if handler.path == "/00.txt" else 200, b"ok")
+
+    options = SourceOptions(concurrency=1)
+    with serving(script, tmp_path) as server:
+        list_source(server.url, tmp_path / "l", options)
+        with contextlib.closing(open_source(server.url, tmp_path / "l", options)) as source:
+            found = Schema((Field("txt", "str"), Field("__key__", "str")))
+            pieces = list(source.read(np.arange(2), schema=found, skip_bad=True))
+
+    assert [each.key for piece in pieces for each in piece.skipped] == ["00"]
+
+
 def test_a_part_of_a_file_that_is_refused_while_others_come_is_left_out_with_its_rows(tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()

@@ -55,12 +55,13 @@ class Files:
 
     def seen(self) -> Seen:
         """What answers have told of the objects that the listing does not."""
+        told = self.store.seen() if isinstance(self.store, Telling) else {}
+        numbers = {number for key in told if (number := self.index(key)) is not None}
         out: dict[int, tuple[int, str | None]] = {}
-        telling = self.store if isinstance(self.store, Telling) else None
-        for number in range(self.listing.objects):
+        for number in sorted(numbers.union(self._known)):  # not all: there may be a million chunks
             listed = self.listing.object(number)
             item = self._known.get(number, listed)
-            etag = (telling.seen(item.key) if telling is not None else None) or item.etag
+            etag = told.get(item.key) or item.etag
             if (item.size, etag) != (listed.size, listed.etag):
                 out[number] = item.size, etag
         return out

@@ -24,7 +24,7 @@ from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
-from cachetool.sources.blame import Blame
+from cachetool.sources.blame import TRIED, Blame
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
@@ -63,7 +63,7 @@ class FilesSource:
     def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
         """Made by :func:`open_files_source`."""
         self._store, self._table, self._options = store, table, options
-        self._blame = Blame(store)
+        self._blame = Blame(store, lambda: map(self._files.item, range(min(TRIED, listing.objects))))
         self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
         self._files = Files(store, listing, table.seen)
         self.url = url
