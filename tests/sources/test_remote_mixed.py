@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import pytest
 import zarr
 
 import cachetool
+from cachetool.block import Block
 from cachetool.errors import BadObject, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
+from cachetool.schema import Field, Schema
 from cachetool.sources.files import open_files
+from cachetool.sources.remote.fitting import fitted
 
 ROWS = 40
 
@@ -144,3 +149,54 @@ def test_parquet_columns_are_read_by_their_own_names(tmp_path: Path) -> None:
         assert (sample["s.x"], sample["l.list.element"], sample["l"].tolist()) == (at, at / 2, [at] * (at % 3))
     with pytest.raises(UsageError, match="'twice' cannot be taken: another column has this name too"):
         pulled(tmp_path / "rows.parquet", tmp_path / "other", fields=["twice"])
+
+
+def test_npy_files_of_different_dtypes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    for name, dtype in (("a", "<f4"), ("b", "<f4"), ("c", "<i4")):
+        np.save(tmp_path / "files" / f"{name}.npy", np.arange(ROWS, dtype=dtype))
+    with pytest.raises(BadObject, match=r"'npy' is float32 in a\.npy but int32 in c\.npy"):
+        pulled(tmp_path / "files", tmp_path / "cache", read_as="files")
+
+
+def test_a_list_that_some_files_of_records_lack_is_empty_there(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    numbers = np.arange(ROWS)
+    for name, arrays in {"a": {"list": numbers, "number": numbers}, "b": {"number": numbers}}.items():
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+        cachetool.convert(tmp_path / f"{name}.npz", to="tfrecord", out=tmp_path / name)
+        (tmp_path / name / "part-00000.tfrecord").rename(tmp_path / "files" / f"{name}.tfrecord")
+    found = pulled(tmp_path / "files", tmp_path / "cache")
+
+    assert len(found) == 2 * ROWS
+    for key, sample in found.items():
+        number = int(key.rpartition("#")[2])
+        assert int(sample["number"]) == number
+        assert sample["list"].tolist() == ([number] if key.startswith("a") else [])
+
+
+def write_tar(path: Path, samples: dict[str, dict[str, Any]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for key, fields in samples.items():
+            for name, value in fields.items():
+                file = io.BytesIO()
+                np.save(file, value)
+                info = tarfile.TarInfo(f"{key}.{name}.npy")
+                info.size = file.tell()
+                archive.addfile(info, io.BytesIO(file.getvalue()))
+
+
+def test_archives_that_differ_in_their_fields_are_named(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    write_tar(tmp_path / "files" / "a.tar", {f"a{n}": {"x": np.int64(n), "wave": np.arange(n)} for n in range(3)})
+    write_tar(tmp_path / "files" / "b.tar", {f"b{n}": {"x": np.int64(n)} for n in range(3)})
+    with pytest.raises(BadObject, match=r"[ab]\.tar and [ab]\.tar differ in their fields: wave"):
+        pulled(tmp_path / "files", tmp_path / "cache")
+
+
+def test_an_array_that_an_archive_lacks_is_not_made_up() -> None:
+    """Also where it is none of the archives by which the fields were told."""
+    schema = Schema((Field("x", "<i8"), Field("wave", "<i8", (None,))))
+    block = Block.from_samples(schema.select(["x"]), [{"x": 1}])
+    with pytest.raises(BadObject, match=r"'b\.tar' has the fields x, the dataset x, wave"):
+        fitted(block, schema, "b.tar")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,24 @@ from cachetool.sources.rows import of_sizes
 __all__ = ["common_of", "fitted"]
 
 
-def common_of(a: Schema, b: Schema) -> Schema:
-    """The schema that holds samples of both. Raises :class:`BadObject`."""
-    a, b = _widened(a, b), _widened(b, a)
-    return common(a, b, first=Path("one file"), then=Path("another"))
+def common_of(found: Iterable[tuple[str, Schema]], *, sparse: bool = False) -> Schema:
+    """The schema that holds samples of all files, given by name; ``sparse``: whether a list that a file lacks is empty
+    in all its samples, as in records. Raises :class:`BadObject` naming two of them."""
+    (first, schema), *others = found
+    for then, other in others:
+        if sparse:
+            schema, other = _with_lists(schema, other), _with_lists(other, schema)
+        schema = common(_widened(schema, other), _widened(other, schema), first=Path(first), then=Path(then))
+    return schema
+
+
+def _with_lists(mine: Schema, other: Schema) -> Schema:
+    lists = [
+        Field(field.name, field.dtype, (None,))
+        for field in other
+        if field.name not in mine and field.kind in ("fixed", "ragged") and field.rank <= 1
+    ]
+    return Schema((*mine, *lists))
 
 
 def _widened(mine: Schema, other: Schema) -> Schema:
@@ -33,9 +47,10 @@ def _widened(mine: Schema, other: Schema) -> Schema:
     return Schema(tuple(fields))
 
 
-def fitted(block: Block, schema: Schema, where: str) -> Block:
-    """The block under the dataset's schema. Raises :class:`BadObject` naming the file when it does not fit."""
-    block = _lists(block, schema)
+def fitted(block: Block, schema: Schema, where: str, *, sparse: bool = False) -> Block:
+    """The block under the dataset's schema; ``sparse`` as for :func:`common_of`. Raises :class:`BadObject` naming the
+    file when it does not fit."""
+    block = _lists(block, schema, sparse=sparse)
     if set(block.schema.names) != set(schema.names):
         raise BadObject(
             f"{where!r} has the fields {', '.join(block.schema.names)}, the dataset {', '.join(schema.names)};\n"
@@ -55,15 +70,15 @@ def fitted(block: Block, schema: Schema, where: str) -> Block:
     return conform(_unragged(block, schema), schema)
 
 
-def _lists(block: Block, schema: Schema) -> Block:
-    """With lists of one number, and of none, where the dataset has lists of any."""
+def _lists(block: Block, schema: Schema, *, sparse: bool) -> Block:
+    """With lists of one number, and for ``sparse`` ones of none, where the dataset has lists of any."""
     columns: dict[str, Column] = dict(block.columns)
     fields = list(_widened(block.schema, schema))
     for field in fields:
         if field.shape == (1,) and block.schema[field.name].shape == ():
             columns[field.name] = np.asarray(columns[field.name]).reshape(-1, 1)
     for field in schema:
-        if field.name not in block.schema and field.kind == "ragged" and field.rank == 1:
+        if sparse and field.name not in block.schema and field.kind == "ragged" and field.rank == 1:
             none = np.zeros(len(block), dtype=np.int64)
             columns[field.name] = of_sizes(np.zeros(0, dtype=field.numpy), none, shapes=True)
             fields.append(field)

@@ -65,6 +65,7 @@ class FilesSource:
         self._store, self._table, self._options = store, table, options
         self._blame = Blame(store, lambda: map(self._files.item, range(min(TRIED, listing.objects))))
         self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
+        self._sparse = table.kind == "tfrecord" and table.ours is None
         self._files = Files(store, listing, table.seen)
         self.url = url
         sizes = table.unit_sizes()
@@ -85,24 +86,30 @@ class FilesSource:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
         units = np.asarray(units, dtype=np.int64)
         if self._table.layouts:
-            schema = self._schema(functools.reduce(common_of, (each.schema for each in self._table.layouts)))
+            _, firsts = np.unique(self._table.layout, return_index=True)
+            layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
+            by_name = [(self._called(file), layout.schema) for file, layout in layouts]
+            schema = self._schema(common_of(by_name))
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
             return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
         blocks: list[Block] = []
+        names: list[str] = []
         looked = held = 0
         for unit in units[: _PROBED if self._table.whole else len(units)]:
             for batch in self._fetched(np.array([unit])):
                 found = self._blocks(batch)
                 if batch.errors and not skip_bad:
                     raise batch.errors[0]
+                names += [self._called(run.file) for run, block in zip(batch.runs, found, strict=True) if len(block)]
                 blocks += [block for block in found if len(block)]
                 looked, held = looked + 1, held + batch.fetched
             if blocks and held >= _PROBED_BYTES:
                 break
         if not blocks:
             raise NotFound(f"no samples under {self.url}")
-        schema = functools.reduce(common_of, (block.schema for block in blocks))
+        by_name = [(name, block.schema) for name, block in zip(names, blocks, strict=True)]
+        schema = common_of(by_name, sparse=self._sparse)
         return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
 
     def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
@@ -144,7 +151,7 @@ class FilesSource:
                 if error is None:
                     try:
                         wanted = packed(schema, block.schema) if self._images else schema
-                        blocks.append(fitted(block, wanted, self._files.name(self._object(run.file))))
+                        blocks.append(fitted(block, wanted, self._called(run.file), sparse=self._sparse))
                     except BadObject as misfit:
                         error = misfit
                 if error is not None and not skip_bad:
@@ -225,7 +232,7 @@ class FilesSource:
         if self._options.label_from_folder and not self._reader.labels:
             folder = self._files.name(self._object(run.file)).rpartition("/")[0].rpartition("/")[2]
             if not folder:
-                raise BadObject(f"{self._name(run)!r} lies in no folder, which --label-from-folder could take")
+                raise BadObject(f"{self._called(run.file)!r} lies in no folder, which --label-from-folder could take")
             columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
             fields.append(Field(LABEL, "str"))
         if self._options.key and KEY not in block.schema:
@@ -246,13 +253,13 @@ class FilesSource:
     def _object(self, file: int) -> int:
         return 0 if self._table.roots else file
 
-    def _name(self, run: Run) -> str:
+    def _called(self, file: int) -> str:
         if self._table.roots:
-            return self._table.roots[run.file].rstrip("/") or self.url.rstrip("/").rpartition("/")[2]
-        return self._files.name(run.file)
+            return self._table.roots[file].rstrip("/") or self.url.rstrip("/").rpartition("/")[2]
+        return self._files.name(file)
 
     def _keys(self, run: Run, count: int = 1) -> list[str]:
-        name = self._name(run)
+        name = self._called(run.file)
         if self._table.whole:
             return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
         return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
