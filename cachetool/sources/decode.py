@@ -157,14 +157,24 @@ def _npz(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
 
 def _json(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
     try:
-        found = json.loads(str(data, "utf-8-sig"), object_pairs_hook=_unique)
+        text = str(data, "utf-8-sig")
+        found = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise BadObject(f"not JSON ({_reason(error)})") from error
     if not isinstance(found, dict):
         found = {"json": found} if not prefix else {prefix.removesuffix("/"): found}
         prefix = ""
     for name, value in found.items():
-        yield prefix + name, _plain(name, value)
+        plain = _plain(name, value)
+        if value in (math.inf, -math.inf) or (isinstance(value, dict | list) and "Infinity" in str(plain)):
+            json.loads(text, parse_float=_within_float64)  # what is written Infinity may stay: only 1e400 is another
+        yield prefix + name, plain
+
+
+def _within_float64(text: str) -> float:
+    if math.isinf(found := float(text)):
+        raise BadObject(f"the number {text[:50]} is beyond what float64 holds")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

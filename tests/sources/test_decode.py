@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pickle
 import struct
 import tracemalloc
@@ -196,6 +197,20 @@ def test_json_that_is_no_object_is_one_field(text: str, value: Any) -> None:
 
 def test_null_is_told_apart_so_that_only_a_wanted_one_matters() -> None:
     assert read("a.json", b'{"a": null, "b": 1}') == {"a": NULL, "b": 1}
+
+
+@pytest.mark.parametrize("text", [b'{"a": {"e": 1e400}}', b'{"a": [[-1e999]]}', b'{"a": 1e400}', b"[1e400]"])
+def test_a_json_number_beyond_float64_is_refused_and_no_infinity(text: bytes) -> None:
+    with pytest.raises(BadObject, match=r"the number -?1e[49]\S+ is beyond what float64 holds"):
+        read("a.json", text)
+
+
+def test_an_infinity_that_a_json_file_names_is_one() -> None:
+    assert read("a.json", b'{"a": Infinity, "b": [-Infinity, 1e300], "c": ["Infinity"]}') == {
+        "a": math.inf,
+        "b": "[-Infinity,1e+300]",
+        "c": '["Infinity"]',
+    }
 
 
 @pytest.mark.parametrize(
