@@ -90,16 +90,28 @@ def _field_row(field: Field) -> tuple[str, str, str]:
 
 
 def _json_value(value: Any) -> Any:
-    """Arrays as nested lists, bytes as base64, everything else as it is."""
+    """Arrays as nested lists, bytes as base64, what is no finite number as text, everything else as it is."""
     if isinstance(value, bytes):
         return {"base64": base64.b64encode(value).decode("ascii")}
     if isinstance(value, str):
         return value
     if value.dtype.kind == "c":
-        return {"real": value.real.tolist(), "imag": value.imag.tolist()}
+        return {"real": _numbers(value.real), "imag": _numbers(value.imag)}
     if value.dtype.kind in "mM":
         return value.astype("int64").tolist()
-    return value.tolist()
+    return _numbers(value) if value.dtype.kind == "f" else value.tolist()
+
+
+def _numbers(value: Any) -> Any:
+    """JSON has no word for these three: text, so that nobody takes one of them for another."""
+    import numpy as np
+
+    if np.isfinite(value).all():
+        return value.tolist()
+    out = np.asarray(value).astype(object)
+    for found, text in ((np.isnan(value), "NaN"), (np.isposinf(value), "Infinity"), (np.isneginf(value), "-Infinity")):
+        out[found] = text
+    return out.tolist()
 
 
 def _abbreviated(field: Field, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,31 @@ def test_show_tells_the_values_of_a_sample(here: Run, filled: Path) -> None:
     text = here("show", f"{shard}:4").stdout
     assert f"scan{number:03d}" in text
     assert max(map(len, text.splitlines())) < 200
+
+
+def test_show_writes_json_whatever_the_numbers_are(here: Run, tmp_path: Path) -> None:
+    """What is no finite number is text: JSON has no word for it."""
+    np.savez(
+        tmp_path / "x.npz",
+        f=np.array([[1.5, np.nan, np.inf, -np.inf]], "f4"),
+        s=np.array([np.nan]),
+        c=np.array([complex(np.inf, 2)]),
+        i=np.array([7]),
+    )
+    assert here("convert", tmp_path / "x.npz", "--to", "lmdb", "--max-size", "20MB").code == 0
+    shard = here("ls", "--json").document["shards"][0]["id"]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    document = json.loads(here("show", f"{shard}:0", "--json").stdout, parse_constant=refuse)
+
+    assert document["fields"] == {
+        "f": [1.5, "NaN", "Infinity", "-Infinity"],
+        "s": "NaN",
+        "c": {"real": "Infinity", "imag": 2.0},
+        "i": 7,
+    }
 
 
 @pytest.mark.parametrize(
