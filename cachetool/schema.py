@@ -208,6 +208,10 @@ class Schema:
         """The schema of these fields only, in the order given. Raises :class:`UsageError` for an unknown name."""
         return Schema(tuple(self[name] for name in names_of(names)))
 
+    def is_reordered(self, other: Schema) -> bool:
+        """Whether these are the fields of ``other`` in another order."""
+        return self != other and set(self.fields) == set(other.fields)
+
     def describe(self) -> str:
         """All fields for people, on one line."""
         return ", ".join(f"{field.name}: {field.describe()}" for field in self.fields)

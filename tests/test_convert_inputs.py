@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from cachetool.errors import CapacityError, CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.shard import open_shard, side_folder, stored_checksums
+from cachetool.loaders.files import shards_at
 from tests.formats.samples import EVERY_KIND, block
 from tests.interop.folders import make, whole
 
@@ -194,6 +196,31 @@ def test_a_compressed_file_keeps_its_checksums_beside_it(foreign: Path, tmp_path
     side = side_folder(tmp_path / "out" / "part-00000.h5")
     assert os.listdir(side) == ["checksums.npy"]
     assert np.load(side / "checksums.npy").shape == (1, 20)
+
+
+def test_the_same_fields_in_another_order_are_said_to_be_that(tmp_path: Path) -> None:
+    """With what takes them in."""
+    x, y = np.arange(4), np.ones((4, 2))
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    np.savez(tmp_path / "b.npz", y=y, x=x)
+    for name, order in (("a", "xy"), ("b", "yx")):
+        (tmp_path / name).mkdir()
+        for at in range(4):
+            (tmp_path / name / f"{at}.json").write_text(json.dumps(dict.fromkeys(order, at)))
+    says = "has the fields of this source in another order; add --fields x,y"
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.convert(tmp_path / "a.npz", to="lmdb")
+        with pytest.raises(UsageError, match=f"dataset 'default' {says}"):
+            cache.convert(tmp_path / "b.npz", to="lmdb")
+        assert cache.convert(tmp_path / "b.npz", to="lmdb", fields=["x", "y"]).samples == 4
+        cache.pull(tmp_path / "a", everything=True, dataset="two")
+        with pytest.raises(UsageError, match=f"dataset 'two' {says}"):
+            cache.pull(tmp_path / "b", everything=True, dataset="two")
+        assert cache.pull(tmp_path / "b", everything=True, dataset="two", fields=["x", "y"]).samples == 4
+    for name in "ab":
+        cachetool.convert(tmp_path / f"{name}.npz", to="lmdb", out=tmp_path / f"out-{name}")
+    with pytest.raises(UsageError, match="hold the same fields in different orders: y, x and x, y; load them apart"):
+        shards_at([tmp_path / "out-a", tmp_path / "out-b"])
 
 
 def test_an_input_of_another_schema_is_refused(foreign: Path, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
-from cachetool.schema import Schema
+from cachetool.schema import KEY, Schema
 from cachetool.units import format_size, parse_size
 
 __all__ = ["CacheDir"]
@@ -229,6 +229,9 @@ class CacheDir:
         """Raise :class:`UsageError` when a dataset of this name has another schema."""
         if name not in self.datasets() or (have := self.schema(name)) == schema:
             return
+        if have.is_reordered(schema):
+            names = ",".join(name for name in have.names if name != KEY)
+            raise UsageError(f"dataset {name!r} has the fields of this source in another order; add --fields {names}")
         raise UsageError(
             f"dataset {name!r} holds {have.describe()}; this source has {schema.describe()}: name another --dataset"
         )

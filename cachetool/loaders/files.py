@@ -114,6 +114,11 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
     parts: dict[Path, Part] = {}
     for path in (Path(each).absolute() for each in paths):
         found, more = _look(path)
+        if schema is not None and found.is_reordered(schema):
+            raise UsageError(
+                f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(found.names)} and"
+                f" {', '.join(schema.names)}; load them apart"
+            )
         if schema is not None and found != schema:
             raise UsageError(
                 f"{path} and {paths[0]} hold different fields: {found.describe()} and {schema.describe()}; load them"
