@@ -175,10 +175,8 @@ class SftpStore:
                 want = now.size if length is None else length
                 while len(data) < want:
                     # As long as a slow line may take for a part; a line that is dead is found by keepalives.
-                    part = await asyncio.wait_for(
-                        file.read(min(_PART, want - len(data)), start + len(data)), self._limits.grace
-                    )
-                    if not part:
+                    reading = file.read(min(_PART, want - len(data)), start + len(data))
+                    if not (part := await asyncio.wait_for(reading, self._limits.grace)):
                         break
                     data.extend(part)
                 if want > _REQUEST:  # it came by several requests: it may have been written to meanwhile
