@@ -103,8 +103,8 @@ def drawn_of(cache: CacheDir, source: SourceRow) -> int:
 
 def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
     """That of a source's present pass more draws could not be used than may be left out, whichever pull met them, and
-    what to do about it; both empty when it is not so. What a refresh did not find any more counts no longer, also where
-    it was met before: that object was mended or taken away."""
+    what to do about it; both empty when it is not so. As many as a refresh did not find any more count no longer: they
+    were mended or taken away, or, where much has vanished that had come, this says nothing."""
     drawn = drawn_of(cache, source)
     if not too_many(source.skipped, drawn):
         return "", ""

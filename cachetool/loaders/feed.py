@@ -307,7 +307,7 @@ class Processes:
             os.close(fd)
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # closed before, if that was interrupted
                 os.write(process.stdin.fileno(), _STOP)
                 process.stdin.close()
         deadline = time.monotonic() + _GRACE

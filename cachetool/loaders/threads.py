@@ -66,6 +66,8 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._pace = Pace()
         begun = self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None))
+        with self._lock:
+            self._turns.settle()
         self._pace.begun()
         return begun
 
@@ -78,9 +80,7 @@ class Thread:
         while True:
             try:
                 with self._lock:
-                    begun = Begun.of(attempt(), self._settings)
-                    self._turns.settle()
-                    return begun
+                    return Begun.of(attempt(), self._settings)
             except NotYet as short:
                 if time.monotonic() >= until:
                     raise given_up(self._settings, short) from None

@@ -248,7 +248,7 @@ class Turns:
                 raise self._short[1]
             if resume is not None:
                 if self._settings.missing == "refetch":
-                    have_again(self._settings.root, lease.newest(), resume)
+                    have_again(self._settings.root, lease.newest(peek=True), resume)
                 # No room is made by it: what would go may be what it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from cachetool.errors import AccessDenied, BadObject, SourceError, Unreachable
 from cachetool.stores import Object, Store
 
-__all__ = ["TRIED", "Blame"]
+__all__ = ["Blame"]
 
 TRIED = 3
 """Objects to be tried where none has come yet."""
@@ -18,11 +18,11 @@ _SMALL = 2**16
 class Blame:
     """Knows an object that came, to be asked for again. Used by many threads.
 
-    ``some`` gives :data:`TRIED` objects, whichever.
+    ``find`` gives one of ``count`` others by its number.
     """
 
-    def __init__(self, store: Store, some: Callable[[], Iterable[Object]]) -> None:
-        self._store, self._some = store, some
+    def __init__(self, store: Store, find: Callable[[int], Object], count: int) -> None:
+        self._store, self._find, self._count = store, find, count
         self._came: Object | None = None
 
     def came(self, item: Object) -> None:
@@ -33,15 +33,18 @@ class Blame:
         """The object's fault, caused by ``error``, if another one comes; else raises that, the store's."""
         if isinstance(error, Unreachable) and not error.answered:
             raise error
-        if not any(self._comes(item) for item in (self._some() if self._came is None else (self._came,))):
+        came = self._came
+        tried = range(min(TRIED, self._count)) if came is None else (-1,)
+        if not any(self._comes(came, number) for number in tried):
             raise error
         found = BadObject(f"{error}; other objects come")
         found.__cause__ = error
         return found
 
-    def _comes(self, item: Object) -> bool:
+    def _comes(self, item: Object | None, number: int) -> bool:
         try:
-            if item.size < _SMALL:
+            item = item or self._find(number)
+            if 0 <= item.size < _SMALL:
                 self._store.get(item)
             else:
                 self._store.get_range(item, 0, 1)

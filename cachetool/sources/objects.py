@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
-from cachetool.sources.blame import TRIED, Blame
+from cachetool.sources.blame import Blame
 from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
@@ -83,7 +83,7 @@ class ObjectsSource:
     def __init__(self, store: Store, listing: SegmentedListing, options: SourceOptions) -> None:
         """Takes over ``store``. Made by :func:`cachetool.sources.open_source`."""
         self._store, self._listing, self._options = store, listing, options
-        self._blame = Blame(store, lambda: [listing.unit(unit)[0] for unit in range(min(TRIED, listing.units))])
+        self._blame = Blame(store, lambda unit: listing.unit(unit)[0], listing.units)
         self._stem = Stem(options.stem)
         self.url = store.url
         self._assembler = Assembler(options, store.url)
@@ -212,7 +212,7 @@ class ObjectsSource:
                     fields = self._by_head(item, part)
                 if fields is None:
                     data = self._store.get(item)
-                    self._blame.came(item)
+                    self._blame.came(item if item.size >= 0 else replace(item, size=len(data)))
                     sample.fetched += len(data)
                     arrived(len(data))
                     fields = decode(part, data, images=self._options.decode == "image", size=self._options.resize)

@@ -114,9 +114,13 @@ def redact(url: str) -> str:
         return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
     if _hides_user(url):
         first, query = re.search(r"[/?#]", rest), re.search(r"[?#]", rest)
-        if first is not None and query is not None and "@" in rest[first.start() : query.start()]:
-            rest = rest[: query.start()]
+        if first is not None and query is not None and "@" in rest[: query.start()]:
+            host = rest[: first.start()].rpartition("@")[2]
+            if "@" in rest[first.start() : query.start()] or re.fullmatch(r"[^:]+(:\d*)?", host):
+                rest = rest[: query.start()]
         rest = rest.rpartition("@")[2]
+        if not re.match(r"[\w.:\[\]-]*([/?#]|\Z)", rest):  # no host: rather a query, with what is in it
+            return f"{scheme}://***"
     if scheme != "file":
         # Keys have a # like any other character; before the first slash there is no key yet.
         ends = r"\?|^[^/]*?#" if scheme in _WITHOUT_PORT else r"[?#]"

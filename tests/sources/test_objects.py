@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -455,6 +457,36 @@ def test_an_object_that_is_refused_before_any_came_is_a_bad_one_if_another_comes
             pieces = list(source.read(np.arange(2), schema=found, skip_bad=True))
 
     assert [each.key for piece in pieces for each in piece.skipped] == ["00"]
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+def test_a_file_whose_size_is_refused_while_others_come_is_left_out(refused: int, tmp_path: Path) -> None:
+    """The page of links tells no sizes."""
+    place = tmp_path / "place"
+    place.mkdir()
+    for number in range(4):
+        with tarfile.open(place / f"{number}.tar", "w") as tar:
+            info = tarfile.TarInfo("a.txt")
+            info.size = 1
+            tar.addfile(info, io.BytesIO(b"%d" % number))
+    page = "".join(f'<a href="{number}.tar">{number}</a>' for number in range(4)).encode()
+
+    def script(handler: Scripted) -> None:
+        if handler.path == "/":
+            handler.answer(200, page, Content_Type="text/html")
+        elif handler.path == f"/{refused}.tar":
+            handler.answer(403)
+        else:
+            serve_file(handler, place, "none")
+
+    with scripted_server(script) as server:
+        list_source(server.url, tmp_path / "l")
+        with contextlib.closing(open_source(server.url, tmp_path / "l")) as source:
+            found = source.probe(np.arange(4), skip_bad=True).schema
+            pieces = list(source.read(np.arange(4), schema=found, skip_bad=True))
+
+    assert [each.key for piece in pieces for each in piece.skipped] == [f"{refused}.tar#0"]
+    assert sum(len(piece.block) for piece in pieces) == 3
 
 
 def test_a_part_of_a_file_that_is_refused_while_others_come_is_left_out_with_its_rows(tmp_path: Path) -> None:

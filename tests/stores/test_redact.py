@@ -44,6 +44,8 @@ CANARY = "Canary0123456789"
         ("s3://KEY:SE#CR/ET@bucket/run#1/a", "s3://bucket/run#1/a"),
         ("s3://a#b:SEC/RET@bucket/run", "s3://a"),
         ("s3://@:SECRET?SECRET@bucket/a", "s3://bucket/a"),
+        ("https://u:p@host:8080?user=me@corp.com&token=SECRET", "https://host:8080"),
+        ("https://u@x:pw?user=me@corp&token=SECRET", "https://***"),
         ("wasbs://container@account/a", "wasbs://container@account/a"),
         ("wasbs://container:secret@account/a", "wasbs://account/a"),
         ("github://org:repo@main/data", "github://main/data"),

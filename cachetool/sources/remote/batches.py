@@ -44,8 +44,8 @@ class Batch:
 Body = memoryview | BadObject | NotFound
 
 
-def batch_of(runs: list[Run], wants: list[list[Want]]) -> Batch:
-    """The batch of these runs. Parts that lie side by side become one request."""
+def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObject | NotFound]) -> Batch:
+    """The batch of these runs; ``errors`` are known before. Parts that lie side by side become one request."""
     parts = sorted(
         (want.item, want.start, want.stop, number, part)
         for number, mine in enumerate(wants)
@@ -61,7 +61,7 @@ def batch_of(runs: list[Run], wants: list[list[Want]]) -> Batch:
         else:
             gets.append(Get(item, start, stop, [(number, part)]))
     bodies = [[memoryview(b"")] * len(mine) for mine in wants]
-    return Batch(runs, wants, gets or [Get(0, 0, 0)], bodies)
+    return Batch(runs, wants, gets or [Get(0, 0, 0)], bodies, errors)
 
 
 def deliver(batch: Batch, get: Get, body: Body) -> None:

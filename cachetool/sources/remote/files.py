@@ -43,12 +43,14 @@ class Files:
         return found if found.size >= 0 else self._asked(found, number)
 
     def identified(self, number: int) -> Object:
-        """:meth:`item`, with its identity: where the listing does not tell that, the store is asked once."""
+        """:meth:`item`, with its identity: where answers tell that and the listing does not, one is asked for."""
         found = self.item(number)
-        return found if found.etag is not None else self._asked(found, number)
+        return found if found.etag is not None or not isinstance(self.store, Telling) else self._asked(found, number)
 
     def _asked(self, found: Object, number: int) -> Object:
         known = self.store.find(found.key)
+        if known.size < 0:  # not every server tells it
+            known = replace(known, size=found.size)
         check_identity(found, size=known.size, etag=None)
         with self._lock:
             return self._known.setdefault(number, known)

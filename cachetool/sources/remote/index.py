@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import BadObject, NotFound
+from cachetool.errors import AccessDenied, BadObject, NotFound
 from cachetool.schema import Schema
 from cachetool.sources.ours import schema_of
 from cachetool.sources.remote.kinds import OURS, Kind
@@ -67,7 +68,9 @@ class IndexSeen:
         about = self._seen.get(OURS)
         if about is None or not 0 <= about.size <= _MOST_ABOUT:
             return None
-        return schema_of(self._store.get(about), kind, names)
+        with contextlib.suppress(NotFound, AccessDenied):
+            return schema_of(self._store.get(about), kind, names)
+        return None
 
     def of(self, key: str) -> Object | None:
         """The index of a file; None when it has none, or is packed as a whole."""

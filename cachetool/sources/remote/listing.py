@@ -77,7 +77,9 @@ def list_files(
 
 def _ours(seen: IndexSeen, files: Files, kind: Kind, options: SourceOptions) -> Schema | None:
     """What files that cachetool wrote hold. Raises :class:`UsageError` for those that cannot be read by rows."""
-    if kind not in ("hdf5", "zarr"):
+    if kind not in ("hdf5", "zarr", "tfrecord"):
+        return None
+    if kind == "tfrecord":
         return seen.schema(kind, map(files.name, range(files.listing.objects)))
     ours = seen.schema(kind, ())
     for field in ours or ():

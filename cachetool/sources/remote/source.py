@@ -24,7 +24,7 @@ from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
-from cachetool.sources.blame import TRIED, Blame
+from cachetool.sources.blame import Blame
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
@@ -63,7 +63,7 @@ class FilesSource:
     def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
         """Made by :func:`open_files_source`."""
         self._store, self._table, self._options = store, table, options
-        self._blame = Blame(store, lambda: map(self._files.item, range(min(TRIED, listing.objects))))
+        self._blame = Blame(store, lambda number: self._files.item(number), listing.objects)
         self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
         self._sparse = table.kind == "tfrecord" and table.ours is None
         self._files = Files(store, listing, table.seen)
@@ -180,18 +180,29 @@ class FilesSource:
     def _batches(self, units: _Numbers, block_bytes: int) -> Iterator[Batch]:
         runs: list[Run] = []
         wants: list[list[Want]] = []
+        errors: dict[int, BadObject | NotFound] = {}
         held = 0
         for run in self._table.runs(units):
-            want = self._reader.wants(run)
-            nbytes = self._reader.nbytes(run)
+            want, nbytes, error = self._wanted(run)
             if runs and (held + nbytes > min(block_bytes, MOST) or len(runs) >= MAX_RUNS or self._table.whole):
-                yield batch_of(runs, wants)
-                runs, wants, held = [], [], 0
+                yield batch_of(runs, wants, errors)
+                runs, wants, errors, held = [], [], {}, 0
+            if error is not None:
+                errors[len(runs)] = error
             runs.append(run)
             wants.append(want)
             held += nbytes
         if runs:
-            yield batch_of(runs, wants)
+            yield batch_of(runs, wants, errors)
+
+    def _wanted(self, run: Run) -> tuple[list[Want], int, BadObject | NotFound | None]:
+        """What to fetch for a run and what it takes; the size of its file may have to be asked for, and be refused."""
+        try:
+            return self._reader.wants(run), self._reader.nbytes(run), None
+        except (BadObject, NotFound) as error:
+            return [], 0, error
+        except (AccessDenied, Unreachable) as error:
+            return [], 0, self._blame.of(error)
 
     def _fetch(self, get: Get, stop: threading.Event) -> Body:
         if get.stop <= get.start or stop.is_set():
