@@ -52,15 +52,18 @@ def test_who_wants_as_many_as_there_are_gets_them_at_once(full: CacheDir) -> Non
         assert numbers(loader) == list(range(COUNT))
 
 
-@pytest.mark.parametrize("looked", [False, True])
-def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: bool, full: CacheDir) -> None:
+def left_in_the_middle(full: CacheDir) -> tuple[list[int], dict[str, Any]]:
+    """What two batches of an epoch beside a pull that wants nothing had, and the state behind them."""
     with full.catalog.write() as connection:
         connection.execute("UPDATE jobs SET hungry = 0")
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
         epoch = iter(loader)
-        before = numbers([next(epoch), next(epoch)])
-        state = loader.state_dict()
-        del epoch
+        return numbers([next(epoch), next(epoch)]), loader.state_dict()
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: bool, full: CacheDir) -> None:
+    before, state = left_in_the_middle(full)
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
         loader.load_state_dict(state)
         if looked:
@@ -72,13 +75,7 @@ def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: 
 
 
 def test_an_epoch_is_resumed_from_all_that_is_there(full: CacheDir) -> None:
-    with full.catalog.write() as connection:
-        connection.execute("UPDATE jobs SET hungry = 0")
-    with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
-        epoch = iter(loader)
-        before = numbers([next(epoch), next(epoch)])
-        state = loader.state_dict()
-        del epoch
+    before, state = left_in_the_middle(full)
     with full.catalog.write() as connection:  # as after a repair, which knows nothing of what was read
         connection.execute("DELETE FROM meta WHERE key = 'seen'")
         connection.execute("UPDATE jobs SET hungry = ?", (full.max_size,))

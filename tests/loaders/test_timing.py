@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from cachetool.cache import CacheDir
@@ -14,6 +16,7 @@ from tests.loaders.numbered import put
 
 PACE = Delivered(seconds=25.0, batches=40, waits=1, waited=5.0)
 """Steps of half a second."""
+SLOW = Delivered(seconds=30.0, batches=6, waits=0, waited=0.0)
 
 
 class Clock:
@@ -31,6 +34,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(module, "time", made)
     return made
+
+
+@pytest.fixture
+def published() -> list[Plan]:
+    return []
+
+
+@pytest.fixture
+def turns(clock: Clock, cache: CacheDir, published: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
+    made = Turns(Settings(str(cache.root), batch_size=10), published.append)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize(
@@ -87,14 +103,11 @@ def test_a_look_is_old_after_ten_seconds(passed: float, old: bool, clock: Clock)
 
 
 def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_lasted(
-    clock: Clock, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, cache: CacheDir, turns: Turns, published: list[Plan]
 ) -> None:
-    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
-    published: list[Plan] = []
-    turns = Turns(Settings(str(cache.root), batch_size=10), published.append)
     generation = turns.begin(0).generation
     turns.exhausted(generation)
-    turns.delivered(generation, Delivered(seconds=30.0, batches=6, waits=0, waited=0.0))
+    turns.delivered(generation, SLOW)
     assert [plan.epoch for plan in published] == [0, 1]
 
     generation = turns.begin(1, surely=False).generation
@@ -105,20 +118,15 @@ def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_laste
     clock.now += 15.0
     turns.tick()
     assert [(plan.epoch, plan.samples) for plan in published[2:]] == [(2, 80)]
-    turns.close()
 
 
 def test_an_epoch_that_is_faster_than_the_one_before_is_followed_all_the_same(
-    clock: Clock, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+    turns: Turns, published: list[Plan]
 ) -> None:
-    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
-    published: list[Plan] = []
-    turns = Turns(Settings(str(cache.root), batch_size=10), published.append)
     for epoch in range(3):
         generation = turns.begin(epoch, surely=False).generation
         turns.exhausted(generation)
-        turns.delivered(generation, Delivered(seconds=30.0, batches=6, waits=0, waited=0.0))
+        turns.delivered(generation, SLOW)
 
     assert [plan.epoch for plan in published] == [0, 1, 2, 3]
     assert turns.tick() == 60.0  # seconds for which the last one is kept
-    turns.close()
