@@ -46,12 +46,13 @@ def evict_to(
     with catalog.write() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
         retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
-        trash = sweep(connection, own)
+        trash = _trash(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:
         used, held = measure(connection, layout).total, held_back(connection)
         if used > target:
-            error = _not_reached(connection, used, target, held, **limits)
+            stuck = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'trash'")]
+            error = _not_reached(connection, used, target, held, stuck=stuck, **limits)
             if shards:
                 gone = f"{count(shards, 'shard')} with {count(samples, 'sample')}, {format_size(freed)}"
                 error.done = f"evicted {gone}; the cache takes {format_size(used)} now"
@@ -97,20 +98,36 @@ def _delete_until(
         shards, samples, freed = shards + done[0], samples + done[1], freed + done[2]
         with catalog.read() as connection:
             used = measure(connection, layout).total
-            deleting = connection.execute("SELECT 1 FROM shards WHERE state = 'trash' LIMIT 1").fetchone() is not None
+            others = "SELECT 1 FROM shards WHERE state = 'trash' AND holder IS NOT ? LIMIT 1"
+            deleting = connection.execute(others, (holder.id,)).fetchone() is not None
         # What another process is unlinking at this moment is as good as gone; if that one dies, it is recovered here.
         if used <= target or time.monotonic() - began >= (max(wait, _DELETING) if deleting else wait):
             return shards, samples, freed
         time.sleep(0.05 if deleting else 0.2)
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
-            trash = sweep(connection, holder)
+            trash = _trash(connection, holder)
+
+
+def _trash(connection: Connection, holder: Holder) -> list[str]:
+    """What is this process's to delete, also what it could not delete before."""
+    sweep(connection, holder)
+    rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (holder.id,))
+    return [row["id"] for row in rows]
 
 
 def _not_reached(
-    connection: Connection, used: int, target: int, held: Held, *, chosen: Collection[str] = (), **limits: Any
+    connection: Connection,
+    used: int,
+    target: int,
+    held: Held,
+    *,
+    chosen: Collection[str] = (),
+    stuck: Sequence[int] = (),
+    **limits: Any,
 ) -> CapBlocked | CapTooSmall:
-    """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet."""
+    """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet, ``stuck`` the
+    sizes of those whose files are still there."""
     writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
     bad = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'quarantine'")]
     why = []
@@ -118,10 +135,12 @@ def _not_reached(
         why.append(f"{shards_of(held.sizes)} that go when their readers end: {'; '.join(held.who[:3])}")
     if writing:
         why.append(f"{shards_of(writing)} being written; try again when that is done")
+    if stuck:
+        why.append(f"{shards_of(stuck)} evicted before, whose files could not be deleted yet")
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
     if bad:
         why.append(f"{shards_of(bad)} in quarantine")
     text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
-    if held.sizes or writing:
+    if held.sizes or writing or stuck:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")
     return CapTooSmall(f"{text}: nothing more may be evicted;\n{'; '.join(why)}")

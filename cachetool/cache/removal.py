@@ -136,20 +136,27 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str], *, edge: 
     """Unlink the files of trash, ``shard.json`` first, then give the bytes back: shards, samples and bytes removed.
     ``edge``: for the history, what is deleted may be the last for long.
 
-    Killed in the middle, the rows stay ``trash`` and the next recovery goes on.
+    Killed in the middle, the rows stay ``trash`` and the next recovery goes on. Raises :class:`OSError` for files that
+    cannot be deleted, once all others are.
     """
     if not ids:
         return 0, 0, 0
     with catalog.write() as connection:
         keep_newest(connection, layout, ids)
+    gone: list[str] = []
+    failed: OSError | None = None
     for each in ids:
-        remove_tree(layout.shards / each, first=SHARD_FILE)
+        try:
+            remove_tree(layout.shards / each, first=SHARD_FILE)
+            gone.append(each)
+        except OSError as error:
+            failed = failed or error
     with contextlib.suppress(FileNotFoundError):  # somebody deleted the folder: nothing of them is left
         fsync_folder(layout.shards)
 
     def forget(connection: Connection) -> tuple[int, int]:
         samples = freed = 0
-        for each in ids:
+        for each in gone:
             row = connection.execute(
                 "DELETE FROM shards WHERE id = ? AND state = 'trash' RETURNING samples, bytes", (each,)
             ).fetchone()
@@ -159,7 +166,10 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str], *, edge: 
         return samples, freed
 
     # A full disk can still be emptied: without the point, if there is no room for it.
-    return len(ids), *noting(catalog, forget, lambda connection, _: note_point(connection, layout, edge=edge))
+    samples, freed = noting(catalog, forget, lambda connection, _: note_point(connection, layout, edge=edge))
+    if failed is not None:
+        raise failed
+    return len(gone), samples, freed
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.cache import CacheDir, Origin
+from cachetool.cache import CacheDir, Origin, eviction
 from cachetool.cache.policies import POLICIES, Candidate, choose
 from cachetool.errors import CapBlocked, CapTooSmall, UsageError
 
@@ -160,3 +165,34 @@ def test_the_event_log_is_bounded(cache: CacheDir) -> None:
     rows = cache.catalog.rows("SELECT subject FROM events ORDER BY id")
     assert len(rows) == MAX_EVENTS
     assert rows[0]["subject"] == "50"
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_and_is_told(root: Path, put: Put, cache: CacheDir) -> None:
+    ids = [put() for _ in range(4)]
+    stuck = root / "shards" / ids[1] / "data.lmdb"
+    if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", stuck], capture_output=True).returncode:
+        pytest.skip("no right, or no file system, to make a file immutable")
+    try:
+        with pytest.raises(PermissionError):
+            cache.evict(empty_size(cache))
+        assert [each for each in ids if (root / "shards" / each).exists()] == [ids[1]]
+        with pytest.raises(PermissionError):
+            cache.evict(empty_size(cache))
+    finally:
+        subprocess.run(["chattr", "-i", stuck], check=True)
+    assert cache.evict(empty_size(cache)).used <= empty_size(cache)
+    assert os.listdir(root / "shards") == []
+
+
+def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_DELETING", 0.0)
+    shard = put()
+    with cache.catalog.write() as connection:
+        connection.execute(
+            "INSERT INTO holders (id, pid, host, started, what) VALUES ('other', ?, ?, ?, 'evict')",
+            (os.getpid(), socket.gethostname(), time.time()),
+        )
+        connection.execute("UPDATE shards SET state = 'trash', holder = 'other' WHERE id = ?", (shard,))
+
+    with pytest.raises(CapBlocked, match=r"stay:\n1 shard \(.* kB\) evicted before, whose files could not be deleted"):
+        cache.evict(empty_size(cache))
