@@ -208,7 +208,9 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
         file.slabs.append(slab)
         read = slab.read
     packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)
-    offset = None if packed else dataset.id.get_offset()
+    # Of values that were never written HDF5 gives a place all the same, if the file has a user block.
+    written = dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_ALLOCATED
+    offset = None if packed or not written else dataset.id.get_offset()
     return StoredColumn(
         name,
         little.str,

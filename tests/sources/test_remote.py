@@ -183,6 +183,18 @@ def test_numbers_that_numpy_does_not_have_are_what_h5py_makes_of_them(
     np.testing.assert_array_equal(block.columns["label"], LABELS[draws])
 
 
+@pytest.mark.parametrize("userblock", [0, 512])
+def test_what_was_never_written_in_hdf5_is_its_fill_value(tmp_path: Path, server: Http, userblock: int) -> None:
+    with h5py.File(tmp_path / "place" / "rows.h5", "w", userblock_size=userblock) as file:
+        file.create_dataset("empty", (ROWS, 3), "<f4", fillvalue=7)
+        file["label"] = LABELS
+    with source_of(f"{server.url}/rows.h5", tmp_path / "listing") as source:
+        block = everything(source, source.order(seed=3, turn=0)[np.arange(ROWS)])
+
+    np.testing.assert_array_equal(block.columns["empty"], np.full((ROWS, 3), 7, dtype="<f4"))
+    np.testing.assert_array_equal(np.sort(block.columns["label"]), LABELS)
+
+
 def test_times_of_day_in_parquet_are_whole_numbers(tmp_path: Path, server: Http) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
