@@ -6,7 +6,6 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
@@ -211,14 +210,14 @@ class BaseLoader(ABC, Generic[T]):
         return self._resume if self.epoch == self._resumed else None
 
     def __len__(self) -> int:
-        """Number of batches of the present snapshot; the next epoch may have more. Waits as ``iter()`` does."""
+        """Number of batches of the epoch under way, else of the next one; later ones may have more. Waits as ``iter()``
+        does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this process used the
+        cache meanwhile."""
         epoch = None if self._iterator is None else self._iterator()
         if epoch is not None:
             return self._limited(epoch.progress.begun.steps, epoch.progress.before)
-        steps, rest = self._fed().prepare(self.epoch).steps, self._left_over
-        if rest is None:
-            return self._limited(steps, 0)
-        return self._limited(replace(steps, samples=rest["samples"], position=rest["position"]), self._taken)
+        rest = self._left_over
+        return self._limited(self._fed().prepare(self.epoch, rest).steps, 0 if rest is None else self._taken)
 
     def _fed(self) -> Feed:
         if self._feed is not None and self._feed.unsure:

@@ -74,8 +74,9 @@ class Feed(Protocol):
         """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
         ...
 
-    def prepare(self, epoch: int) -> Begun:
-        """What :meth:`begin` would start now; the present epoch while it lasts."""
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """What :meth:`begin` then starts, unless this process uses the catalog in between; the present epoch while it
+        lasts and nothing is resumed."""
         ...
 
     def take(self, generation: int, step: int) -> list[Batch]:
@@ -115,7 +116,7 @@ class Processes:
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._asked = self._statements = 0
+        self._asked = self._statements = self._generation = 0
         self._rest = b""
         self._telling, self._left = False, 0
         self._pace = Pace()
@@ -169,13 +170,17 @@ class Processes:
         self._pace = Pace()
         now = statements()
         begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, surely=now != self._statements))
-        self._statements = now
+        self._statements, self._generation = now, begun.generation
         self._pace.begun()
         return begun
 
-    def prepare(self, epoch: int) -> Begun:
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`Feed`."""
-        return Begun.from_json(self._ask("prepare", epoch=epoch))
+        now = statements()
+        begun = Begun.from_json(self._ask("prepare", epoch=epoch, resume=resume, surely=now != self._statements))
+        if begun.generation != self._generation:
+            self._statements = now
+        return begun
 
     def left(self, generation: int) -> None:
         """See :class:`Feed`."""

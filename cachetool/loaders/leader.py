@@ -118,12 +118,12 @@ class Leader:
         self._pending = asked, until, talk
 
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        resume = Resume(**asked["resume"]) if asked.get("resume") else None
         match asked["do"]:
             case "begin":
-                resume = asked.get("resume")
-                plan = self._turns.begin(asked["epoch"], Resume(**resume) if resume else None, surely=asked["surely"])
+                plan = self._turns.begin(asked["epoch"], resume, surely=asked["surely"])
             case "prepare":
-                plan = self._turns.prepare(asked["epoch"])
+                plan = self._turns.prepare(asked["epoch"], resume, surely=asked["surely"])
             case "delivered":
                 self._turns.delivered(asked["generation"], Delivered(**asked["pace"]))
                 return None

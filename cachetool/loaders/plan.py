@@ -72,13 +72,15 @@ class Plan:
     is left of it, and ``samples`` counts that."""
     of: tuple[int, int] = (0, 0)
     """How many samples that epoch had, and where in its order to begin."""
+    spare: int = 0
+    """How many of the samples, the last of the order, are in no batch."""
     follows: bool = False
     """Whether it waits for the plan before it to be made; else it comes in its place."""
 
     def steps(self, settings: Settings) -> Steps:
         """How it is cut into batches."""
         return Steps(
-            self.samples,
+            self.samples - self.spare,
             settings.batch_size,
             settings.rank,
             settings.world_size,
@@ -115,6 +117,7 @@ class Plan:
             "position": self.position,
             "lost": self.lost,
             "of": self.of,
+            "spare": self.spare,
             "follows": self.follows,
             "view": None
             if view is None

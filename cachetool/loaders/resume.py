@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cachetool.errors import UsageError
+from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
 
-__all__ = ["Resume", "found_again"]
+__all__ = ["Resume", "found_again", "resumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,30 @@ def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int]
             parts.append(found)
         start += samples
     return replace(view, parts=tuple(parts)), tuple(lost), gone
+
+
+def resumed(
+    generation: int, epoch: int, view: View, resume: Resume, *, settings: Settings, count: Callable[[View], int]
+) -> Plan:
+    """The plan of what is left of an epoch, of which ``view`` has what is still there; ``count`` says how many of a
+    view's samples are read.
+
+    Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
+    """
+    view, lost, _ = found_again(view, resume)
+    next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
+    if lost and settings.missing != "skip":
+        skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
+        raise UsageError(
+            f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since;"
+            f" missing='refetch' pulls them again, {skip}"
+        )
+    if not lost:
+        return Plan(generation, epoch, view, count(view), resume.position)
+    if settings.split is not None:
+        raise UsageError(
+            "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
+            f" missing='refetch' pulls them again, {next_one}"
+        )
+    plan = Plan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
+    return replace(plan, samples=len(plan.left(settings)[0]))

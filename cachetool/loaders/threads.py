@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column
+from cachetool.cache.connection import statements
 from cachetool.errors import CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.reading import load_extents
@@ -49,6 +50,7 @@ class Thread:
     def __init__(self, settings: Settings, *, transform: Function | None) -> None:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._settings = settings
+        self._statements = self._generation = 0
         self._mailbox = Mailbox()
         self._turns = Turns(settings, self._mailbox.put)
         self._lock, self._pace = threading.Lock(), Pace()
@@ -65,15 +67,21 @@ class Thread:
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._pace = Pace()
-        begun = self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None))
+        surely = statements() != self._statements
+        begun = self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None, surely=surely))
         with self._lock:
             self._turns.settle()
         self._pace.begun()
+        self._statements, self._generation = 0, begun.generation
         return begun
 
-    def prepare(self, epoch: int) -> Begun:
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.Feed`."""
-        return self._waited(lambda: self._turns.prepare(epoch))
+        surely = statements() != self._statements
+        begun = self._waited(lambda: self._turns.prepare(epoch, Resume(**resume) if resume else None, surely=surely))
+        if begun.generation != self._generation:
+            self._statements = statements()
+        return begun
 
     def _waited(self, attempt: Any) -> Begun:
         until, talk = time.monotonic() + self._settings.wait, Talk(self._settings.root)

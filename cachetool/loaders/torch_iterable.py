@@ -196,11 +196,15 @@ class CacheIterableDataset(IterableDataset[Sample]):
                     f"{len(lost)} of {len(parts)} shards of the epoch to resume were evicted since; begin a new epoch"
                 )
         samples = view.samples
-        if self.batch_size is None and self._drop_last:
-            samples -= samples % self.world_size
-        if samples < self.world_size:
-            raise UsageError(f"{samples} samples are too few for {self.world_size} ranks; pull more first")
-        return _Reading(Plan(1, epoch, view, samples), self._settings(row), parts, [done, within])
+        least = self.world_size * (self.batch_size or 1 if self._drop_last else 1)
+        if samples < least:
+            whole = f" with whole batches of {self.batch_size} (drop_last=True)" if least > self.world_size else ""
+            raise UsageError(
+                f"{samples} samples are too few for {self.world_size} rank{'s' * (self.world_size > 1)}{whole};"
+                " pull more first"
+            )
+        spare = samples % self.world_size if self.batch_size is None and self._drop_last else 0
+        return _Reading(Plan(1, epoch, view, samples, spare=spare), self._settings(row), parts, [done, within])
 
     def _row(self, view: View, workers: int) -> int:
         """How many samples a worker gives in a row."""

@@ -25,7 +25,7 @@ from cachetool.cache.history import Delivered
 from cachetool.errors import CacheToolError, CapacityError, UsageError
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.refetching import have_again
-from cachetool.loaders.resume import Resume, found_again
+from cachetool.loaders.resume import Resume, resumed
 from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.timing import Timing
@@ -67,6 +67,8 @@ class Turns:
         self._over: list[tuple[_Turn, Delivered | None]] = []
         """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
         self._ahead: _Turn | None = None
+        self._promised: tuple[int, Resume | None] | None = None
+        """Whose length was told of that, which then holds."""
         self._timing = Timing()
         self._until = 0.0
         self._due: float | None = None
@@ -81,12 +83,10 @@ class Turns:
         ``surely``: whoever asks may know of a newer one than was found a moment ago. Raises :class:`NotYet`, and
         :class:`UsageError` when samples of an epoch that is resumed are gone.
         """
-        ahead = self._ahead
-        if ahead is not None and ahead.plan.epoch == epoch and resume is None:
+        if self._fits(epoch, resume):
             if self._current is not None:  # which was broken off
                 self._cut()
-            if surely or not self._timing.at_once:
-                self._renew()
+            self._freshen(resume, surely)
             ahead = self._ahead
             assert ahead is not None
         else:
@@ -99,17 +99,22 @@ class Turns:
             ahead = self._take(epoch, resume, lease)
             self._publish(ahead.plan)
         self._drop_current()
-        self._current, self._ahead, self._gone, self._left, self._due = ahead, None, None, False, None
+        self._current, self._ahead, self._promised = ahead, None, None
+        self._gone, self._left, self._due = None, False, None
         self._timing.begun()
         return ahead.plan
 
-    def prepare(self, epoch: int) -> Plan:
-        """The plan that :meth:`begin` would start now; the present one while it lasts. Raises :class:`NotYet`."""
-        if self._current is not None:
+    def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
+        """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one while it
+        lasts and nothing is resumed. Raises what :meth:`begin` does."""
+        if self._current is not None and resume is None:
             return self._current.plan
-        if self._ahead is None or self._ahead.plan.epoch != epoch:
+        if self._fits(epoch, resume):
+            self._freshen(resume, surely)
+        else:
             self._drop_ahead()
-            self._look_ahead(epoch)
+            self._look_ahead(epoch, resume)
+        self._promised = epoch, resume
         assert self._ahead is not None
         return self._ahead.plan
 
@@ -129,7 +134,7 @@ class Turns:
         current = self._current
         if current is not None and current.plan.generation == generation:
             self._follow(current, follows=False)  # batches beyond an agreed number of steps are not made any more
-        if self._timing.old:
+        if self._timing.old and self._promised is None:
             with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
                 self._renew()
         self._timing.delivered(pace)
@@ -212,9 +217,21 @@ class Turns:
             with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
                 self._look_ahead(following, follows=follows)
 
-    def _look_ahead(self, epoch: int, *, follows: bool = False, instead: _Turn | None = None) -> None:
+    def _fits(self, epoch: int, resume: Resume | None) -> bool:
+        """Whether the provisional snapshot is of this epoch."""
+        if self._ahead is None or self._ahead.plan.epoch != epoch:
+            return False
+        return self._promised == (epoch, resume) if self._promised is not None else resume is None
+
+    def _freshen(self, resume: Resume | None, surely: bool) -> None:
+        if resume is None and (surely or (self._promised is None and not self._timing.at_once)):
+            self._renew()
+
+    def _look_ahead(
+        self, epoch: int, resume: Resume | None = None, *, follows: bool = False, instead: _Turn | None = None
+    ) -> None:
         self._timing.looked()
-        turn = self._take(epoch, None, None if instead is None else instead.lease)
+        turn = self._take(epoch, resume, None if instead is None else instead.lease)
         if instead is not None and turn.plan.view is instead.plan.view:  # another process of the run has it still
             self._ahead = instead
             return
@@ -244,14 +261,15 @@ class Turns:
         """``lease``: of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
-            if self._short is not None and not lease.moved(self._short[0]):
+            if resume is None and self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
             if resume is not None:
                 if self._settings.missing == "refetch":
                     have_again(self._settings.root, lease.newest(peek=True), resume)
                 # No room is made by it: what would go may be what it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
-                return _Turn(self._resumed(epoch, view, resume), lease, resume.parts, resume.origins)
+                plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
+                return _Turn(plan, lease, resume.parts, resume.origins)
             view, samples = self._enough(lease, epoch)
             self._short = None
             return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
@@ -280,25 +298,6 @@ class Turns:
     def _count(self, view: View) -> int:
         return view.samples if self._split is None else len(self._split.chosen(view))
 
-    def _resumed(self, epoch: int, view: View, resume: Resume) -> Plan:
-        view, lost, _ = found_again(view, resume)
-        next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
-        if lost and self._settings.missing != "skip":
-            skip = "missing='skip' goes on without their samples" if self._split is None else next_one
-            raise UsageError(
-                f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since;"
-                f" missing='refetch' pulls them again, {skip}"
-            )
-        if not lost:
-            return Plan(self._next(), epoch, view, self._count(view), resume.position)
-        if self._split is not None:
-            raise UsageError(
-                "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
-                f" missing='refetch' pulls them again, {next_one}"
-            )
-        plan = Plan(self._next(), epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
-        return replace(plan, samples=len(plan.left(self._settings)[0]))
-
     def _require(self, view: View, samples: int) -> None:
         try:
             require(self._settings, samples, grows=bool(view.dataset))
@@ -325,7 +324,7 @@ class Turns:
             self._over.append((turn, None))
 
     def _drop_ahead(self) -> None:
-        turn, self._ahead = self._ahead, None
+        turn, self._ahead, self._promised = self._ahead, None, None
         if turn is not None:
             self._done_with(turn.lease, unread=True)
 

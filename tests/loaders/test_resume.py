@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,50 @@ def test_the_length_of_an_epoch_to_resume_is_what_is_left_of_it(workers: int, ca
         assert len(loader) == 11
         assert len(list(loader)) == 11
         assert len(loader) == 15
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_an_epoch_to_resume_is_as_long_as_its_loader_said_whatever_was_evicted(workers: int, cache: CacheDir) -> None:
+    with opened(cache, workers=workers) as loader:
+        batches = iter(loader)
+        before = numbers(next(batches) for _ in range(4))
+        del batches
+        state = json.loads(json.dumps(loader.state_dict()))
+    cache.evict(cache.usage().total - 1)
+    left = {number for batch in opened(cache, workers=0) for number in batch["number"].tolist()}
+    assert len(left) == 40
+
+    # Fewer than `min_samples` are no reason to wait for what is to be resumed.
+    with opened(cache, workers=workers, missing="skip", min_samples=50, wait=0.2) as loader:
+        loader.load_state_dict(state)
+        said = len(loader)
+        batches = iter(loader)
+        assert len(batches) == said == -(-len(left - set(before)) // 4)  # type: ignore[arg-type]
+        assert sorted(numbers(batches)) == sorted(left - set(before))
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_the_next_epoch_is_as_long_as_its_loader_said(workers: int, cache: CacheDir) -> None:
+    usage, sizes = cache.usage(), [shard.bytes for shard in cache.shards()]
+    root, empty = cache.root, usage.overhead + usage.listings
+    cache.close()
+
+    def evict_elsewhere(shards: int) -> None:
+        size = empty + sum(sizes[:shards])
+        command = [sys.executable, "-m", "cachetool", "evict", "--max-size", str(size), "--cache", str(root)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "20 samples" in done.stdout + done.stderr or done.returncode == 4, done.stderr  # a loader holds them
+
+    with opened(root, workers=workers) as loader:
+        assert len(loader) == 15
+        evict_elsewhere(2)
+        assert len(list(loader)) == 15
+        said = len(loader)
+        assert len(list(loader)) == said == 10
+        evict_elsewhere(1)
+        said = len(loader)
+        assert len(list(loader)) == said
+        assert len(list(loader)) == 5
 
 
 @pytest.mark.parametrize("workers", EACH)
