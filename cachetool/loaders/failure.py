@@ -8,7 +8,7 @@ from typing import Any
 
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
 
-__all__ = ["FeederTraceback", "TransformError", "described", "rebuilt"]
+__all__ = ["FeederTraceback", "TransformError", "described", "rebuilt", "shared"]
 
 
 class FeederTraceback(Exception):
@@ -47,3 +47,10 @@ def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
     error = from_json(dict(value))
     error.__cause__ = FeederTraceback(str(value.get("traceback", "")))
     return error
+
+
+def shared() -> UsageError:
+    """The error where another batch comes than the one that is due."""
+    return UsageError(
+        "an iterator of a loader belongs to one thread at a time: lock next(), or give each thread a loader of its own"
+    )

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from cachetool.cache.connection import statements
 from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders.failure import rebuilt
+from cachetool.loaders.failure import rebuilt, shared
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.ring import Ring
@@ -218,7 +218,8 @@ class Processes:
                     raise
                 return made  # it comes again, when its turn has come
             if batch is not None:
-                assert batch.step == step + len(made)
+                if batch.step != step + len(made):
+                    raise shared()
                 made.append(batch)
             elif made:
                 return made

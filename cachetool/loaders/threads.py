@@ -24,7 +24,7 @@ from cachetool.errors import CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
-from cachetool.loaders.failure import described, rebuilt
+from cachetool.loaders.failure import described, rebuilt, shared
 from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
@@ -104,7 +104,8 @@ class Thread:
                 raise rebuilt(self._queue.failure)
             if isinstance(found, Batch):
                 if found.generation == generation:
-                    assert found.step == step
+                    if found.step != step:
+                        raise shared()
                     return [found]
             elif found[0] == generation:
                 raise rebuilt(found[1])

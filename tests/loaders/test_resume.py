@@ -281,6 +281,15 @@ def test_another_epoch_than_the_one_that_was_left_begins_at_its_beginning(worker
         assert loader.epoch == 8
 
 
+@pytest.mark.parametrize("workers", EACH)
+def test_threads_that_take_each_others_batches_are_told(workers: int, cache: CacheDir) -> None:
+    with opened(cache, workers=workers) as loader:
+        batches: Any = iter(loader)
+        feed = batches.progress.feed
+        with pytest.raises(UsageError, match="belongs to one thread at a time"):
+            feed.take(batches.progress.begun.generation, 2)  # another thread took two, and then this one the first
+
+
 def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

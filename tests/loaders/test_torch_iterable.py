@@ -65,6 +65,9 @@ def test_ranks_share_every_epoch_out_in_equal_steps(forked: dict[str, Any]) -> N
         assert epoch[1:] == [samples, 71, 71]
     for epoch in forked["ranks, samples, drop_last"][:2]:
         assert epoch[1:] == [[23] * 3, 69, 69]
+    assert [len(each) for each in forked["left out"]] == [2] * 6
+    assert len({number for each in forked["left out"] for number in each}) > 6, "others in each epoch"
+    assert "71 samples are too few for 3 ranks with whole batches of 24" in forked["too few"]
     assert forked["leases"] == 0
 
 

@@ -100,6 +100,21 @@ def ranks(root: str, **options: Any) -> list[Any]:
     return out
 
 
+def left_out(root: str) -> list[list[int]]:
+    """Of 71 samples those that no rank gives, in each of some epochs."""
+    own = {"dataset": "default", "drop_last": True, "world_size": 3, "run": "left out"}
+    ranks = [CacheIterableDataset(root, rank=rank, **own) for rank in range(3)]
+    found = []
+    for epoch in range(6):
+        for each in ranks:
+            each.set_epoch(epoch)
+        given = {int(sample["number"]) for each in ranks for sample in each}
+        found.append(sorted(set(range(71)) - given))
+    for each in ranks:
+        each.close()
+    return found
+
+
 def collate(batch: Any) -> Any:
     return batch if isinstance(batch, dict) else {"number": torch.stack([s["number"] for s in batch])}
 
@@ -134,6 +149,9 @@ def main(method: str, root: str) -> None:
         out["ranks, drop_last"] = ranks(root, batch_size=4, drop_last=True)
         out["ranks, samples"] = ranks(root)
         out["ranks, samples, drop_last"] = ranks(root, drop_last=True)
+        out["left out"] = left_out(root)
+        few = {"batch_size": 24, "drop_last": True, "rank": 0, "world_size": 3, "run": "few"}
+        out["too few"] = refused(lambda: list(CacheIterableDataset(root, dataset="default", **few)))
         with_workers = [
             numbers(DataLoader(CacheIterableDataset(root, dataset="default", batch_size=5), None, num_workers=w))
             for w in (0, 1, 3)
