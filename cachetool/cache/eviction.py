@@ -10,7 +10,7 @@ from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import Victim, check_policy, choose, protected, shards_of
-from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep
+from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep_all
 from cachetool.cache.usage import measure
 from cachetool.errors import CapBlocked, CapTooSmall
 from cachetool.text import count
@@ -46,7 +46,7 @@ def evict_to(
     with catalog.write() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
         retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
-        trash = _trash(connection, own)
+        trash = sweep_all(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:
         used, held = measure(connection, layout).total, held_back(connection)
@@ -106,14 +106,7 @@ def _delete_until(
         time.sleep(0.05 if deleting else 0.2)
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
-            trash = _trash(connection, holder)
-
-
-def _trash(connection: Connection, holder: Holder) -> list[str]:
-    """What is this process's to delete, also what it could not delete before."""
-    sweep(connection, holder)
-    rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (holder.id,))
-    return [row["id"] for row in rows]
+            trash = sweep_all(connection, holder)
 
 
 def _not_reached(

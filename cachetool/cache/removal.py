@@ -34,6 +34,7 @@ __all__ = [
     "retire",
     "sign_out",
     "sweep",
+    "sweep_all",
 ]
 
 
@@ -129,6 +130,13 @@ def sweep(connection: Connection, holder: Holder) -> list[str]:
     rows = connection.execute(
         f"UPDATE shards SET state = 'trash', holder = ? WHERE {_UNREAD} RETURNING id", (holder.id,)
     )
+    return [row["id"] for row in rows]
+
+
+def sweep_all(connection: Connection, holder: Holder) -> list[str]:
+    """:func:`sweep`; gives all trash of this process, also what it could not delete before."""
+    sweep(connection, holder)
+    rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (holder.id,))
     return [row["id"] for row in rows]
 
 
@@ -262,9 +270,8 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")
         connection.execute(f"UPDATE shards SET state = 'trash', holder = ? WHERE {_ORPHANED}", (own.id,))
         remove_unfinished(layout, dead)
-        sweep(connection, own)
-        rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (own.id,)).fetchall()
-    delete_trash(catalog, layout, [row["id"] for row in rows])
+        trash = sweep_all(connection, own)
+    delete_trash(catalog, layout, trash)
     return len(dead)
 
 

@@ -327,6 +327,6 @@ class _Reader(ColumnarReader):
                 raise CorruptError(f"{what} has {found.id.get_num_chunks()} of its {chunks} chunks")
         elif found.nbytes:
             at = found.id.get_offset()
-            if at is None or found.id.get_storage_size() < found.nbytes or at + found.nbytes > size:
+            if at is None or at + found.nbytes > size:
                 raise CorruptError(f"{what} is cut short: it ends behind the file's {size} bytes")
         return found

@@ -17,7 +17,7 @@ from cachetool.loaders.failure import described
 from cachetool.loaders.pipes import Lines, parent_fd, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
-from cachetool.loaders.resume import Resume
+from cachetool.loaders.resume import asked_for
 from cachetool.loaders.turns import Turns
 from cachetool.loaders.view import View
 from cachetool.loaders.waiting import NotYet, Talk, given_up
@@ -118,7 +118,7 @@ class Leader:
         self._pending = asked, until, talk
 
     def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
-        resume = Resume(**asked["resume"]) if asked.get("resume") else None
+        resume = asked_for(asked.get("resume"))
         match asked["do"]:
             case "begin":
                 plan = self._turns.begin(asked["epoch"], resume, surely=asked["surely"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
 
-__all__ = ["Resume", "found_again", "resumed"]
+__all__ = ["Resume", "asked_for", "found_again", "resumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,11 @@ class Resume:
     """Rows as :func:`~cachetool.loaders.plan.rows` gives them."""
     origins: Sequence[dict[str, Any]] = ()
     """Where they were pulled from, those that were."""
+
+
+def asked_for(value: Mapping[str, Any] | None) -> Resume | None:
+    """What a loader's state says of an epoch in the middle of which it was taken; None of one at an edge."""
+    return Resume(**value) if value else None
 
 
 def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:

@@ -29,7 +29,7 @@ from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_e
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.produce import Mailbox, work
-from cachetool.loaders.resume import Resume
+from cachetool.loaders.resume import asked_for
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
 from cachetool.loaders.turns import Turns
@@ -68,7 +68,7 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._pace = Pace()
         surely = statements() != self._statements
-        begun = self._waited(lambda: self._turns.begin(epoch, Resume(**resume) if resume else None, surely=surely))
+        begun = self._waited(lambda: self._turns.begin(epoch, asked_for(resume), surely=surely))
         with self._lock:
             self._turns.settle()
         self._pace.begun()
@@ -78,7 +78,7 @@ class Thread:
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         surely = statements() != self._statements
-        begun = self._waited(lambda: self._turns.prepare(epoch, Resume(**resume) if resume else None, surely=surely))
+        begun = self._waited(lambda: self._turns.prepare(epoch, asked_for(resume), surely=surely))
         if begun.generation != self._generation:
             self._statements = statements()
         return begun

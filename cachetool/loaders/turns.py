@@ -261,8 +261,6 @@ class Turns:
         """``lease``: of a snapshot that is given back unread for it."""
         lease = lease or (self._free.pop() if self._free else self._open())
         try:
-            if resume is None and self._short is not None and not lease.moved(self._short[0]):
-                raise self._short[1]
             if resume is not None:
                 if self._settings.missing == "refetch":
                     have_again(self._settings.root, lease.newest(peek=True), resume)
@@ -270,6 +268,8 @@ class Turns:
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
                 return _Turn(plan, lease, resume.parts, resume.origins)
+            if self._short is not None and not lease.moved(self._short[0]):
+                raise self._short[1]
             view, samples = self._enough(lease, epoch)
             self._short = None
             return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
