@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,43 @@ def test_every_iteration_sees_the_newest_snapshot_and_its_lease_ends(workers: in
         assert loader.epoch == 4  # the one that was left has a number too
     assert leases(cache) == []
     assert [shard.epochs for shard in cache.shards()] == [3, 3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_that_ended_early_says_so_each_time(workers: int, cache: CacheDir) -> None:
+    """Wherever it stood: with batches at hand, with the last one, or with none yet."""
+    with Loader(cache, batch_size=10, fields=["number"], workers=workers) as loader:
+        for taken in range(6):
+            older = iter(loader)
+            for step in range(taken):
+                assert len(older) == 6 - step
+                next(older)
+            newer = iter(loader)
+            for _ in range(2):
+                with pytest.raises(UsageError, match="this iterator ended when its loader was iterated again"):
+                    next(older)
+            assert len(older) == 6 - taken
+            del newer
+        whole, number = iter(loader), loader.epoch
+        batches = [next(whole) for _ in range(6)]
+        assert loader.epoch == number + 1  # without asking whether there are more
+        _ = iter(loader)
+        assert next(whole, None) is None
+        assert sorted(n for batch in batches for n in batch["number"].tolist()) == list(range(60))
+
+
+def test_nothing_that_was_handed_out_is_kept(cache: CacheDir) -> None:
+    """Neither by the iterator that has more of them, nor by one that is through."""
+    with Loader(cache, batch_size=10, fields=["number"]) as loader:
+        epoch = iter(loader)
+        for _ in range(6):
+            there = weakref.ref(next(epoch)["number"])
+            assert there() is None
+        half = iter(loader)
+        next(half)
+        at_hand = [weakref.ref(batch["number"]) for batch in half._ready]  # type: ignore[attr-defined]
+        del half
+        assert [there() for there in at_hand] == [None] * len(at_hand)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
