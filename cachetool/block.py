@@ -181,13 +181,15 @@ class Block:
         return cls(schema, {f.name: _concat(f, [b.columns[f.name] for b in blocks]) for f in schema})
 
     @classmethod
-    def from_samples(cls, schema: Schema, samples: Sequence[Mapping[str, Any]]) -> Block:
+    def from_samples(cls, schema: Schema, samples: Sequence[Mapping[str, Any]], *, exact: bool = False) -> Block:
         """Columns out of single samples, values cast to the stored byte order.
 
         Raises :class:`UsageError` naming the field when a value is missing or does not fit the schema: another shape,
-        another dtype, another kind.
+        another dtype, another kind, a Python number that the dtype cannot hold. A float is rounded to a dtype that is
+        narrower, unless ``exact``.
         """
-        return cls(schema, {f.name: _column(f, [_value(s, f.name) for s in samples]) for f in schema})
+        columns = {f.name: _column(f, [_value(s, f.name) for s in samples], exact=exact) for f in schema}
+        return cls(schema, columns)
 
 
 def _value(sample: Mapping[str, Any], name: str) -> Any:
@@ -215,12 +217,12 @@ def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return offsets
 
 
-def _column(field: Field, values: Sequence[Any]) -> Column:
+def _column(field: Field, values: Sequence[Any], *, exact: bool) -> Column:
     if field.kind in ("bytes", "str"):
         raw = [_raw(field, value) for value in values]
         sizes = np.fromiter((len(r) for r in raw), dtype=np.int64, count=len(raw))
         return Ragged(np.frombuffer(b"".join(raw), dtype=np.uint8), _offsets(sizes))
-    arrays = [_array(field, value) for value in values]
+    arrays = [_array(field, value, exact=exact) for value in values]
     if field.kind == "fixed":
         if not arrays:
             return np.empty((0, *field.sizes), dtype=field.numpy)
@@ -244,14 +246,14 @@ def _raw(field: Field, value: Any) -> bytes:
     raise UsageError(f"field {field.name!r} holds {field.kind}, got {type(value).__name__}")
 
 
-def _array(field: Field, value: Any) -> npt.NDArray[Any]:
+def _array(field: Field, value: Any, *, exact: bool) -> npt.NDArray[Any]:
     if isinstance(value, str | bytes | bytearray | memoryview):
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {type(value).__name__}")
     array = np.asarray(value)
     want = field.numpy
     same = array.dtype.newbyteorder("<") == want
-    # A Python number has no dtype of its own: an int or float fits where the number is not lost. A bool is no number:
-    # in a field of numbers nothing would tell it from 0 and 1.
+    # A Python number has no dtype of its own: an int fits where the number is kept, a float where it is no more than
+    # rounded. A bool is no number: in a field of numbers nothing would tell it from 0 and 1.
     integers = array.dtype.kind in "iu" and want.kind in "iu"  # the value itself is checked below
     number = isinstance(value, int | float) and not isinstance(value, bool)
     plain = number and (integers or np.can_cast(array.dtype, want, "same_kind"))
@@ -260,10 +262,11 @@ def _array(field: Field, value: Any) -> npt.NDArray[Any]:
     fits = array.ndim == field.rank if field.kind == "ragged" else array.shape == field.shape
     if not fits:
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {array.dtype} {array.shape}")
-    if same or not isinstance(value, int):
+    if same or not number:
         return array.astype(want, copy=False)
-    with np.errstate(over="ignore"):  # an infinity is no whole number, so that it is refused below
+    with np.errstate(over="ignore"):  # to an infinity, which is refused below
         out = array.astype(want)
-    if want.kind in "iufc" and out.item() != value:
+    kept = out.item() == value if exact or isinstance(value, int) else np.isfinite(out)
+    if want.kind in "iufc" and not kept and np.isfinite(value):
         raise UsageError(f"field {field.name!r} holds {field.describe()}, which cannot hold {value}")
     return out

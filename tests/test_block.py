@@ -148,6 +148,8 @@ def test_big_endian_values_are_stored_little_endian() -> None:
         (Field("x", "<f8"), 2**64 - 1),
         (Field("x", "<f4"), 2**24 + 1),
         (Field("x", "<f2"), 70_000),
+        (Field("x", "<f2"), 70_000.0),
+        (Field("x", "<f4"), 1e300),
         (Field("x", "<c16"), 2**53 + 1),
         (Field("x", "<i8"), True),
         (Field("x", "<f8"), False),
@@ -179,3 +181,15 @@ def test_a_missing_value_is_answered_with_the_fields_that_are_there() -> None:
 )
 def test_a_python_number_fits_where_no_value_is_lost(dtype: str, value: Any, expected: Any) -> None:
     assert expected == Block.from_samples(Schema((Field("x", dtype),)), [{"x": value}]).sample(0)["x"]
+
+
+@pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 0.5])
+def test_a_python_float_is_rounded_unless_that_is_not_wanted(value: float) -> None:
+    schema = Schema((Field("x", "<f4"),))
+
+    assert np.array_equal(Block.from_samples(schema, [{"x": value}]).columns["x"], [np.float32(value)], equal_nan=True)  # type: ignore[arg-type]
+    if value == 0.1:
+        with pytest.raises(UsageError, match=r"'x' holds float32, which cannot hold 0\.1"):
+            Block.from_samples(schema, [{"x": value}], exact=True)
+    else:
+        Block.from_samples(schema, [{"x": value}], exact=True)

@@ -21,11 +21,12 @@ BELOW = {
     **dict.fromkeys(VALUES, VALUES),
     "disk": VALUES,
     "scratch": VALUES,
+    "streams": VALUES,
     "cache": VALUES | {"disk"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,
-    "sources": VALUES | {"stores", "formats"},
-    "loaders": VALUES | {"cache", "formats"},
+    "sources": VALUES | {"stores", "formats", "streams"},
+    "loaders": VALUES | {"cache", "formats", "streams"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}
 DOORS = {"cli", "loaders", "bench", "__init__", "__main__"}

@@ -25,6 +25,7 @@ import typer
 
 from cachetool.errors import CacheToolError, CapacityError, to_json
 from cachetool.progress import Report, silent
+from cachetool.streams import keep_standard_streams
 from cachetool.text import count, plain
 
 __all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
@@ -108,6 +109,7 @@ def wants_json(args: Sequence[str]) -> bool:
 
 def prepare_streams() -> None:
     """Make stdout and stderr safe to write to: there even when closed, and never failing on a character."""
+    keep_standard_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # the caller closed the descriptor

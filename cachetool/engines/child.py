@@ -27,6 +27,7 @@ from types import FrameType
 from cachetool.disk import known_error
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, from_json, to_json
+from cachetool.streams import keep_standard_streams
 
 __all__ = ["bug", "main"]
 
@@ -77,6 +78,7 @@ def main(starter: int = 0, imports: str = "") -> None:
 
     ``starter`` is its pid, where it is known before the first task, and ``imports`` a module to load meanwhile.
     """
+    keep_standard_streams()
     out = os.dup(1)
     os.dup2(2, 1)
     pipe = _Pipe(out)

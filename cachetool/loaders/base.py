@@ -214,7 +214,7 @@ class BaseLoader(ABC, Generic[T]):
         does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this process used the
         cache meanwhile."""
         epoch = None if self._iterator is None else self._iterator()
-        if epoch is not None:
+        if epoch is not None and not (epoch.over or epoch.replaced):
             return self._limited(epoch.progress.begun.steps, epoch.progress.before)
         rest = self._left_over
         return self._limited(self._fed().prepare(self.epoch, rest).steps, 0 if rest is None else self._taken)

@@ -69,6 +69,8 @@ class Epoch(Iterator[T]):
         self._ready: deque[T] = deque()
         self._fetched = 0
         self.replaced = False
+        self.over = False
+        """Whether it was asked for more than it had."""
 
     @property
     def all_fetched(self) -> bool:
@@ -93,6 +95,7 @@ class Epoch(Iterator[T]):
         Between two batches the training loop drives this code out of the processor's caches.
         """
         if self.all_fetched:
+            self.over = True
             raise StopIteration
         if self._feed.pid != os.getpid():
             raise UsageError(f"this iterator belongs to process {self._feed.pid}; iterate the loader again in this one")

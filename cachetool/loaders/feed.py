@@ -32,6 +32,7 @@ from cachetool.loaders.ring import Ring
 from cachetool.loaders.ring_memory import supported
 from cachetool.loaders.slot import Batch, SlotReader
 from cachetool.schema import Schema
+from cachetool.streams import keep_standard_streams
 
 __all__ = ["Feed", "Processes"]
 
@@ -111,6 +112,7 @@ class Processes:
     def __init__(self, settings: Settings, *, feeders: int, transform: bytes) -> None:
         if not supported():
             raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
+        keep_standard_streams()
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []

@@ -33,6 +33,7 @@ from cachetool.loaders.ring import RingWriter
 from cachetool.loaders.slot import SlotWriter
 from cachetool.loaders.transform import Transform, loads
 from cachetool.loaders.view import View
+from cachetool.streams import keep_standard_streams
 
 __all__ = ["main"]
 
@@ -60,6 +61,7 @@ def main() -> None:
     """Serve the training process that holds the other end of stdin, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides; it ends our stdin
     _yield_to_training()
+    keep_standard_streams()
     os.dup2(2, 1)  # what a transform prints is no answer
     lines = Lines(0)
     hello = json.loads(lines.whole())

@@ -32,6 +32,7 @@ import numpy as np
 from cachetool.block import Block, Ragged
 from cachetool.errors import BadObject, CacheToolError, to_json
 from cachetool.sources.filebase import FileOptions, RandomAccess
+from cachetool.streams import keep_standard_streams
 
 __all__ = ["main"]
 
@@ -45,6 +46,7 @@ COPIES = 8
 
 def main() -> None:
     """Answer until stdin ends."""
+    keep_standard_streams()
     out = os.fdopen(os.dup(1), "wb", buffering=2**20)
     os.dup2(2, 1)
     asked = json.loads(sys.stdin.buffer.readline())

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,10 +44,14 @@ VALUE = "value"
 MAX_NOTES = 1000
 _NOTES = (b"length", b"num-samples", b"num_samples")
 _LOOK = 100
-"""Values that are looked at for pickles, and for named databases."""
+"""Values that are looked at for pickles."""
 _COUNT = 2**14
-_TABLE = 48
-"""Bytes of the record of a named database."""
+_TABLE = struct.Struct("<IHHQQQQQ")
+"""The record of a named database: ``MDB_db`` of LMDB's mdb.c. Pad, flags, depth; branch, leaf and overflow pages,
+entries, and the page of the root."""
+_NO_PAGE = 2**64 - 1
+_NAMED = 10
+"""Named databases that a message may name."""
 _RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
 
@@ -96,9 +101,8 @@ class LMDBFile(ClosingFile):
         with reading(str(path)):
             self._stored = self.piece = disk_bytes(path)
             try:
-                self._refuse_tables()
                 notes: list[str] = []
-                self.samples = _count(self._open(), notes)
+                self.samples = self._count(notes)
                 if not self.samples:
                     raise BadObject(f"{path}: no samples in it")
                 self._refuse_pickles()
@@ -174,21 +178,34 @@ class LMDBFile(ClosingFile):
         self._next += len(keys)
         return _Batch(keys, values)
 
-    def _refuse_tables(self) -> None:
-        """Named databases are entries too: refuse them rather than read their page numbers as values."""
+    def _count(self, notes: list[str]) -> int:
+        """Samples in the file. Keys must rise: a tree that leads back into itself would never end. Named databases are
+        entries too: they are refused rather than their page numbers read as values."""
         txn = self._open()
-        names = []
-        for _, (key, value) in zip(range(_LOOK), txn.cursor(), strict=False):
-            if len(value) == _TABLE:
-                name = bytes(key).rstrip(b"\0")
+        pages = self._env.info()["last_pgno"]
+        count, last = 0, None
+        named: list[str] = []
+        for view, value in txn.cursor():
+            key = bytes(view)
+            if last is not None and key <= last:
+                raise ValueError(f"its keys are not in order at {key[:50]!r}")
+            last = key
+            if len(value) == _TABLE.size and len(named) < _NAMED and _may_be_table(value, pages):
                 with contextlib.suppress(lmdb.Error):  # an entry like any other
-                    self._env.open_db(name, txn=txn, create=False)
-                    names.append(name.decode("utf-8", "replace"))
-        if names:
+                    self._env.open_db(key.rstrip(b"\0"), txn=txn, create=False)
+                    named.append(key.rstrip(b"\0").decode("utf-8", "replace"))
+            if _is_note(view):
+                if len(notes) == MAX_NOTES:
+                    raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
+                notes.append(key.decode("utf-8", "replace")[:100])
+            else:
+                count += 1
+        if named:
             raise UsageError(
-                f"{self.path} holds named databases ({', '.join(names)[:100]});\ncopy one into a file of its own, with"
-                f" mdb_dump -s {names[0][:50]} and mdb_load"
+                f"{self.path} holds named databases ({', '.join(named)[:100]});\ncopy one into a file of its own, with"
+                f" mdb_dump -s {named[0][:50]} and mdb_load"
             )
+        return count
 
     def _refuse_pickles(self) -> None:
         if self._format == "bytes":
@@ -291,18 +308,8 @@ def _samples(txn: Any) -> Iterator[tuple[memoryview, memoryview]]:
     return ((key, value) for key, value in txn.cursor() if not _is_note(key))
 
 
-def _count(txn: Any, notes: list[str]) -> int:
-    """Samples in the file. Keys must rise: a tree that leads back into itself would never end."""
-    count, last = 0, None
-    for view in txn.cursor().iternext(keys=True, values=False):
-        key = bytes(view)
-        if last is not None and key <= last:
-            raise ValueError(f"its keys are not in order at {key[:50]!r}")
-        last = key
-        if _is_note(view):
-            if len(notes) == MAX_NOTES:
-                raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
-            notes.append(key.decode("utf-8", "replace")[:100])
-        else:
-            count += 1
-    return count
+def _may_be_table(value: memoryview, last: int) -> bool:
+    """Whether 48 bytes can be the record of a named database in a file whose last page has this number: only of these
+    LMDB is asked, since that takes longer than all else that is done about an entry."""
+    _, _, depth, branch, leaf, overflow, _, root = _TABLE.unpack(value)
+    return bool(depth < 64 and max(branch, leaf, overflow) <= last and (root <= last or root == _NO_PAGE))

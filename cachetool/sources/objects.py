@@ -289,18 +289,18 @@ def _piece(pending: Sequence[tuple[int, _Sample]], schema: Schema, done: int, *,
     fetched = sum(sample.fetched for _, sample in pending)
     good = [(position, sample) for position, sample in pending if sample.error is None]
     try:
-        block = Block.from_samples(schema, [sample.values for _, sample in good])
+        block = Block.from_samples(schema, [sample.values for _, sample in good], exact=True)
     except UsageError:
         # Rare: look for the culprits one by one.
         for _, sample in good:
             try:
-                Block.from_samples(schema, [sample.values])
+                Block.from_samples(schema, [sample.values], exact=True)
             except UsageError as error:
                 sample.error = BadObject(f"sample {sample.key!r}: {error}")
                 if not skip_bad:
                     raise sample.error from None
         good = [(position, sample) for position, sample in good if sample.error is None]
-        block = Block.from_samples(schema, [sample.values for _, sample in good])
+        block = Block.from_samples(schema, [sample.values for _, sample in good], exact=True)
     skipped = tuple(
         Skipped(position, sample.key, _line(sample.error)) for position, sample in pending if sample.error is not None
     )

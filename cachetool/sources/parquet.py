@@ -56,7 +56,7 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
         check_allocation(f"{path}: a row group", piece, stored=stored)
         schema = file.schema_arrow
     ends = np.cumsum(counts).astype(np.int64)
-    table = _Table(file, ends)
+    table = _Table(path, file, ends)
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
     names = Counter(schema.names)
@@ -92,8 +92,8 @@ def _parts(about: Any, name: str) -> Iterator[Part]:
 class _Table:
     """Columns of the row group that was read last."""
 
-    def __init__(self, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        self._file, self._ends = file, ends
+    def __init__(self, path: Path, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._path, self._file, self._ends = path, file, ends
         self._number = -1
         self._held: dict[str, Any] = {}
 
@@ -108,8 +108,9 @@ class _Table:
                 self._number, self._held = number, {}
             if name not in self._held:
                 # Others come with it whose names begin as this one does: a dot may be part of a name.
-                found = self._file.read_row_group(number, columns=[name])
-                self._held[name] = found.column(name).combine_chunks()
+                found = self._file.read_row_group(number, columns=[name]).column(name).combine_chunks()
+                self._check(name, number, len(found))
+                self._held[name] = found
             first = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
             parts.append(self._held[name].slice(start - first, end - start))
@@ -117,8 +118,17 @@ class _Table:
         chunks = [chunk for part in parts for chunk in (part.chunks if hasattr(part, "chunks") else [part])]
         out = chunks[0] if len(chunks) == 1 else pyarrow.concat_arrays(chunks)
         if out.null_count:
-            raise BadObject(f"{quoted(name)} has values that are null; choose other fields with --fields")
+            raise BadObject(f"{self._path}: {quoted(name)} has values that are null; choose other fields with --fields")
         return out
+
+    def _check(self, name: str, number: int, came: int) -> None:
+        """Refuse what pyarrow 26 makes of some lists in small pages of version 2.0: fewer rows than there are."""
+        rows = int(self._ends[number] - (self._ends[number - 1] if number else 0))
+        if came != rows:
+            raise BadObject(
+                f"{self._path}: {quoted(name)} has {rows} rows in row group {number}, of which pyarrow reads {came};\n"
+                "write the file again with data_page_version='1.0', or choose other fields with --fields"
+            )
 
 
 def _column(table: _Table, field: Any, rows: int, piece: int) -> StoredColumn | str:

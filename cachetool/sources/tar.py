@@ -98,11 +98,11 @@ class TarFiles(ClosingFile):
 
     def _block(self, file: Path, samples: Sequence[Assembled[Value]]) -> Block:
         try:
-            return Block.from_samples(self.schema, [sample.values for sample in samples])
+            return Block.from_samples(self.schema, [sample.values for sample in samples], exact=True)
         except UsageError:
             for sample in samples:  # rare: the file was changed since it was looked at; find out where
                 try:
-                    Block.from_samples(self.schema, [sample.values])
+                    Block.from_samples(self.schema, [sample.values], exact=True)
                 except UsageError as error:
                     raise BadObject(f"{file}: sample {quoted(sample.key)}: {error}") from None
             raise

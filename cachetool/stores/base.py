@@ -77,7 +77,9 @@ KEY_BYTES = 4096
 LARGEST = 2**48
 """Bytes of an object are less; the largest that a cloud takes has 190 TiB."""
 
-CHANGED = "\nlist again with --refresh, or leave it out with --on-error skip"
+CHANGED = (
+    "\nlist objects again with --refresh, draw changed files into another --dataset, or leave out with --on-error skip"
+)
 """What to do about an object that is not the listed one."""
 
 Pages = Iterator[list[Object]]

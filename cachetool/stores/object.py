@@ -162,12 +162,14 @@ class ObjectStore:
         for page in self._pages(key):
             batch = []
             for meta in page:
-                circle.look(meta["path"])
-                # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart.
-                if meta["size"] == 0 and self._head(meta["path"]) is None:
+                path = meta["path"]
+                circle.look(path)
+                # A folder's marker "name/" is listed as "name" of 0 bytes; asking for it tells them apart. That of the
+                # prefix itself has no name.
+                if not path or (meta["size"] == 0 and self._head(path) is None):
                     left_out["folder markers"] += 1
                     continue
-                batch.append(Object(meta["path"], meta["size"], _bare(meta["e_tag"])))
+                batch.append(Object(path, meta["size"], _bare(meta["e_tag"])))
             yield batch
         self._left_out = left_out
 
@@ -266,7 +268,8 @@ class _Circle:
     """
 
     def __init__(self, place: str) -> None:
-        self._place, self._key, self._left, self._power = place, "", 1, 1
+        self._place, self._left, self._power = place, 1, 1
+        self._key: str | None = None
 
     def look(self, key: str) -> None:
         """The next key. Raises :class:`SourceError` when it was there before."""

@@ -215,6 +215,23 @@ def test_closed_streams_do_not_disturb_a_command(filled: Path, closed: str) -> N
     assert ran.stderr == ""
 
 
+def test_a_command_in_a_folder_that_was_removed_says_so(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    ran = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone; "$0" -m cachetool ls --cache c', sys.executable],
+        cwd=tmp_path / "gone",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: the current folder was removed, so no relative path leads anywhere; change to another one\n"
+    )
+
+
 def test_text_that_the_terminal_cannot_show_is_escaped(run: Run, remote: Path) -> None:
     ran = run(
         "pull", remote, "--dataset", "größe", "--samples", "2", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}

@@ -218,8 +218,13 @@ def test_the_length_of_an_epoch_to_resume_is_what_is_left_of_it(workers: int, ca
     with opened(cache, workers=workers) as loader:
         loader.load_state_dict(state)
         assert len(loader) == 11
-        assert len(list(loader)) == 11
-        assert len(loader) == 15
+        batches = iter(loader)
+        for _ in range(11):
+            next(batches)
+            assert len(loader) == 11  # also in the loop's last turn
+        assert next(batches, None) is None
+        assert len(loader) == 15  # of the next one, though the iterator is still there
+        assert len(list(loader)) == 15
 
 
 @pytest.mark.parametrize("workers", EACH)

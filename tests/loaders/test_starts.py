@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from tests.loaders.conftest import run_script
@@ -74,3 +79,29 @@ def test_an_unguarded_script_starts_loader_and_pull_on_an_empty_cache_and_trains
     with open_cache(tmp_path / "cache") as cache:
         assert leases(cache) == []
         assert cache.catalog.rows("SELECT 1 FROM jobs") == []
+
+
+DAEMON = """
+    import sys, cachetool
+    from cachetool.loaders.numpy import Loader
+    cache = cachetool.open_cache("cache", max_size="20MB")
+    cache.pull(sys.argv[1], seed=3, shard_size="20kB")
+    with Loader(cache, batch_size=8, workers=2) as loader:
+        count = sum(len(batch["__key__"]) for batch in loader)
+    with open("counted", "w") as file:
+        print(count, [file.fileno() > 2], file=file)
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_daemon_without_standard_streams_pulls_and_trains(closed: str, tmp_path: Path) -> None:
+    for number in range(40):
+        path = tmp_path / "source" / f"{number:03d}.npy"
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, np.arange(number, number + 10))
+    (tmp_path / "daemon.py").write_text(textwrap.dedent(DAEMON))
+
+    command = ["sh", "-c", f'"$0" daemon.py source {closed}', sys.executable]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+
+    assert (tmp_path / "counted").read_text() == "40 [True]\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -262,6 +263,17 @@ def test_a_json_value_that_would_become_another_is_a_misfit(tmp_path: Path, usua
 
     assert [piece.block.sample(at)["x"] for at in range(2)] == [usual, usual]
     assert [each.key for each in piece.skipped] == ["b"]
+
+
+@pytest.mark.parametrize("number", [0.1, 1e300])
+def test_a_json_number_in_a_narrower_field_of_arrays_is_a_misfit(tmp_path: Path, number: float) -> None:
+    """As it is where the probe sees it: else 0.1 would be rounded, and 1e300 infinite."""
+    files = {"a.x.npy": np.ones((), np.float32), "b.json": {"x": number}, "c.x.npy": np.ones((), np.float32)}
+    assert "is float32" in str(failure(tmp_path / "seen", files))
+    with opened(tmp_path, files) as source:
+        found = source.probe(np.array([0, 2])).schema
+        with pytest.raises(BadObject, match=rf"sample 'b': .* float32, which cannot hold {re.escape(str(number))}"):
+            list(source.read(np.arange(3), schema=found))
 
 
 def test_samples_with_other_fields_are_an_error_naming_both_with_a_hint(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -23,6 +24,7 @@ from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.filebase import FileOptions
 from cachetool.sources.remote.kinds import Census
 from cachetool.stores import Object
 from tests.servers import Http, Scripted, counted_s3, folder_server, scripted_server, serve_file
@@ -193,6 +195,25 @@ def test_what_was_never_written_in_hdf5_is_its_fill_value(tmp_path: Path, server
 
     np.testing.assert_array_equal(block.columns["empty"], np.full((ROWS, 3), 7, dtype="<f4"))
     np.testing.assert_array_equal(np.sort(block.columns["label"]), LABELS)
+
+
+def test_rows_of_parquet_that_do_not_come_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pyarrow 26 leaves out rows of a list of bools in tiny pages of version 2.0."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from cachetool.sources.parquet import open_parquet
+
+    path = tmp_path / write_parquet(tmp_path)
+    whole = parquet.ParquetFile.read_row_group
+
+    def short(self: Any, number: int, columns: list[str]) -> Any:
+        return whole(self, number, columns=columns).slice(0, 0 if number == 1 else None)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", short)
+    with path.open("rb") as file:
+        rows = open_parquet(path, FileOptions(fields=("label",), key=False), file, stored=path.stat().st_size)
+        assert rows.read(0, 17).columns["label"].tolist() == LABELS[:17].tolist()
+        with pytest.raises(BadObject, match=r"'label' has 17 rows in row group 1, of which pyarrow reads 0;\n"):
+            rows.read(0, ROWS)
 
 
 def test_times_of_day_in_parquet_are_whole_numbers(tmp_path: Path, server: Http) -> None:

@@ -89,11 +89,11 @@ def test_a_missing_bucket_is_not_found(s3_env: dict[str, str], moto: Moto, monke
 
 def test_a_folder_marker_is_left_out_and_an_empty_object_is_not(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, dict(moto.env))
-    moto.put("markers", {"p/dir.v1/": b"", "p/dir.v1/a.npy": b"x", "p/empty.bin": b""})
-    store = open_store("s3://markers/p")
-
-    assert {item.key for page in store.list() for item in page} == {"dir.v1/a.npy", "empty.bin"}
-    assert store.left_out == {"folder markers": 1}
+    moto.put("markers", {"p/": b"", "p/dir.v1/": b"", "p/dir.v1/a.npy": b"x", "p/empty.bin": b"", "p": b""})
+    for url in ("s3://markers/p", "s3://markers/p/"):
+        store = open_store(url)
+        assert {item.key for page in store.list() for item in page} == {"dir.v1/a.npy", "empty.bin"}
+        assert store.left_out == {"folder markers": 2}
 
 
 @pytest.mark.parametrize("key", ["p/a//b.npy", "p/../b.npy", "p/./b.npy", "p/ctl\x01.npy"])

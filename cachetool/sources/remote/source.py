@@ -95,19 +95,21 @@ class FilesSource:
             return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
         blocks: list[Block] = []
         names: list[str] = []
+        first_error: Exception | None = None
         looked = held = 0
         for unit in units[: _PROBED if self._table.whole else len(units)]:
             for batch in self._fetched(np.array([unit])):
                 found = self._blocks(batch)
                 if batch.errors and not skip_bad:
                     raise batch.errors[0]
+                first_error = first_error or next(iter(batch.errors.values()), None)
                 names += [self._called(run.file) for run, block in zip(batch.runs, found, strict=True) if len(block)]
                 blocks += [block for block in found if len(block)]
                 looked, held = looked + 1, held + batch.fetched
             if blocks and held >= _PROBED_BYTES:
                 break
         if not blocks:
-            raise NotFound(f"no samples under {self.url}")
+            raise first_error or NotFound(f"no samples under {self.url}")
         by_name = [(name, block.schema) for name, block in zip(names, blocks, strict=True)]
         schema = common_of(by_name, sparse=self._sparse)
         return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
