@@ -19,7 +19,7 @@ import zarr
 
 import cachetool
 from cachetool.block import Block
-from cachetool.errors import BadObject, UsageError
+from cachetool.errors import BadObject, NotFound, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.schema import Schema
@@ -505,6 +505,25 @@ def test_a_pull_of_rows_takes_as_many_as_asked_and_then_the_rest_once(
 def shard_keys(path: Path, schema: Schema) -> list[str]:
     with open_shard(path, get_format("lmdb"), schema) as reader:
         return keys(reader.read(0, reader.samples))
+
+
+def test_files_that_all_changed_or_went_are_not_no_samples(tmp_path: Path, server: Http) -> None:
+    """Those who look for the schema pass over files that are bad, until none is left."""
+    for part in range(2):
+        (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 10, part * 10 + 10)))
+    with source_of(server.url, tmp_path / "listing") as source:
+        source.probe(np.arange(2))
+    for part in range(2):
+        (tmp_path / "place" / f"part{part}.tar").write_bytes(tar_of(range(part * 50, part * 50 + 50)))
+    source = open_source(server.url, tmp_path / "listing")
+    changed = r"'part0.tar' changed since it was listed.*\n.*another --dataset"
+    with contextlib.closing(source), pytest.raises(BadObject, match=changed):
+        source.probe(np.arange(2), skip_bad=True)
+    for part in range(2):
+        (tmp_path / "place" / f"part{part}.tar").unlink()
+    source = open_source(server.url, tmp_path / "listing")
+    with contextlib.closing(source), pytest.raises(NotFound, match=r"'part0.tar' is not there any more"):
+        source.probe(np.arange(2), skip_bad=True)
 
 
 def test_a_pull_of_tar_files_commits_each_file_once_and_whole(tmp_path: Path, server: Http) -> None:
