@@ -154,6 +154,7 @@ def by_lmdb(cache: Path) -> dict[str, Any]:
     return {s["__key__"]: [s["npy"].ravel().tolist(), int(s["label"])] for s in raw_samples(cache)}
 
 
+@pytest.mark.timeout(900)  # TensorFlow, from a disk that is busy with it for the first time, took 220 seconds
 def test_every_format_is_read_back_equal_by_its_own_library(
     digits: Path, s3_env: dict[str, str], tmp_path: Path
 ) -> None:

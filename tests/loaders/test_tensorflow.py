@@ -9,6 +9,8 @@ import pytest
 
 from tests.loaders.conftest import run_script
 
+pytestmark = pytest.mark.timeout(900)  # TensorFlow, from a disk that is busy with it for the first time, took 150 s
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
