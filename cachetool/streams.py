@@ -17,7 +17,5 @@ def keep_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)  # which children inherit
-            if null != number:
-                os.close(null)
+            # The lowest number that is free, which is this one, as those below it are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

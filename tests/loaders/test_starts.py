@@ -89,7 +89,7 @@ DAEMON = """
     with Loader(cache, batch_size=8, workers=2) as loader:
         count = sum(len(batch["__key__"]) for batch in loader)
     with open("counted", "w") as file:
-        print(count, [file.fileno() > 2], file=file)
+        print(count, file.fileno() > 2, file=file)
 """
 
 
@@ -104,4 +104,15 @@ def test_a_daemon_without_standard_streams_pulls_and_trains(closed: str, tmp_pat
     command = ["sh", "-c", f'"$0" daemon.py source {closed}', sys.executable]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
 
-    assert (tmp_path / "counted").read_text() == "40 [True]\n"
+    assert (tmp_path / "counted").read_text() == "40 True\n"
+
+
+def test_closed_streams_are_opened_for_children_too(tmp_path: Path) -> None:
+    code = "import os; from cachetool.streams import keep_standard_streams as keep; keep(); keep()\n"
+    code += "told = [(os.readlink(f'/proc/self/fd/{n}'), os.get_inheritable(n)) for n in range(3)]\n"
+    code += "open('told', 'w').write(str([name == '/dev/null' and inherited for name, inherited in told]))"
+
+    command = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+
+    assert (tmp_path / "told").read_text() == "[True, True, True]"
