@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from cachetool.errors import CacheToolError, CapacityError, CatalogError
+from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 
 __all__ = [
     "cache_around",
@@ -41,8 +41,9 @@ _CHANGED = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTE
 
 def known_error(error: BaseException) -> CacheToolError | None:
     """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
-    or went without cachetool: nobody else has any business in there."""
-    if (known := disk_error(error) or _refused(error)) is not None:
+    or went without cachetool: nobody else has any business in there; or a :class:`UsageError` where the working folder
+    went."""
+    if (known := disk_error(error) or _refused(error) or _nowhere(error)) is not None:
         return known
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
@@ -52,6 +53,17 @@ def known_error(error: BaseException) -> CacheToolError | None:
         f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
         f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
     )
+
+
+def _nowhere(error: BaseException) -> UsageError | None:
+    """That a path is relative to a folder which somebody removed."""
+    if not isinstance(error, FileNotFoundError) or error.filename is not None:  # of a file, as most are
+        return None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return UsageError("the current folder was removed, so no relative path leads anywhere; change to another one")
+    return None
 
 
 def _refused(error: BaseException) -> CatalogError | None:

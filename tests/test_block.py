@@ -183,13 +183,17 @@ def test_a_python_number_fits_where_no_value_is_lost(dtype: str, value: Any, exp
     assert expected == Block.from_samples(Schema((Field("x", dtype),)), [{"x": value}]).sample(0)["x"]
 
 
-@pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 0.5])
-def test_a_python_float_is_rounded_unless_that_is_not_wanted(value: float) -> None:
+@pytest.mark.parametrize("value", [0.5, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_python_float_that_a_narrower_field_has_is_kept(value: float, *, exact: bool) -> None:
+    column = Block.from_samples(Schema((Field("x", "<f4"),)), [{"x": value}], exact=exact).columns["x"]
+
+    assert np.array_equal(column, [np.float32(value)], equal_nan=True)  # type: ignore[arg-type]
+
+
+def test_a_python_float_is_rounded_to_a_narrower_field_unless_that_is_not_wanted() -> None:
     schema = Schema((Field("x", "<f4"),))
 
-    assert np.array_equal(Block.from_samples(schema, [{"x": value}]).columns["x"], [np.float32(value)], equal_nan=True)  # type: ignore[arg-type]
-    if value == 0.1:
-        with pytest.raises(UsageError, match=r"'x' holds float32, which cannot hold 0\.1"):
-            Block.from_samples(schema, [{"x": value}], exact=True)
-    else:
-        Block.from_samples(schema, [{"x": value}], exact=True)
+    assert Block.from_samples(schema, [{"x": 0.1}]).sample(0)["x"] == np.float32(0.1)
+    with pytest.raises(UsageError, match=r"'x' holds float32, which cannot hold 0\.1"):
+        Block.from_samples(schema, [{"x": 0.1}], exact=True)

@@ -29,7 +29,7 @@ from cachetool.cli.show import show
 from cachetool.cli.stats import stats
 from cachetool.cli.verify import verify
 from cachetool.disk import known_error
-from cachetool.errors import CacheToolError, Interrupted, UsageError
+from cachetool.errors import CacheToolError, Interrupted
 
 __all__ = ["app", "run"]
 
@@ -79,7 +79,7 @@ def run(args: Sequence[str]) -> int:
             return _usage(error, args, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
             _trace()
-            known = known_error(error) or _nowhere(error)
+            known = known_error(error)
             return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
             return fail_with(
@@ -112,17 +112,6 @@ def _trace() -> None:
         import traceback
 
         traceback.print_exc()
-
-
-def _nowhere(error: Exception) -> UsageError | None:
-    """That a path is relative to a folder which somebody removed."""
-    if not isinstance(error, FileNotFoundError) or error.filename is not None:  # of a file, as most are
-        return None
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return UsageError("the current folder was removed, so no relative path leads anywhere; change to another one")
-    return None
 
 
 def _bug(error: Exception, *, as_json: bool) -> int:

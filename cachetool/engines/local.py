@@ -21,7 +21,6 @@ from typing import Any, Self
 
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
-from cachetool.streams import keep_standard_streams
 
 __all__ = ["Child", "LocalEngine", "begun_early", "stop"]
 
@@ -126,7 +125,6 @@ class Child:
         call = f"main({os.getpid()}, {imports!r})"
         paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
         boot = f"{paths}; from cachetool.engines.child import main; {call}"
-        keep_standard_streams()
         self.process = subprocess.Popen(
             [sys.executable, "-c", boot],
             stdin=subprocess.PIPE,

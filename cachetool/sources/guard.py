@@ -28,7 +28,6 @@ from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
 from cachetool.errors import BadObject, UsageError, from_json
 from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileOptions
-from cachetool.streams import keep_standard_streams
 
 __all__ = ["GuardedFile", "read_block"]
 
@@ -117,7 +116,6 @@ class _Child:
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
-        keep_standard_streams()
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", boot],
             stdin=subprocess.PIPE,

@@ -17,7 +17,6 @@ process that opens it: only the one of :mod:`cachetool.sources.guard` does.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import struct
@@ -50,8 +49,6 @@ _TABLE = struct.Struct("<IHHQQQQQ")
 """The record of a named database: ``MDB_db`` of LMDB's mdb.c. Pad, flags, depth; branch, leaf and overflow pages,
 entries, and the page of the root."""
 _NO_PAGE = 2**64 - 1
-_NAMED = 10
-"""Named databases that a message may name."""
 _RAW = re.compile(r"raw:([^,]+)(?:,([0-9]+(?:[,x][0-9]+)*))?")
 _PICKLED = re.compile(rb"\x80[\x02-\x05](?:[\x8a\x95]|.*\.\Z)", re.DOTALL)
 
@@ -184,28 +181,31 @@ class LMDBFile(ClosingFile):
         txn = self._open()
         pages = self._env.info()["last_pgno"]
         count, last = 0, None
-        named: list[str] = []
         for view, value in txn.cursor():
             key = bytes(view)
             if last is not None and key <= last:
                 raise ValueError(f"its keys are not in order at {key[:50]!r}")
             last = key
-            if len(value) == _TABLE.size and len(named) < _NAMED and _may_be_table(value, pages):
-                with contextlib.suppress(lmdb.Error):  # an entry like any other
-                    self._env.open_db(key.rstrip(b"\0"), txn=txn, create=False)
-                    named.append(key.rstrip(b"\0").decode("utf-8", "replace"))
+            if len(value) == _TABLE.size and _may_be_table(value, pages) and self._is_table(key):
+                name = key.rstrip(b"\0").decode("utf-8", "replace")[:50]
+                raise UsageError(
+                    f"{self.path} holds named databases ({name});\ncopy one into a file of its own, with"
+                    f" mdb_dump -s {name} and mdb_load"
+                )
             if _is_note(view):
                 if len(notes) == MAX_NOTES:
                     raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
                 notes.append(key.decode("utf-8", "replace")[:100])
             else:
                 count += 1
-        if named:
-            raise UsageError(
-                f"{self.path} holds named databases ({', '.join(named)[:100]});\ncopy one into a file of its own, with"
-                f" mdb_dump -s {named[0][:50]} and mdb_load"
-            )
         return count
+
+    def _is_table(self, key: bytes) -> bool:
+        try:
+            self._env.open_db(key.rstrip(b"\0"), txn=self._txn, create=False)
+        except lmdb.Error:  # an entry like any other
+            return False
+        return True
 
     def _refuse_pickles(self) -> None:
         if self._format == "bytes":

@@ -100,9 +100,10 @@ class FilesSource:
         for unit in units[: _PROBED if self._table.whole else len(units)]:
             for batch in self._fetched(np.array([unit])):
                 found = self._blocks(batch)
-                if batch.errors and not skip_bad:
-                    raise batch.errors[0]
-                first_error = first_error or next(iter(batch.errors.values()), None)
+                error = batch.errors.get(0)
+                if error is not None and not skip_bad:
+                    raise error
+                first_error = first_error or error
                 names += [self._called(run.file) for run, block in zip(batch.runs, found, strict=True) if len(block)]
                 blocks += [block for block in found if len(block)]
                 looked, held = looked + 1, held + batch.fetched
