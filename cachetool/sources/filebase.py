@@ -13,7 +13,6 @@ What a file says of itself is not believed before it is compared with the bytes 
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, 
 from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import SourceOptions
+from cachetool.stores.base import EXHAUSTED
 
 __all__ = [
     "NOT_ASKED",
@@ -44,7 +44,6 @@ __all__ = [
 MAX_SKIPPED = 100
 """Names that :attr:`FileSource.skipped` lists; more are counted."""
 NOT_ASKED = "not asked for"
-_MACHINE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ def reading(what: str) -> Iterator[None]:
     except PermissionError as error:
         raise AccessDenied(f"{what}: permission denied") from error
     except Exception as error:  # codecs and parsers raise classes of their own for damaged bytes
-        if isinstance(error, OSError) and error.errno in _MACHINE:
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
             raise SourceError(f"{what}: {error.strerror}") from error
         lines = str(error).strip().splitlines() or [""]
         text = lines[0][:200] if lines[0].isprintable() and lines[0] else type(error).__name__

@@ -6,6 +6,7 @@ path. Store objects are used by many threads of one process at once, and never i
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from cachetool.stores.redact import printable
 
 __all__ = [
     "CHANGED",
+    "EXHAUSTED",
     "ZARR_METADATA",
     "Limits",
     "Object",
@@ -30,6 +32,8 @@ __all__ = [
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
 """Names that begin with a dot and yet are no hidden ones."""
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+"""Numbers of an OSError that say what the machine lacks, and nothing about the file it met."""
 
 
 @dataclass(frozen=True, slots=True)

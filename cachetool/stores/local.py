@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
-from cachetool.stores.base import ZARR_METADATA, Object, Pages, check_identity, check_length
+from cachetool.stores.base import EXHAUSTED, ZARR_METADATA, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 
 __all__ = ["LocalStore", "open_local_store"]
@@ -128,6 +128,8 @@ class LocalStore:
         except PermissionError as error:
             raise AccessDenied(f"{self.url!r}: {item.key!r} cannot be read: permission denied") from error
         except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise SourceError(f"{item.key!r} cannot be opened: {error.strerror}") from error
             self._refuse_away()
             raise BadObject(f"{item.key!r} cannot be read: {error.strerror}") from error
 

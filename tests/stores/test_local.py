@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable
+from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable
 from cachetool.stores import Object, open_store
 from cachetool.stores.local import open_local_store
 
@@ -121,6 +122,25 @@ def test_a_folder_that_holds_nothing_any_more_is_no_fault_of_its_objects(tmp_pat
 
     with pytest.raises(Unreachable, match="if it is a mount"):
         store.get(item)
+
+
+def test_a_file_met_without_descriptors_is_not_at_fault_and_neither_is_a_mount(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"x")
+    store = open_local_store(tmp_path)
+    [[item]] = store.list()
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        with pytest.raises(SourceError, match=r"'a\.npy' cannot be opened: Too many open files") as caught:
+            store.get(item)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert caught.type is SourceError  # not BadObject, which would leave it out
+    assert bytes(store.get(item)) == b"x"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
