@@ -38,6 +38,7 @@ _RECORD = 512
 _MAX_NOTE = 2**20
 _SKIP = 2**20
 _GZIP = b"\x1f\x8b"
+_PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _LINKS = (tarfile.LNKTYPE, tarfile.SYMTYPE)
 _NOT_FILES = {
@@ -199,12 +200,10 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
         at = 0
         notes: dict[str, str] = {}
         while (head := stream.read(_RECORD)).strip(b"\0"):
-            if len(head) < _RECORD:
-                raise BadObject(f"{file} is cut short at byte {at}")
             try:
                 info = tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
             except tarfile.HeaderError as error:
-                raise BadObject(f"{file}: byte {at} is no header of a member ({error})") from error
+                raise BadObject(f"{file}{_why_no_header(head, at, error)}") from error
             at += _RECORD
             if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE):
                 if not 0 <= info.size <= _MAX_NOTE:
@@ -236,6 +235,14 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
             raise BadObject(f"{file} is cut short: it ends at byte {at} without an end mark")
         while packed and stream.read(_SKIP):  # the checksum over all of it comes last
             pass
+
+
+def _why_no_header(head: bytes, at: int, error: tarfile.HeaderError) -> str:
+    if at == 0 and (packed := next((_PACKED[mark] for mark in _PACKED if head.startswith(mark)), None)):
+        return f" is packed with {packed}: unpack it, or pack it with gzip"
+    if len(head) < _RECORD:
+        return f" is cut short at byte {at}"
+    return f": byte {at} is no header of a member ({error})"
 
 
 def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:

@@ -301,6 +301,15 @@ def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) ->
         samples(tmp_path / "x.tar.gz")
 
 
+@pytest.mark.parametrize(("mode", "packed"), [("bz2", "bzip2"), ("xz", "xz")])
+def test_a_tar_file_packed_with_what_is_not_read_says_with_what(tmp_path: Path, mode: str, packed: str) -> None:
+    with tarfile.open(tmp_path / "x.tar", f"w:{mode}") as archive:  # type: ignore[call-overload]
+        archive.addfile(tarfile.TarInfo("a.txt"))
+
+    with pytest.raises(BadObject, match=rf"x\.tar is packed with {packed}: unpack it, or pack it with gzip"):
+        open_files(tmp_path / "x.tar")
+
+
 def test_an_archive_without_samples(tmp_path: Path) -> None:
     with pytest.raises(BadObject, match=r"x\.tar: no samples in it;\n'README': names without an extension"):
         open_files(write(tmp_path / "x.tar", [("README", b"")]))
