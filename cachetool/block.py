@@ -240,7 +240,10 @@ def _column(field: Field, values: Sequence[Any], *, exact: bool) -> Column:
 def _raw(field: Field, value: Any) -> bytes:
     if field.kind == "str":
         if isinstance(value, str):
-            return value.encode("utf-8", "surrogateescape")
+            try:
+                return value.encode("utf-8", "surrogateescape")
+            except UnicodeEncodeError:
+                raise UsageError(f"field {field.name!r} holds str, got text with half a surrogate pair") from None
     elif isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise UsageError(f"field {field.name!r} holds {field.kind}, got {type(value).__name__}")
@@ -249,6 +252,8 @@ def _raw(field: Field, value: Any) -> bytes:
 def _array(field: Field, value: Any, *, exact: bool) -> npt.NDArray[Any]:
     if isinstance(value, str | bytes | bytearray | memoryview):
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {type(value).__name__}")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise UsageError(f"field {field.name!r}: values that are masked cannot be kept; fill them: .filled(VALUE)")
     array = np.asarray(value)
     want = field.numpy
     same = array.dtype.newbyteorder("<") == want

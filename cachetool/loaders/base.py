@@ -17,6 +17,7 @@ from cachetool.loaders.feed import Feed, Processes
 from cachetool.loaders.files import located
 from cachetool.loaders.order import Shuffle, Steps
 from cachetool.loaders.plan import Settings
+from cachetool.loaders.ranks import given, launched
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
@@ -81,6 +82,7 @@ class BaseLoader(ABC, Generic[T]):
             {
                 "batch_size": (batch_size >= 1, batch_size, "at least 1"),
                 "shuffle": (shuffle in SHUFFLES, shuffle, "'full', 'window' or False"),
+                "world_size": (world_size >= 1, world_size, "at least 1"),
                 "rank": (0 <= rank < world_size, rank, f"0 to {world_size - 1}, below world_size"),
                 "workers": (workers >= 0, workers, "0 (a thread) or more feeder processes"),
                 "prefetch": (prefetch is None or prefetch >= 1, prefetch, "at least 1 batch"),
@@ -140,11 +142,7 @@ class BaseLoader(ABC, Generic[T]):
     # -- what a framework adds -----------------------------------------------------------------------------------------
 
     def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
-        if (rank is None) != (world_size is None):
-            raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-        if rank is not None and world_size is not None:
-            return rank, world_size
-        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        return given(rank, world_size) or launched()
 
     def _shared_run(self, world_size: int) -> str | None:
         """A name of this run that all its processes have, when the launcher gave none."""

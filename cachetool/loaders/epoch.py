@@ -84,7 +84,7 @@ class Epoch(Iterator[T]):
 
     def fetch(self) -> T:
         """The next batch, for whoever calls :meth:`count` once it is delivered. Raises ``StopIteration`` at the end."""
-        if not self._ready:
+        if not self._ready or self._feed.pid != os.getpid():  # what is ready after a fork is the parent's to deliver
             self._refill()
         self._fetched += 1
         return self._ready.popleft()

@@ -10,6 +10,9 @@ from cachetool.errors import CacheToolError, UsageError, from_json, to_json
 
 __all__ = ["FeederTraceback", "TransformError", "described", "rebuilt", "shared"]
 
+_MOST = 500
+"""Characters of a message; the traceback has all of it."""
+
 
 class FeederTraceback(Exception):
     """The cause of an error that happened in a feeder: its traceback there."""
@@ -27,19 +30,22 @@ def described(error: BaseException) -> dict[str, Any]:
     where = "".join(traceback.format_exception(error))
     if isinstance(error, TransformError):
         cause = error.__cause__ or error
-        what = " ".join(str(cause).split())
-        message = (
-            f"transform= raised {type(cause).__name__}: {what}" if what else f"transform= raised {type(cause).__name__}"
-        )
-        return {"error": UsageError.__name__, "message": message, "traceback": where}
+        return {"error": UsageError.__name__, "message": f"transform= raised {_said(cause)}", "traceback": where}
     if isinstance(error, CacheToolError):
         return {**to_json(error), "traceback": where}
-    what = " ".join(str(error).split())
-    return {
-        "error": "CacheToolError",
-        "message": f"a feeder failed: {type(error).__name__}: {what}",
-        "traceback": where,
-    }
+    return {"error": "CacheToolError", "message": f"a feeder failed: {_said(error)}", "traceback": where}
+
+
+def _said(error: BaseException) -> str:
+    """Its class and the beginning of what it says, in one line: it may be of any class and say anything."""
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001  # a class of the user's may do anything
+        words = ""
+    name = type(error).__name__
+    if len(words) > _MOST:
+        words = f"{words[:_MOST].rstrip()} ..."
+    return f"{name}: {words}" if words else name
 
 
 def rebuilt(value: Mapping[str, Any]) -> CacheToolError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -13,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from cachetool.block import Column, Ragged
-from cachetool.errors import UsageError
 from cachetool.loaders.gather import Empty
+from cachetool.loaders.ranks import given, launched
 from cachetool.schema import Field
 
 __all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "world"]
@@ -81,13 +80,11 @@ class Samples(Sequence[Sample]):
 
 def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size as given, or those of torch.distributed, or of the launcher's environment."""
-    if (rank is None) != (world_size is None):
-        raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    if rank is not None and world_size is not None:
-        return rank, world_size
+    if (place := given(rank, world_size)) is not None:
+        return place
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return launched()
 
 
 @functools.cache

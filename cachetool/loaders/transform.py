@@ -66,7 +66,7 @@ class Transform:
         if self._batch:
             given = _values(block)
             firsts = {field.name: given[field.name][0] for field in block.schema if field.kind == "ragged"}
-            return self._block(self._call(given, epoch, int(indices[0])), firsts)
+            return self._block(self._call(given, epoch, int(indices[0])), block.schema, firsts)
         first = block.sample(0)  # the function may change the dict that it is given
         firsts = {field.name: first[field.name] for field in block.schema if field.kind == "ragged"}
         numbers = indices.tolist()
@@ -88,10 +88,17 @@ class Transform:
             raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
 
-    def _block(self, result: Mapping[str, Any], firsts: Mapping[str, Any]) -> Block:
-        known = {} if self._schema is None else {field.name: field.kind == "ragged" for field in self._schema}
+    def _block(self, result: Mapping[str, Any], given: Schema, firsts: Mapping[str, Any]) -> Block:
+        known = {field.name: field for field in self._schema or ()}
         names = list(known) if known.keys() == result.keys() else result
-        columns = {name: _column(name, result[name], firsts.get(name), ragged=known.get(name, False)) for name in names}
+        likely = {field.name: field for field in given} if self._schema is None else known
+        columns = {}
+        for name in names:
+            if _says_nothing(result[name], listed=self._schema is None):
+                columns[name] = _nothing(name, likely.get(name))
+            else:
+                ragged = name in known and known[name].kind == "ragged"
+                columns[name] = _column(name, result[name], firsts, ragged=ragged)
         schema = Schema(tuple(field for field, _ in columns.values()))
         self._schema = self._schema or schema
         if schema != self._schema:
@@ -132,6 +139,8 @@ def _field(name: str, value: Any) -> Field:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise UsageError(f"transform= gave masked values for field {name!r}; fill them: .filled(VALUE)")
     try:
         array = np.asarray(value)
     except Exception as error:  # NumPy's own of unequal lists, and whatever other libraries' arrays raise
@@ -150,9 +159,10 @@ def _schema(results: Sequence[Mapping[str, Any]], firsts: Mapping[str, Any]) -> 
 
     def of(name: str, value: Any) -> Field:
         field = _field(name, value)
-        if name not in firsts or not field.shape:
+        if not field.shape:
             return field
-        still = value is firsts[name] or _differ([result.get(name) for result in results])
+        passed = any(value is first for first in firsts.values())
+        still = passed or (name in firsts and _differ([result.get(name) for result in results]))
         return _ragged(field) if still else field
 
     return Schema(tuple(of(name, value) for name, value in results[0].items()))
@@ -180,12 +190,32 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
         raise UsageError(f"transform= must give what its first result was: {error}") from error
 
 
-def _column(name: str, value: Any, first: Any, *, ragged: bool) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field. A list in place of a ragged column, of which ``first`` was
-    the first value, is one as well where it was before, where it was passed through, and where its values differ in
-    shape."""
-    listed = isinstance(value, list | tuple) and bool(value)
-    still = listed and (ragged or value[0] is first or (first is not None and _differ(value)))
+def _says_nothing(value: Any, *, listed: bool) -> bool:
+    """Whether a column has no value to tell its field by: an empty list; but for ``listed`` an empty array too, which
+    NumPy makes a float64 of an empty list."""
+    if isinstance(value, list | tuple):
+        return not value
+    return not listed and isinstance(value, np.ndarray) and value.shape == (0,)
+
+
+def _nothing(name: str, field: Field | None) -> tuple[Field, Column]:
+    """A column without rows: all samples of a batch were left out."""
+    if field is None:
+        raise UsageError(
+            f"transform= gave an empty list for field {name!r} first, which does not say what it holds;\n"
+            "give an empty array of its dtype, or call the field as what it is made of"
+        )
+    return field, Block.from_samples(Schema((field,)), []).columns[name]
+
+
+def _column(name: str, value: Any, firsts: Mapping[str, Any], *, ragged: bool) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field. A list is a ragged column where it was before, where one of
+    the batch's is passed through (``firsts``: the first value of each), and where it has the name of one and values
+    that differ in shape."""
+    listed = isinstance(value, list | tuple)
+    still = listed and (
+        ragged or any(value[0] is first for first in firsts.values()) or (name in firsts and _differ(value))
+    )
     if listed and (still or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:

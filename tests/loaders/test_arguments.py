@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import cachetool
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.torch import CacheDataset, EpochSampler
 
 
 def numbers(batches: Any) -> list[int]:
@@ -202,8 +204,7 @@ def test_what_the_transform_gives_first_holds_for_all_feeders(cache: CacheDir) -
 
 def _go_on(batches: Any, answer: Any) -> None:
     try:
-        for _ in batches:
-            pass
+        next(batches)
         answer.send("it went on")
     except UsageError as error:
         answer.send(str(error))
@@ -215,6 +216,8 @@ def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(worker
     with Loader(cache, batch_size=1, fields=["number"], workers=workers) as loader:
         batches = iter(loader)
         first = numbers([next(batches)])
+        while workers and not batches._ready:  # some that were fetched already are the parent's too
+            first += numbers([next(batches)])
         ours, theirs = multiprocessing.get_context("fork").Pipe()
         child = multiprocessing.get_context("fork").Process(target=_go_on, args=(batches, theirs))
         child.start()
@@ -222,3 +225,34 @@ def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(worker
         child.join(20)
         assert sorted(first + numbers(batches)) == list(range(60))
         assert loader.epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one', WORLD_SIZE='2', which is no rank of a job"),
+        ({"RANK": "1"}, "RANK='1', no WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "no RANK, WORLD_SIZE='2'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE='0', which is no rank of a job; set both or none"),
+    ],
+)
+def test_an_environment_that_is_of_no_job_is_named(
+    environment: dict[str, str], says: str, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(UsageError, match=re.escape(says)):
+        Loader(cache, batch_size=4)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        EpochSampler(CacheDataset(cache))
+    Loader(cache, batch_size=4, rank=0, world_size=1).close()
+
+
+def test_an_empty_environment_is_none(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    with Loader(cache, batch_size=4, workers=0) as loader:
+        assert len(numbers(loader)) == 60

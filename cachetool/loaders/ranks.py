@@ -1,0 +1,34 @@
+"""Where a process stands among those of its job: as it was given, or as the launcher's environment says."""
+
+from __future__ import annotations
+
+import os
+
+from cachetool.errors import UsageError
+
+__all__ = ["given", "launched"]
+
+
+def given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Rank and world size as they were given; None when neither was. Raises :class:`UsageError` for one alone."""
+    if (rank is None) != (world_size is None):
+        raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
+    return None if rank is None or world_size is None else (rank, world_size)
+
+
+def launched() -> tuple[int, int]:
+    """Rank and world size by ``RANK`` and ``WORLD_SIZE``, as torchrun and its likes set them; 0 of 1 without.
+
+    Raises :class:`UsageError` for what is no rank of a job: each process would take samples that are not its own.
+    """
+    texts = {name: os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE")}
+    try:
+        rank, size = int(texts["RANK"] or 0), int(texts["WORLD_SIZE"] or 1)
+    except ValueError:
+        rank, size = -1, 0
+    if not 0 <= rank < size or (size > 1 and not texts["RANK"]):
+        said = ", ".join(f"{name}={text!r}" if text else f"no {name}" for name, text in texts.items())
+        raise UsageError(
+            f"the environment has {said}, which is no rank of a job; set both or none, or give rank= and world_size="
+        )
+    return rank, size

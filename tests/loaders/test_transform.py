@@ -1,0 +1,139 @@
+"""What a transform may give: batches of which it left all samples out, columns under other names, odd values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cachetool.cache import CacheDir
+from cachetool.errors import UsageError
+from cachetool.loaders.numpy import Loader
+
+OPTIONS: dict[str, Any] = {"batch_size": 20, "shuffle": False}
+
+
+def kept(places: Iterable[int], columns: dict[str, Any]) -> dict[str, Any]:
+    """These places of a batch, as a user writes it: lists of whatever was a list or may be one."""
+    return {
+        name: column[list(places)] if name == "x" else [column[place] for place in places]
+        for name, column in columns.items()
+        if name in ("x", "number", "words", "raw", "ragged")
+    }
+
+
+def without(first: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Leaves all twenty samples from ``first`` on out."""
+    return lambda columns: kept([at for at, n in enumerate(columns["number"]) if n // 20 * 20 != first], columns)
+
+
+def listed(batches: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [
+        (int(number), x.tolist(), words, raw, ragged.tolist())
+        for batch in batches
+        for number, x, words, raw, ragged in zip(
+            batch["number"], batch["x"], batch["words"], batch["raw"], batch["ragged"], strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", [0, 20, 40])
+def test_a_batch_of_which_nothing_is_left_has_the_fields_of_the_others(
+    first: int, workers: int, cache: CacheDir
+) -> None:
+    with Loader(cache, workers=workers, **OPTIONS) as loader:
+        expected = [row for row in listed(loader) if row[0] // 20 * 20 != first]
+
+    with Loader(cache, workers=workers, transform=without(first), transform_each="batch", **OPTIONS) as loader:
+        batches = list(loader)
+
+    assert [len(batch["number"]) for batch in batches] == [0 if at == first else 20 for at in (0, 20, 40)]
+    assert {batch["number"].dtype for batch in batches} == {np.dtype("<i8")}
+    assert listed(batches) == expected
+
+
+@pytest.mark.parametrize("made", [lambda few: few, np.array])
+def test_numbers_of_which_none_is_left_keep_their_type(made: Callable[[list[int]], Any], cache: CacheDir) -> None:
+    def few(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"low": made([int(number) for number in columns["number"] if number < 20])}
+
+    with Loader(cache, workers=0, transform=few, transform_each="batch", **OPTIONS) as loader:
+        batches = list(loader)
+
+    assert [len(batch["low"]) for batch in batches] == [20, 0, 0]
+    assert {batch["low"].dtype for batch in batches} == {np.dtype("<i8")}
+
+
+def test_an_empty_list_that_comes_first_under_a_new_name_is_told_of(cache: CacheDir) -> None:
+    def late(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"high": [int(number) for number in columns["number"] if number >= 20]}
+
+    loader = Loader(cache, workers=0, transform=late, transform_each="batch", **OPTIONS)
+    with loader, pytest.raises(UsageError, match=r"an empty list for field 'high' first.*\ngive an empty array of"):
+        list(loader)
+
+
+@pytest.mark.parametrize("each", ["sample", "batch"])
+def test_a_ragged_field_passes_through_under_another_name(each: str, cache: CacheDir) -> None:
+    with Loader(cache, workers=1, **OPTIONS) as loader:
+        expected = [value.tolist() for batch in loader for value in batch["ragged"]]
+    renamed = {"transform": lambda given: {"pieces": given["ragged"]}, "transform_each": each}
+    with Loader(cache, workers=1, **renamed, **OPTIONS) as loader:
+        assert [value.tolist() for batch in loader for value in batch["pieces"]] == expected
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (Mute, r"transform= raised Mute$"),
+        (lambda: ValueError("long " * 500), r"raised ValueError: (long ){90,120}\.\.\.$"),
+    ],
+)
+def test_whatever_a_transform_raises_is_one_line(
+    error: Callable[[], Exception], says: str, workers: int, cache: CacheDir
+) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        raise error()
+
+    loader = Loader(cache, workers=workers, transform=fails, **OPTIONS)
+    with loader, pytest.raises(UsageError, match=says) as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+def half_masked() -> Any:
+    return np.ma.masked_array([1, 2], mask=[False, True])
+
+
+@pytest.mark.parametrize("each", ["sample", "batch"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(lambda: "\ud800", "text with half a surrogate pair"), (half_masked, r"masked.*fill them: \.filled")],
+)
+def test_what_cannot_be_kept_as_it_is_is_refused(
+    value: Callable[[], Any], says: str, each: str, cache: CacheDir
+) -> None:
+    def odd(given: dict[str, Any]) -> dict[str, Any]:
+        if each == "sample":
+            return {"odd": value()}
+        one = value()
+        return {"odd": [one] * len(given["number"]) if isinstance(one, str) else one}
+
+    loader = Loader(cache, workers=0, transform=odd, transform_each=each, **OPTIONS)
+    with loader, pytest.raises(UsageError, match=says):
+        list(loader)
+
+
+def test_an_array_with_a_mask_that_hides_nothing_is_an_array(cache: CacheDir) -> None:
+    whole = {"transform": lambda sample: {"whole": np.ma.masked_array([1, 2], mask=False)}}
+    with Loader(cache, workers=0, **whole, **OPTIONS) as loader:
+        assert next(iter(loader))["whole"].tolist() == [[1, 2]] * 20
