@@ -13,17 +13,12 @@ from cachetool.cache.layout import cache_option
 from cachetool.cache.opening import open_root
 from cachetool.engines.task import Engine
 from cachetool.errors import UsageError
-from cachetool.formats import get_format
-from cachetool.formats.shard import check_content, open_shard
 from cachetool.nodes import PLACE
-from cachetool.options import PullOptions
 from cachetool.progress import Report, silent
-from cachetool.pull import PullResult
-from cachetool.pull import pull as pull_source
-from cachetool.sources.files import FileOptions
 
 if TYPE_CHECKING:
     from cachetool.conversion import ConvertResult
+    from cachetool.pull import PullResult
 
 __all__ = ["Cache", "convert", "elsewhere", "find_shard", "open_cache", "read_sample"]
 
@@ -77,6 +72,9 @@ class Cache(CacheDir):
         of :func:`cachetool.pull.pull`. ``on="ray"`` draws into the caches of all nodes of the Ray cluster at
         ``address``: :func:`cachetool.cluster.pull_over`.
         """
+        from cachetool.options import PullOptions
+        from cachetool.pull import pull
+
         options = PullOptions.of(
             to=to,
             samples=samples,
@@ -115,7 +113,7 @@ class Cache(CacheDir):
                 self.root, source, options, address=address, placement=placement or "split", **size,
                 report=progress, notify=notify,
             )  # fmt: skip
-        return pull_source(self, source, options, report=progress)
+        return pull(self, source, options, report=progress)
 
     def convert(
         self,
@@ -135,10 +133,11 @@ class Cache(CacheDir):
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
         ``source``, a file, a folder or a URL, is what is converted instead of the cache's shards: into the cache, or
-        into ``out``. ``files`` are the fields of :class:`FileOptions`: fields, rename, stem, decode, resize, key,
-        value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
+        into ``out``. ``files`` are the fields of :class:`~cachetool.sources.files.FileOptions`: fields, rename, stem,
+        decode, resize, key, value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
         """
         from cachetool import conversion
+        from cachetool.sources.files import FileOptions
 
         options = conversion.ConvertOptions(
             to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files)
@@ -211,6 +210,7 @@ def convert(
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         from cachetool import conversion
+        from cachetool.sources.files import FileOptions
 
         made = conversion.ConvertOptions(to, files=FileOptions(**options), **known)
         return conversion.convert(made, source=source, out=out, report=report, engine=engine)
@@ -245,7 +245,9 @@ def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
         raise UsageError(f"shard {found.id} has samples 0 to {found.samples - 1}, not {index}")
     import numpy as np
 
+    from cachetool.formats import get_format
     from cachetool.formats.reading import check_values
+    from cachetool.formats.shard import check_content, open_shard
 
     with cache.snapshot(dataset=found.dataset, peek=True):
         expected, at = check_content(found.path, found.schema, found.content), np.array([index])

@@ -252,7 +252,7 @@ def _raw(field: Field, value: Any) -> bytes:
 def _array(field: Field, value: Any, *, exact: bool) -> npt.NDArray[Any]:
     if isinstance(value, str | bytes | bytearray | memoryview):
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {type(value).__name__}")
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    if hasattr(value, "mask") and np.ma.is_masked(value):  # np.ma is loaded when it is first named
         raise UsageError(f"field {field.name!r}: values that are masked cannot be kept; fill them: .filled(VALUE)")
     array = np.asarray(value)
     want = field.numpy

@@ -32,6 +32,9 @@ _CLOUDS = (
     "MSI_",
 )
 
+# Each of some thousand processes would begin by starting threads for linear algebra, which none of them does.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """Two processes a core for ``-n auto``: half of the time a test waits for another process, a server or a disk."""

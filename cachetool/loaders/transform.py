@@ -139,7 +139,7 @@ def _field(name: str, value: Any) -> Field:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+    if hasattr(value, "mask") and np.ma.is_masked(value):
         raise UsageError(f"transform= gave masked values for field {name!r}; fill them: .filled(VALUE)")
     try:
         array = np.asarray(value)
