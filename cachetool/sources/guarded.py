@@ -49,7 +49,9 @@ def main() -> None:
     keep_standard_streams()
     out = os.fdopen(os.dup(1), "wb", buffering=2**20)
     os.dup2(2, 1)
-    asked = json.loads(sys.stdin.buffer.readline())
+    if not (line := sys.stdin.buffer.readline()):
+        return  # whoever started this ended before it asked for anything
+    asked = json.loads(line)
     path, seconds = Path(asked["path"]), asked["seconds"]
     with contextlib.suppress(BrokenPipeError):
         try:

@@ -77,6 +77,10 @@ def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, 
         file.close()
 
 
+_VERSION_AT = 8  # behind the signature; the flags come three bytes later
+_WRITTEN = 0b101  # open for writing, or so that others may read meanwhile (SWMR)
+
+
 class _File:
     """The file, opened when it is needed, also after it was closed. Without a lock: nothing is written."""
 
@@ -89,8 +93,25 @@ class _File:
     def open(self) -> Any:
         if self._file is None:
             # The small cache of chunks is what keeps one from being fetched for each of its rows.
-            self._file = h5py.File(self._remote or self.path, "r", **({} if self._remote else {"locking": False}))
+            if self._remote is None:
+                self._file = h5py.File(self.path, "r", locking=False)
+            else:
+                self._file = h5py.File(self._remote, "r")
+                self._refuse_open(self._file.userblock_size)
         return self._file
+
+    def _refuse_open(self, start: int) -> None:
+        """What HDF5 refuses of a file that it opens itself, and lets pass of one that it reads through Python: it was
+        being written, so chunks may be missing.
+
+        The superblock: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html (version and flags).
+        """
+        assert self._remote is not None
+        self._remote.seek(start + _VERSION_AT)
+        version, *_, flags = self._remote.read(4)
+        if version >= 3 and flags & _WRITTEN:
+            self.close()
+            raise OSError("its writer has it open, or ended without closing it (h5clear -s clears the mark)")
 
     def close(self) -> None:
         for slab in self.slabs:

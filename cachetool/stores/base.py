@@ -169,7 +169,7 @@ def check_identity(item: Object, *, size: int | None, etag: str | None) -> None:
     if size is not None and item.size >= 0 and size != item.size:
         raise BadObject(f"{item.key!r} changed since it was listed ({size} bytes instead of {item.size});{CHANGED}")
     if item.etag is not None and etag is not None and etag != item.etag:
-        raise BadObject(f"{item.key!r} changed since it was listed (another ETag);{CHANGED}")
+        raise BadObject(f"{item.key!r} changed since it was listed (another ETag, or another time);{CHANGED}")
 
 
 def check_length(item: Object, *, got: int, want: int) -> None:

@@ -11,6 +11,7 @@ import http.client
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from email.message import Message
 from typing import BinaryIO
 
 import numpy as np
@@ -121,8 +122,7 @@ def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most:
     :class:`Broken` while it is not whole, :class:`BadObject` for a body that is not as promised.
     """
     length = answer.length
-    if answer.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
-        raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
+    _refuse_framing(answer.headers, url)
     if len(partial.data) and answer.status == 206:
         end: int | None = _goes_on(answer, partial)
     else:
@@ -137,6 +137,20 @@ def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most:
     _read(answer, partial.data, end, partial.whole, _limit(size, most, answer.status), url)
     if partial.whole is not None and len(partial.data) < partial.whole:
         raise Broken(f"the server sent {len(partial.data)} of {partial.whole} bytes")
+
+
+def _refuse_framing(headers: Message, url: str) -> None:
+    """Of a name that comes several times :mod:`http.client` takes the first, and what it does not know for nothing:
+    where the body ends would be a guess (RFC 9112, section 6.3)."""
+    if set(_all(headers, "Content-Encoding")) - {"", "identity"}:
+        raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
+    coded, lengths = _all(headers, "Transfer-Encoding"), _all(headers, "Content-Length")
+    if coded not in ([], ["chunked"], ["identity"]) or len(set(lengths)) > 1:
+        raise BadObject(f"{redact(url)}: the server says in several ways, or in one unknown, where the body ends")
+
+
+def _all(headers: Message, name: str) -> list[str]:
+    return [part.strip().lower() for value in headers.get_all(name, ()) for part in value.split(",")]
 
 
 def _goes_on(answer: http.client.HTTPResponse, partial: Partial) -> int:

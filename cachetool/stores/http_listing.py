@@ -116,11 +116,14 @@ class _Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.found: list[tuple[str, str]] = []
+        self.base = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        href = dict(attrs).get("href") if tag == "a" else None
-        if href:
+        href = (dict(attrs).get("href") or "").strip(" \t\r\n\f") if tag in ("a", "base") else ""
+        if tag == "a" and href:
             self.found.append((href, ""))
+        elif tag == "base":
+            self.base = self.base or href
 
     def handle_endtag(self, tag: str) -> None:
         if tag == "a" and self.found:
@@ -151,7 +154,7 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
     with_query: dict[tuple[str, str, bool], Entry] = {}
     for href, text in parser.found:
         try:
-            target = urlsplit(urljoin(page, href))
+            target = urlsplit(urljoin(urljoin(page, parser.base), href))
             folders = [folder for site, folder in bases if site == _site(target)]
         except ValueError:
             continue

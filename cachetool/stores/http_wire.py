@@ -128,8 +128,21 @@ class _Socket:
                 self.raw.close()
 
 
+class _Answer(http.client.HTTPResponse):
+    """An answer behind the interim ones that were not asked for, such as 103: :mod:`http.client` knows 100 alone."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        while True:
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not 102 <= status < 200:
+                return version, status, reason
+            http.client.parse_headers(self.fp)
+
+
 class Connection(http.client.HTTPConnection):
     """A connection to one origin; ``guard`` refuses addresses that are not public."""
+
+    response_class = _Answer
 
     def __init__(self, origin: Origin, limits: Limits, tls: ssl.SSLContext, *, guard: bool) -> None:
         super().__init__(origin.host, origin.port)

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
-from cachetool.stores.base import EXHAUSTED, ZARR_METADATA, Object, Pages, check_identity, check_length
+from cachetool.stores.base import EXHAUSTED, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
+from cachetool.stores.walk import Walk
 
 __all__ = ["LocalStore", "open_local_store"]
 
@@ -61,7 +62,7 @@ class LocalStore:
 
     def list(self) -> Pages:
         """All files, in batches; a folder that cannot be read raises :class:`AccessDenied`."""
-        left_out: Counter[str] = Counter()
+        walk = Walk(self.url, lambda key: os.path.lexists(os.path.join(self._root, key)))
         batch: list[Object] = []
         folders = [""]
         while folders:
@@ -70,11 +71,11 @@ class LocalStore:
                 with os.scandir(os.path.join(self._root, folder)) as entries:
                     for entry in entries:
                         key = f"{folder}{entry.name}"
-                        if entry.name.startswith(".") and entry.name not in ZARR_METADATA:
-                            left_out["hidden"] += 1
-                        elif entry.is_dir(follow_symlinks=False):
+                        if walk.hides(key, folder=entry.is_dir(follow_symlinks=False)):
+                            continue
+                        if entry.is_dir(follow_symlinks=False):
                             folders.append(f"{key}/")
-                        elif (item := self._listed(entry, key, left_out)) is not None:
+                        elif (item := self._listed(entry, key, walk)) is not None:
                             batch.append(item)
                             if len(batch) == _BATCH:
                                 yield batch
@@ -89,21 +90,24 @@ class LocalStore:
                 raise SourceError(f"{self.url!r}: folder {folder!r} cannot be read: {error.strerror}") from error
         if batch:
             yield batch
-        self._left_out = left_out
+        self._left_out = walk.left_out
 
-    def _listed(self, entry: os.DirEntry[str], key: str, left_out: Counter[str]) -> Object | None:
+    def _listed(self, entry: os.DirEntry[str], key: str, walk: Walk) -> Object | None:
         try:
             if entry.is_symlink() and not self._inside(entry.path):
-                left_out["links that lead out of the folder"] += 1
+                walk.leave_out(key, "links that lead out of the folder")
                 return None
             found = entry.stat()
         except OSError as error:  # removed since, or a link to nothing
             if isinstance(error, PermissionError) and not entry.is_symlink():
                 raise  # the folder may be listed, but not entered
-            left_out["links to nothing" if entry.is_symlink() else "vanished while listing"] += 1
+            if entry.is_symlink():
+                walk.leave_out(key, "links to nothing")
+            else:
+                walk.left_out["vanished while listing"] += 1
             return None
         if not stat.S_ISREG(found.st_mode):
-            left_out["links to folders" if stat.S_ISDIR(found.st_mode) else "special files"] += 1
+            walk.leave_out(key, "links to folders" if stat.S_ISDIR(found.st_mode) else "special files")
             return None
         return Object(key, found.st_size, _etag(found))
 

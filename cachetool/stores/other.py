@@ -55,6 +55,8 @@ class FsspecStore:
     def __init__(self, system: Any, root: str, url: str) -> None:
         """``system`` is an ``fsspec.AbstractFileSystem``, ``root`` a path in it. Made by :func:`open_fsspec_store`."""
         self._system, self._root, self.url = system, root.rstrip("/"), url
+        # In what is the root of all, some file systems begin their paths with a slash, and others do not.
+        self._before = f"{self._root}/" if self._root else system.root_marker
         self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
 
@@ -71,10 +73,9 @@ class FsspecStore:
             found = self._system.find(self._root, detail=True)
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
             raise _ours(error, self.url) from None
-        start = len(self._root) + 1
         batch: list[Object] = []
         for path, info in found.items():
-            batch.append(_object(path[start:], info))
+            batch.append(_object(path.removeprefix(self._before), info))
             if len(batch) == _BATCH:
                 yield batch
                 batch = []
@@ -84,7 +85,7 @@ class FsspecStore:
     def find(self, key: str) -> Object:
         """The file with this name below the path."""
         try:
-            info = self._system.info(f"{self._root}/{key}")
+            info = self._system.info(f"{self._before}{key}")
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
             raise _ours(error, f"{self.url}: {key!r}") from None
         if info.get("type") == "directory":
@@ -106,7 +107,7 @@ class FsspecStore:
 
     def _cat(self, item: Object, options: dict[str, int]) -> bytes:
         try:
-            return bytes(self._system.cat_file(f"{self._root}/{item.key}", **options))
+            return bytes(self._system.cat_file(f"{self._before}{item.key}", **options))
         except FileNotFoundError:
             raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises

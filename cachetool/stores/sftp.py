@@ -30,13 +30,13 @@ from cachetool.errors import (
     Unreachable,
     UsageError,
 )
-from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import redact, scrub, usable_host
 from cachetool.stores.traffic import retried
+from cachetool.stores.walk import Walk
 
 __all__ = ["SftpStore", "open_sftp_store"]
 
-_BATCH = 1000
 _PART = 2**20
 _REQUEST = 2**14
 _MAX_DEPTH = 64
@@ -96,7 +96,7 @@ class SftpStore:
 
     def list(self) -> Pages:
         """All files, folder by folder."""
-        left_out: Counter[str] = Counter()
+        walk = Walk(self.url, self._there)
         folders = [""]
         while folders:
             folder = folders.pop()
@@ -105,22 +105,18 @@ class SftpStore:
             batch: list[Object] = []
             for name, attributes in self._folder(folder):
                 mode = attributes.permissions or 0
-                if name in (".", ".."):
+                key = f"{folder}{name}"
+                if name in (".", "..") or walk.hides(key, folder=stat.S_ISDIR(mode)):
                     continue
-                if name.startswith(".") and name not in ZARR_METADATA:
-                    left_out["hidden"] += 1
-                elif stat.S_ISDIR(mode):
-                    folders.append(f"{folder}{name}/")
+                if stat.S_ISDIR(mode):
+                    folders.append(f"{key}/")
                 elif not stat.S_ISREG(mode):
-                    left_out["links" if stat.S_ISLNK(mode) else "special files"] += 1
+                    walk.leave_out(key, "links" if stat.S_ISLNK(mode) else "special files")
                 else:
-                    batch.append(_object(f"{folder}{name}", attributes))
-                if len(batch) == _BATCH:
-                    yield batch
-                    batch = []
+                    batch.append(_object(key, attributes))
             if batch:
                 yield batch
-        self._left_out = left_out
+        self._left_out = walk.left_out
 
     def _folder(self, folder: str) -> Sequence[tuple[str, Any]]:
         path = self._path(folder) if folder else self._root
@@ -129,7 +125,7 @@ class SftpStore:
             found = await asyncio.wait_for(
                 client.readdir(path.encode("utf-8", "surrogateescape")), self._limits.listing
             )
-            return [(_text(entry.filename), entry.attrs) for entry in found]
+            return [(os.fsdecode(entry.filename), entry.attrs) for entry in found]
 
         try:
             return self._run(read, f"{self.url}: folder {folder!r}" if folder else self.url)
@@ -137,6 +133,13 @@ class SftpStore:
             if folder:  # removed by somebody between being listed and being walked
                 return []
             raise NotFound(f"{self.url}: not found") from None
+
+    def _there(self, key: str) -> bool:
+        try:
+            self.find(key)
+        except NotFound:
+            return False
+        return True
 
     def find(self, key: str) -> Object:
         """The file of this key."""
@@ -290,10 +293,6 @@ def _object(key: str, attributes: Any) -> Object:
     size = -1 if attributes.size is None else int(attributes.size)
     when = attributes.mtime
     return Object(key, size, None if when is None else f"{when:x}-{attributes.mtime_ns or 0:x}-{size:x}")
-
-
-def _text(name: str | bytes) -> str:
-    return os.fsdecode(name) if isinstance(name, bytes) else name
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -290,3 +290,10 @@ def test_ragged_columns_are_views_of_what_came() -> None:
 
     assert isinstance(column, Ragged)
     assert column.sizes.tolist() == [1, 2]
+
+
+def test_a_reader_whose_starter_ended_before_it_asked_ends_without_a_word() -> None:
+    program = "from cachetool.sources.guarded import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -927,6 +927,18 @@ def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [("/place/", {"a.npy"}), ("sub/", set()), ("/other/", set()), ("http://other.host/place/", set()), ("", {"a.npy"})],
+)
+def test_links_of_an_index_lead_from_its_base(base: str, keys: set[str]) -> None:
+    """What stands below another folder is not below this one, whatever is called so here."""
+    page = f'<html><head><base href="{base}"><base href="/late/"></head><a href=" a.npy\n">a</a></html>'
+    if not base:
+        page = page.replace('<base href="/late/">', "")
+    assert {item.key for item in listing(lambda h: h.answer(200, page.encode(), Content_Type="text/html"))} == keys
+
+
 def test_links_to_names_that_cannot_be_used_are_counted() -> None:
     """Row 71: a name with a slash in it, and one that reads as a URL; links to other places are none of ours."""
     page = """<a href="fine.npy">fine</a> <a href="./1:2.npy">1</a> <a href="./e:f.npy">e</a> <a href="sub%2F">s</a>
@@ -1176,3 +1188,54 @@ def test_a_real_folder_is_read_through_both_kinds_of_index(tmp_path: Path) -> No
             found[index] = {item.key: bytes(store.get(item)) for item in items}
 
     assert found == {"html": files, "json": files}
+
+
+# --- where a body ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 20\r\nContent-Length: 50",
+        "Content-Length: 50\r\nContent-Length: 20",
+        "Transfer-Encoding: gzip, chunked\r\nContent-Length: 50",
+        "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\nContent-Length: 50",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    ],
+)
+@pytest.mark.parametrize("size", [-1, 50])
+def test_an_answer_that_contradicts_itself_about_its_end_is_refused(head: str, size: int) -> None:
+    answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n32\r\n".encode() + BODY[:50] + b"\r\n0\r\n\r\n"
+    with pytest.raises(BadObject, match="in several ways, or in one unknown, where the body ends"):
+        get(lambda handler: raw(handler, answer), Object("a.npy", size), limits=QUICK)
+
+
+def test_an_encoding_that_is_said_second_is_seen() -> None:
+    head = "Content-Encoding: identity\r\nContent-Encoding: gzip\r\nContent-Length: 50"
+    answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + BODY[:50]
+    with pytest.raises(BadObject, match="encodes the body, although it was asked not to"):
+        get(lambda handler: raw(handler, answer), Object("a.npy", -1), limits=QUICK)
+
+
+def test_a_length_that_is_said_twice_alike_is_one() -> None:
+    head = "Content-Length: 50\r\nContent-Length: 50\r\nTransfer-Encoding: identity"
+    answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + BODY[:50]
+    assert get(lambda handler: raw(handler, answer), Object("a.npy", -1))[0] == BODY[:50]
+
+
+def test_interim_answers_are_passed_over() -> None:
+    interim = b"".join(
+        f"HTTP/1.1 {code} Wait\r\nLink: </a.css>\r\nContent-Length: 7\r\n\r\n".encode() for code in (100, 103, 102, 103)
+    )
+    answer = interim + b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n" + BODY[:50]
+    assert get(lambda handler: raw(handler, answer), Object("a.npy", 50))[0] == BODY[:50]
+
+
+def test_interim_answers_without_end_are_given_up() -> None:
+    def script(handler: Scripted) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                handler.wfile.write(b"HTTP/1.1 103 Wait\r\nLink: </a.css>\r\n\r\n" * 1000)
+
+    with pytest.raises(Unreachable, match="ended early or the answer is no HTTP"):
+        get(script, Object("a.npy", 50), limits=QUICK)

@@ -16,6 +16,8 @@ from cachetool.stores.other import FsspecStore
 class Failing:
     """A file system whose every call fails in one way."""
 
+    root_marker = "/"
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -80,3 +82,36 @@ def test_a_body_of_another_length_is_refused() -> None:
         assert bytes(store.get(Object("a.npy", -1))) == b"12345"
         with pytest.raises(BadObject, match=r"a\.npy"):
             store.get(Object("a.npy", 4))
+
+
+@pytest.mark.parametrize("marker", ["", "/"])
+@pytest.mark.parametrize("root", ["", "a"])
+def test_keys_are_those_below_the_path_whether_paths_begin_with_a_slash_or_not(marker: str, root: str) -> None:
+    files = {f"{marker}{name}": name.encode() for name in ("a/1.txt", "a/a/2.txt", "b/1.txt", "top.txt", "xtop.txt")}
+
+    class Plain:
+        """As people write one: the names it was made with, and nothing else."""
+
+        root_marker = marker
+
+        def exists(self, path: str) -> bool:
+            return True
+
+        def find(self, path: str, *, detail: bool) -> dict[str, dict[str, object]]:
+            return {name: {"size": len(data)} for name, data in files.items() if name.startswith(path)}
+
+        def info(self, path: str) -> dict[str, object]:
+            return {"size": len(files[path])}
+
+        def cat_file(self, path: str, **_: int) -> bytes:
+            return files[path]
+
+    place = f"{marker}{root}"
+    store = FsspecStore(Plain(), place, f"x://{root}")
+
+    found = {item.key: bytes(store.get(item)) for page in store.list() for item in page}
+
+    below = f"{root}/" if root else ""
+    expected = {name.removeprefix(marker): data for name, data in files.items()}
+    assert found == {key.removeprefix(below): data for key, data in expected.items() if key.startswith(below)}
+    assert all(store.find(key).size == len(data) for key, data in found.items())

@@ -1,0 +1,109 @@
+"""What a walk through folders leaves out, on a disk and over SFTP; in a Zarr nothing is read as fill values for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+import cachetool
+from cachetool.errors import BadObject
+from cachetool.loaders.numpy import Loader
+from cachetool.sources.files import FileOptions, open_files
+from cachetool.stores import open_store
+from tests.servers import sftp_server
+
+VALUES = np.arange(32, dtype=np.int32).reshape(8, 4) + 1
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+@pytest.fixture(params=["disk", "sftp"])
+def url(request: pytest.FixtureRequest, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "disk":
+        yield str(place)
+        return
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with sftp_server(place, tmp_path / "home") as server:
+        yield f"{server}/"
+
+
+def ocean(folder: Path, version: int) -> None:
+    """Two arrays in chunks of two rows, one of them in a group."""
+    group = zarr.open_group(folder, mode="w", zarr_format=version)  # type: ignore[arg-type]
+    for name in ("a", "deep/b"):
+        group.create_array(name, shape=(8, 4), chunks=(2, 4), dtype="i4")[...] = VALUES
+
+
+def to_another_disk(chunk: Path, aside: Path) -> None:
+    chunk.rename(aside / "moved")
+    chunk.symlink_to(aside / "moved")
+
+
+def to_nothing(chunk: Path, aside: Path) -> None:
+    chunk.rename(aside / "moved")
+    chunk.symlink_to(aside / "away")
+
+
+def to_a_pipe(chunk: Path, aside: Path) -> None:
+    chunk.rename(aside / "moved")
+    os.mkfifo(chunk)
+
+
+@pytest.mark.parametrize("odd", [to_another_disk, to_nothing, to_a_pipe])
+@pytest.mark.parametrize(
+    ("version", "chunk"), [(3, "deep/b/c/2"), (3, "a/c/2/0"), (2, "a/1.0"), (2, "deep/b/3.0"), (3, "deep")]
+)
+def test_links_in_a_zarr_are_refused(
+    version: int, chunk: str, odd: Callable[[Path, Path], None], place: Path, url: str, tmp_path: Path
+) -> None:
+    ocean(place / "ocean.zarr", version)
+    odd(place / "ocean.zarr" / chunk, tmp_path)
+
+    with pytest.raises(
+        BadObject, match=rf"'ocean\.zarr/{chunk}', in a Zarr, is one of (links|special).*\ncopy the Zarr"
+    ):
+        list(open_store(url).list())
+
+
+def test_links_beside_a_zarr_are_left_out(place: Path, url: str) -> None:
+    ocean(place / "run7.zarr", 3)
+    (place / "latest.zarr").symlink_to("run7.zarr")
+    os.mkfifo(place / "pipe")
+    store = open_store(url)
+
+    keys = {item.key for page in store.list() for item in page}
+
+    assert {key.partition("/")[0] for key in keys} == {"run7.zarr"}
+    assert sum(store.left_out.values()) == 2
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_arrays_whose_names_begin_with_a_dot_are_pulled(version: int, place: Path, url: str, tmp_path: Path) -> None:
+    group = zarr.open_group(place / "x.zarr", mode="w", zarr_format=version)  # type: ignore[arg-type]
+    for factor, name in enumerate((".b", "a", ".h/c"), 1):
+        group[name] = np.arange(6) * factor
+    for hidden in (".git", "x.zarr/.git", ".cache.zarr"):
+        (place / hidden).mkdir()
+        (place / hidden / "0.0").write_bytes(b"x")
+    (place / ".cache.zarr" / "zarr.json").write_text("{}")
+    with open_files(place / "x.zarr", FileOptions(key=False)) as source:
+        direct = sorted(source.schema.names)
+
+    with cachetool.open_cache(tmp_path / "c", max_size=20e6) as cache:
+        cache.pull(url, everything=True, key=False, workers=1)
+        with Loader(cache, batch_size=6, shuffle=False, workers=0) as loader:
+            [batch] = list(loader)
+
+    assert sorted(batch) == direct == [".b", ".h/c", "a"]
+    for factor, name in enumerate((".b", "a", ".h/c"), 1):
+        assert sorted(batch[name].tolist()) == [factor * i for i in range(6)]
