@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.datasets import write_digits, write_photos
 from tests.servers import Moto, moto_server, rclone_s3
@@ -39,6 +40,21 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 def pytest_xdist_auto_num_workers() -> int:
     """Two processes a core for ``-n auto``: half of the time a test waits for another process, a server or a disk."""
     return 2 * len(os.sched_getaffinity(0))
+
+
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests are dealt out one by one, but for modules that share something costly, a cluster or what a long program
+    saw: one process has all of such a module."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        shares = "/ray/" in module or module.endswith(("/test_torch_iterable.py", "/test_tensorflow.py"))
+        return module if shares else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Together:
+    """The scheduler of the tests."""
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)
