@@ -249,10 +249,16 @@ def _raw(field: Field, value: Any) -> bytes:
     raise UsageError(f"field {field.name!r} holds {field.kind}, got {type(value).__name__}")
 
 
+def masked(value: Any) -> bool:
+    """Whether it is an array of NumPy's that hides values, which are lost where it becomes a plain one."""
+    # np.ma is loaded when it is first named.
+    return hasattr(value, "mask") and isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
+
+
 def _array(field: Field, value: Any, *, exact: bool) -> npt.NDArray[Any]:
     if isinstance(value, str | bytes | bytearray | memoryview):
         raise UsageError(f"field {field.name!r} holds {field.describe()}, got {type(value).__name__}")
-    if hasattr(value, "mask") and np.ma.is_masked(value):  # np.ma is loaded when it is first named
+    if masked(value):
         raise UsageError(f"field {field.name!r}: values that are masked cannot be kept; fill them: .filled(VALUE)")
     array = np.asarray(value)
     want = field.numpy

@@ -14,6 +14,9 @@ from cachetool.loaders.numpy import Loader
 
 __all__ = ["cold", "frameworks", "gil_left", "warm"]
 
+_ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
+"""Whatever launcher's environment the command finds."""
+
 
 def _epochs(batches: Iterable[Any], seconds: float) -> float:
     """The rate over whole epochs, for so many seconds at least."""
@@ -30,14 +33,14 @@ def _epochs(batches: Iterable[Any], seconds: float) -> float:
 def cold(cache: CacheDir, trial: Trial, *, workers: int, shuffle: str) -> float:
     """One epoch of samples that are on the disk alone, from the moment that its feeders are there."""
     drop(files_of(cache))
-    with Loader(cache, batch_size=trial.batch, workers=workers, shuffle=shuffle, epochs=1) as loader:
+    with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE, shuffle=shuffle, epochs=1) as loader:
         batches = iter(loader)
         return rate(lambda: touched(batches))
 
 
 def warm(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> tuple[float, float]:
     """Epochs of samples that are in memory: alone, and beside a thread of pure Python."""
-    with Loader(cache, batch_size=trial.batch, workers=workers) as loader:
+    with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
         touched(loader)
         alone = _epochs(loader, seconds)
         with Spinner():
@@ -48,7 +51,7 @@ def gil_left(cache: CacheDir, trial: Trial, *, workers: int, seconds: float, mos
     """At which rate batches were taken (600 MB/s, or half of ``most``), and which share of the time the rest of the
     training process could run Python meanwhile."""
     pace = min(PACE, most * 1e6 / 2)
-    with Loader(cache, batch_size=trial.batch, workers=workers) as loader:
+    with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
         touched(loader)
         with Spinner() as spinner:
             found = rate(lambda: touched(loader, pace, seconds))
@@ -85,7 +88,7 @@ class _Epochs:
 def _torch_loader(cache: CacheDir, trial: Trial, workers: int, seconds: float) -> float:
     from cachetool.loaders.torch import Loader as TorchLoader
 
-    with TorchLoader(cache, batch_size=trial.batch, workers=workers) as loader:
+    with TorchLoader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
         batches = _Epochs(lambda: loader)
         touched(batches)
         return _epochs(batches, seconds)

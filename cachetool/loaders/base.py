@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,8 @@ class BaseLoader(ABC, Generic[T]):
             each=transform_each,
         )
         self._limit, self._workers, self._transform = steps, workers, transform
-        self._concurrent = concurrent
+        self._concurrent, self._claim = concurrent, threading.Lock()
+        self._home: threading.Thread | None = None
         self._function = b"" if transform is None or workers == 0 else dumps(transform)
         self._epoch, self._chosen = 0, False
         self._feed: Feed | None = None
@@ -175,7 +177,8 @@ class BaseLoader(ABC, Generic[T]):
 
     def _begin(self) -> Epoch[T]:
         before = None if self._iterator is None else self._iterator()
-        if self._concurrent and before is not None and not before.progress.ended and not before.replaced:
+        going_on = before is not None and not before.progress.ended and not before.replaced
+        if self._concurrent and (going_on or not self._at_home()):
             epoch = self._started(self._new_feed(), max(self.epoch, self._last + 1), None)
             epoch.own_feed()
             self._beside.add(epoch)
@@ -191,6 +194,14 @@ class BaseLoader(ABC, Generic[T]):
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
         return epoch
+
+    def _at_home(self) -> bool:
+        """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
+        once that has ended another."""
+        with self._claim:
+            if self._home is None or not self._home.is_alive():
+                self._home = threading.current_thread()
+            return self._home is threading.current_thread()
 
     def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None) -> Epoch[T]:
         begun = feed.begin(number, resume)

@@ -42,6 +42,8 @@ def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: An
     stream = module.Stream(device)
     on_their_way: deque[tuple[Any, Any, Any]] = deque()  # batch there, batch here, event of the copy
     kept: deque[tuple[Any, Any]] = deque()
+    failed: list[Exception] = []
+    batches = _until(batches, failed)
 
     def start() -> bool:
         """Start the copy of one more batch; False when there is none."""
@@ -71,6 +73,16 @@ def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: An
         del there
     while kept:
         kept.popleft()[1].synchronize()
+    if failed:
+        raise failed.pop()
+
+
+def _until(batches: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
+    """The batches until they fail: those before that are on their way yet, and are to arrive."""
+    try:
+        yield from batches
+    except Exception as error:  # noqa: BLE001  # of whatever iterable, raised again
+        failed.append(error)
 
 
 def _record(tensor: torch.Tensor, stream: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block, Column, Ragged
+from cachetool.block import Block, Column, Ragged, masked
 from cachetool.errors import UsageError
 from cachetool.loaders.failure import TransformError
 from cachetool.loaders.order import Int64s
@@ -65,14 +65,18 @@ class Transform:
         """
         if self._batch:
             given = _values(block)
-            firsts = {field.name: given[field.name][0] for field in block.schema if field.kind == "ragged"}
-            return self._block(self._call(given, epoch, int(indices[0])), block.schema, firsts)
-        first = block.sample(0)  # the function may change the dict that it is given
-        firsts = {field.name: first[field.name] for field in block.schema if field.kind == "ragged"}
-        numbers = indices.tolist()
-        results = [self._call(block.sample(i) if i else first, epoch, number) for i, number in enumerate(numbers)]
+            kept = {field.name: list(given[field.name]) for field in block.schema if field.kind == "ragged"}
+            return self._block(self._call(given, epoch, int(indices[0])), block.schema, kept)
+        ragged = [field.name for field in block.schema if field.kind == "ragged"] if self._schema is None else []
+        before: dict[str, list[Any]] = {name: [] for name in ragged}
+        results = []
+        for i, number in enumerate(indices.tolist()):
+            sample = block.sample(i)
+            for name in ragged:  # now: the function may change the dict that it is given
+                before[name].append(sample[name])
+            results.append(self._call(sample, epoch, number))
         if self._schema is None:
-            self._schema = _schema(results, firsts)
+            self._schema = _schema(results, before)
         return _checked(self._schema, results)
 
     def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
@@ -88,7 +92,7 @@ class Transform:
             raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
 
-    def _block(self, result: Mapping[str, Any], given: Schema, firsts: Mapping[str, Any]) -> Block:
+    def _block(self, result: Mapping[str, Any], given: Schema, kept: Mapping[str, list[Any]]) -> Block:
         known = {field.name: field for field in self._schema or ()}
         names = list(known) if known.keys() == result.keys() else result
         likely = {field.name: field for field in given} if self._schema is None else known
@@ -98,7 +102,7 @@ class Transform:
                 columns[name] = _nothing(name, likely.get(name))
             else:
                 ragged = name in known and known[name].kind == "ragged"
-                columns[name] = _column(name, result[name], firsts, ragged=ragged)
+                columns[name] = _column(name, result[name], kept, ragged=ragged)
         schema = Schema(tuple(field for field, _ in columns.values()))
         self._schema = self._schema or schema
         if schema != self._schema:
@@ -139,7 +143,7 @@ def _field(name: str, value: Any) -> Field:
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    if hasattr(value, "mask") and np.ma.is_masked(value):
+    if masked(value) or (isinstance(value, list | tuple) and any(map(masked, value))):
         raise UsageError(f"transform= gave masked values for field {name!r}; fill them: .filled(VALUE)")
     try:
         array = np.asarray(value)
@@ -153,19 +157,26 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _schema(results: Sequence[Mapping[str, Any]], firsts: Mapping[str, Any]) -> Schema:
-    """Of what came of the first batch; ``firsts``: the ragged values of its first sample. Such a field stays ragged
-    when it was passed through, or its values still differ in shape."""
+def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]) -> Schema:
+    """Of what came of the first batch; ``given``: the ragged values of its samples. Such a field stays ragged when its
+    first value was passed through, or its values still differ in shape; under another name, when all were."""
 
     def of(name: str, value: Any) -> Field:
         field = _field(name, value)
         if not field.shape:
             return field
-        passed = any(value is first for first in firsts.values())
-        still = passed or (name in firsts and _differ([result.get(name) for result in results]))
-        return _ragged(field) if still else field
+        values = [result.get(name) for result in results]
+        if name in given:
+            return _ragged(field) if value is given[name][0] or _differ(values) else field
+        return _ragged(field) if _passed(values, given) else field
 
     return Schema(tuple(of(name, value) for name, value in results[0].items()))
+
+
+def _passed(values: Sequence[Any], given: Mapping[str, list[Any]]) -> bool:
+    """Whether all of these are values of a ragged field, as they were given."""
+    known = {id(each) for column in given.values() for each in column}
+    return all(id(value) in known for value in values)
 
 
 def _ragged(field: Field) -> Field:
@@ -208,14 +219,11 @@ def _nothing(name: str, field: Field | None) -> tuple[Field, Column]:
     return field, Block.from_samples(Schema((field,)), []).columns[name]
 
 
-def _column(name: str, value: Any, firsts: Mapping[str, Any], *, ragged: bool) -> tuple[Field, Column]:
-    """A whole column that the function gave, and its field. A list is a ragged column where it was before, where one of
-    the batch's is passed through (``firsts``: the first value of each), and where it has the name of one and values
-    that differ in shape."""
+def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bool) -> tuple[Field, Column]:
+    """A whole column that the function gave, and its field. A list is a ragged column where it was before, where all of
+    it are values of the batch's (``given``), and where it has the name of one and values that differ in shape."""
     listed = isinstance(value, list | tuple)
-    still = listed and (
-        ragged or any(value[0] is first for first in firsts.values()) or (name in firsts and _differ(value))
-    )
+    still = listed and (ragged or _passed(value, given) or (name in given and _differ(value)))
     if listed and (still or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:

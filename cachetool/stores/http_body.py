@@ -11,7 +11,6 @@ import http.client
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from email.message import Message
 from typing import BinaryIO
 
 import numpy as np
@@ -122,7 +121,7 @@ def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most:
     :class:`Broken` while it is not whole, :class:`BadObject` for a body that is not as promised.
     """
     length = answer.length
-    _refuse_framing(answer.headers, url)
+    _refuse_framing(answer, url)
     if len(partial.data) and answer.status == 206:
         end: int | None = _goes_on(answer, partial)
     else:
@@ -139,18 +138,20 @@ def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most:
         raise Broken(f"the server sent {len(partial.data)} of {partial.whole} bytes")
 
 
-def _refuse_framing(headers: Message, url: str) -> None:
+def _refuse_framing(answer: http.client.HTTPResponse, url: str) -> None:
     """Of a name that comes several times :mod:`http.client` takes the first, and what it does not know for nothing:
     where the body ends would be a guess (RFC 9112, section 6.3)."""
-    if set(_all(headers, "Content-Encoding")) - {"", "identity"}:
+    if _said(answer, "Content-Encoding") - {"identity"}:
         raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
-    coded, lengths = _all(headers, "Transfer-Encoding"), _all(headers, "Content-Length")
-    if coded not in ([], ["chunked"], ["identity"]) or len(set(lengths)) > 1:
+    coded = _said(answer, "Transfer-Encoding")
+    lengths = {part.strip().lstrip("0") for said in _said(answer, "Content-Length") for part in said.split(",")}
+    known = coded == {"chunked"} if answer.chunked else coded <= {"identity"}
+    if not known or len(lengths) > 1:
         raise BadObject(f"{redact(url)}: the server says in several ways, or in one unknown, where the body ends")
 
 
-def _all(headers: Message, name: str) -> list[str]:
-    return [part.strip().lower() for value in headers.get_all(name, ()) for part in value.split(",")]
+def _said(answer: http.client.HTTPResponse, name: str) -> set[str]:
+    return {value.strip().lower() for value in answer.headers.get_all(name, ())} - {""}
 
 
 def _goes_on(answer: http.client.HTTPResponse, partial: Partial) -> int:

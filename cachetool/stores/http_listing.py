@@ -14,6 +14,7 @@ Without an ETag, an index's time of modification (``modified:``) or a manifest's
 from __future__ import annotations
 
 import codecs
+import contextlib
 import email.utils
 import io
 import json
@@ -150,11 +151,14 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
     bases = [
         (_site(each), unquote(_one_slash(each.path), errors="surrogateescape")) for each in map(urlsplit, (page, asked))
     ]
+    start = page
+    with contextlib.suppress(ValueError):  # a base that is no URL says nothing
+        start = urljoin(page, parser.base)
     seen: set[tuple[str, str, bool]] = set()
     with_query: dict[tuple[str, str, bool], Entry] = {}
     for href, text in parser.found:
         try:
-            target = urlsplit(urljoin(urljoin(page, parser.base), href))
+            target = urlsplit(urljoin(start, href))
             folders = [folder for site, folder in bases if site == _site(target)]
         except ValueError:
             continue

@@ -62,7 +62,7 @@ class LocalStore:
 
     def list(self) -> Pages:
         """All files, in batches; a folder that cannot be read raises :class:`AccessDenied`."""
-        walk = Walk(self.url, lambda key: os.path.lexists(os.path.join(self._root, key)))
+        walk = Walk(self, lambda key: os.path.lexists(os.path.join(self._root, key)))
         batch: list[Object] = []
         folders = [""]
         while folders:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cachetool.errors import AccessDenied, CacheToolError, MissingExtra, NotFound, SourceError, Unreachable, UsageError
@@ -55,9 +55,8 @@ class FsspecStore:
     def __init__(self, system: Any, root: str, url: str) -> None:
         """``system`` is an ``fsspec.AbstractFileSystem``, ``root`` a path in it. Made by :func:`open_fsspec_store`."""
         self._system, self._root, self.url = system, root.rstrip("/"), url
-        # In what is the root of all, some file systems begin their paths with a slash, and others do not.
-        self._before = f"{self._root}/" if self._root else system.root_marker
         self._pid = os.getpid()
+        self._bare = False
         self._left_out: Counter[str] = Counter()
 
     @property
@@ -75,7 +74,7 @@ class FsspecStore:
             raise _ours(error, self.url) from None
         batch: list[Object] = []
         for path, info in found.items():
-            batch.append(_object(path.removeprefix(self._before), info))
+            batch.append(_object(path.removeprefix(self._root).removeprefix("/"), info))
             if len(batch) == _BATCH:
                 yield batch
                 batch = []
@@ -85,7 +84,7 @@ class FsspecStore:
     def find(self, key: str) -> Object:
         """The file with this name below the path."""
         try:
-            info = self._system.info(f"{self._before}{key}")
+            info = self._ask(self._system.info, key)
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
             raise _ours(error, f"{self.url}: {key!r}") from None
         if info.get("type") == "directory":
@@ -107,11 +106,23 @@ class FsspecStore:
 
     def _cat(self, item: Object, options: dict[str, int]) -> bytes:
         try:
-            return bytes(self._system.cat_file(f"{self._before}{item.key}", **options))
+            return bytes(self._ask(self._system.cat_file, item.key, **options))
         except FileNotFoundError:
             raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
             raise _ours(error, f"{self.url}: {item.key!r}") from None
+
+    def _ask(self, call: Callable[..., Any], key: str, **options: int) -> Any:
+        """In the root of all the paths of some file systems begin with a slash, those of others do not."""
+        if not self._bare:
+            try:
+                return call(f"{self._root}/{key}", **options)
+            except FileNotFoundError:
+                if self._root:
+                    raise
+        found = call(key, **options)
+        self._bare = True
+        return found
 
     def close(self) -> None:
         """Connections belong to fsspec, which keeps one file system per address."""

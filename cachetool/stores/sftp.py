@@ -96,14 +96,16 @@ class SftpStore:
 
     def list(self) -> Pages:
         """All files, folder by folder."""
-        walk = Walk(self.url, self._there)
+        walk = Walk(self, self._there)
         folders = [""]
         while folders:
             folder = folders.pop()
             if folder.count("/") > _MAX_DEPTH:
                 raise SourceError(f"{self.url}: more than {_MAX_DEPTH} folders inside each other")
             batch: list[Object] = []
-            for name, attributes in self._folder(folder):
+            found = self._folder(folder)
+            walk.enter(folder, (name for name, _ in found))
+            for name, attributes in found:
                 mode = attributes.permissions or 0
                 key = f"{folder}{name}"
                 if name in (".", "..") or walk.hides(key, folder=stat.S_ISDIR(mode)):
@@ -136,10 +138,9 @@ class SftpStore:
 
     def _there(self, key: str) -> bool:
         try:
-            self.find(key)
-        except NotFound:
+            return bool(self.find(key))
+        except SourceError:
             return False
-        return True
 
     def find(self, key: str) -> Object:
         """The file of this key."""

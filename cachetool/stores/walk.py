@@ -1,55 +1,87 @@
 """What a walk through the folders of a file system leaves out, and counts; and what of a Zarr it must not leave out.
 
-Of a Zarr a chunk that is not there is read as fill values, so a link in one is an error: nobody would notice.
+A chunk of a Zarr that is not there is read as fill values, so a link in the place of one is an error: nobody would
+notice.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from cachetool.errors import BadObject
-from cachetool.stores.base import ZARR_METADATA
+from cachetool.errors import BadObject, CacheToolError
+from cachetool.stores.base import ZARR_METADATA, Store
 
 __all__ = ["Walk"]
 
 _ZARR = ("zarr.json", ".zarray", ".zgroup")
+"""One of them lies in each folder of a Zarr that is a group or an array."""
+
+_CHUNK = re.compile(r"(c|\d+)([./]\d+)*")
+"""Below its array, in versions 2 and 3: https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/."""
 
 
 class Walk:
     """The rules of one walk; keys as a store has them, folders ``""`` or with a ``/`` at their end."""
 
-    def __init__(self, url: str, there: Callable[[str], bool]) -> None:
-        """``there``: whether something has this key, a link to nothing too."""
-        self._url, self._there = url, there
-        self._zarr: dict[str, bool] = {}
+    def __init__(self, store: Store, there: Callable[[str], bool]) -> None:
+        """``there``: whether the store has this key; asked where :meth:`enter` was not told."""
+        self._store, self._there = store, there
+        self._entered: dict[str, frozenset[str]] = {}
+        self._arrays: dict[str, bool] = {}
         self.left_out: Counter[str] = Counter()
 
+    def enter(self, folder: str, names: Iterable[str]) -> None:
+        """What lies in a folder, where all of it is known at once: it is then not asked for."""
+        self._entered[folder] = frozenset(_ZARR).intersection(names)
+
     def hides(self, key: str, *, folder: bool) -> bool:
-        """Whether this is left out for its name: what begins with a dot, but for the parts of a Zarr."""
-        above, slash, name = key.rpartition("/")
+        """Whether this is left out for its name: what begins with a dot, but for groups and arrays of a Zarr."""
+        above, name = _split(key)
         if not name.startswith(".") or name in ZARR_METADATA:
             return False
-        if folder and self._has_metadata(f"{key}/") and self._in_zarr(above + slash):
+        if folder and self._in_zarr(above) and self._in_zarr(f"{key}/"):
             return False
         self.left_out["hidden"] += 1
         return True
 
     def leave_out(self, key: str, reason: str) -> None:
-        """Count what is no file. Raises :class:`BadObject` where it lies in a Zarr."""
-        above, slash, _ = key.rpartition("/")
-        if self._in_zarr(above + slash):
-            raise BadObject(
-                f"{self._url}: {key!r}, in a Zarr, is one of {reason}, which are left out: its values would be read as"
-                " fill values;\ncopy the Zarr with what its links lead to: cp -rL"
-            )
+        """Count what is no file. Raises :class:`BadObject` in the place of a chunk."""
+        folder = _split(key)[0]
+        while True:
+            if self._is_array(folder) and _CHUNK.fullmatch(key.removeprefix(folder)):
+                raise BadObject(
+                    f"{self._store.url}: {key!r} is one of {reason}, which are left out, but a chunk that is not"
+                    " there is read as fill values;\nput the file itself there (cp -rL copies what links lead to)"
+                )
+            if not folder:
+                break
+            folder = _split(folder[:-1])[0]
         self.left_out[reason] += 1
 
-    def _in_zarr(self, folder: str) -> bool:
-        if folder not in self._zarr:
-            above, slash, _ = folder.rstrip("/").rpartition("/")
-            self._zarr[folder] = self._has_metadata(folder) or (bool(folder) and self._in_zarr(above + slash))
-        return self._zarr[folder]
+    def _is_array(self, folder: str) -> bool:
+        if folder not in self._arrays:
+            self._arrays[folder] = self._holds(folder, ".zarray") or (
+                self._holds(folder, "zarr.json") and self._node_type(f"{folder}zarr.json") == "array"
+            )
+        return self._arrays[folder]
 
-    def _has_metadata(self, folder: str) -> bool:
-        return any(self._there(folder + name) for name in _ZARR)
+    def _in_zarr(self, folder: str) -> bool:
+        return any(self._holds(folder, name) for name in _ZARR)
+
+    def _holds(self, folder: str, name: str) -> bool:
+        known = self._entered.get(folder)
+        return self._there(folder + name) if known is None else name in known
+
+    def _node_type(self, key: str) -> object:
+        try:
+            return json.loads(bytes(self._store.get(self._store.find(key)))).get("node_type")
+        except (CacheToolError, ValueError, AttributeError):  # no metadata then
+            return None
+
+
+def _split(key: str) -> tuple[str, str]:
+    above, slash, name = key.rpartition("/")
+    return above + slash, name

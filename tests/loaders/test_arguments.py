@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,24 @@ def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(worker
         child.join(20)
         assert sorted(first + numbers(batches)) == list(range(60))
         assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_threads_have_epochs_of_their_own_from_a_concurrent_loader(workers: int, cache: CacheDir) -> None:
+    found: list[list[int]] = []
+    with Loader(cache, batch_size=7, fields=["number"], workers=workers, concurrent=True) as loader:
+
+        def iterate() -> None:
+            for _ in range(5):
+                found.append(sorted(numbers(loader)))
+
+        threads = [threading.Thread(target=iterate, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+            assert not thread.is_alive()
+    assert found == [list(range(60))] * 15
 
 
 @pytest.mark.parametrize(

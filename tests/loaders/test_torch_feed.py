@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cachetool.cache import CacheDir, open_cache
+from cachetool.loaders import torch_device
 from tests.loaders.conftest import REPOSITORY, run_script
 from tests.loaders.numbered import leases, put
 
@@ -116,3 +120,26 @@ def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache:
         assert all(n < 60 for batch in mine for n in batch)
         assert all(n >= 100 for batch in theirs for n in batch)
     assert leases(cache) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5, 9])
+def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(depth: int) -> None:
+    class Event:
+        query = staticmethod(lambda: True)
+        record = synchronize = staticmethod(lambda *_: None)
+
+    device = SimpleNamespace(
+        Stream=lambda _: None,
+        Event=Event,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),
+    )
+
+    def failing() -> Iterator[int]:
+        yield from range(5)
+        raise KeyError("the sixth")
+
+    arrived: list[int] = []
+    with pytest.raises(KeyError, match="the sixth"):
+        arrived.extend(torch_device._copied(failing(), torch.device("meta"), depth, device))
+    assert arrived == list(range(5))

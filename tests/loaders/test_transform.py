@@ -85,6 +85,35 @@ def test_a_ragged_field_passes_through_under_another_name(each: str, cache: Cach
         assert [value.tolist() for batch in loader for value in batch["pieces"]] == expected
 
 
+@pytest.mark.parametrize("name", ["ragged", "pieces"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_values_stay_so_whichever_samples_are_left_out(workers: int, name: str, cache: CacheDir) -> None:
+    """Also where one is left of the first batch, and not its first."""
+
+    def third(columns: dict[str, Any]) -> dict[str, Any]:
+        places = [at for at, number in enumerate(columns["number"]) if number % 3 == 2]
+        return {name: [columns["ragged"][place] for place in places], "number": columns["number"][places]}
+
+    options: dict[str, Any] = {"batch_size": 3, "shuffle": False, "workers": workers}
+    with Loader(cache, **options) as loader:
+        expected = [value.tolist() for batch in loader for value in batch["ragged"]][2::3]
+    with Loader(cache, transform=third, transform_each="batch", **options) as loader:
+        assert [value.tolist() for batch in loader for value in batch[name]] == expected
+
+
+def test_arrays_made_of_some_ragged_values_are_one_array(cache: CacheDir) -> None:
+    """Under a new name it is no ragged field because the first was of that size already."""
+    with Loader(cache, workers=0, **OPTIONS) as loader:
+        size = next(iter(loader))["ragged"][0].shape
+
+    def resized(sample: dict[str, Any]) -> dict[str, Any]:
+        values = sample["ragged"]
+        return {"image": values if values.shape == size else np.resize(values, size)}
+
+    with Loader(cache, workers=0, transform=resized, **OPTIONS) as loader:
+        assert next(iter(loader))["image"].shape == (20, *size)
+
+
 class Mute(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
@@ -126,7 +155,7 @@ def test_what_cannot_be_kept_as_it_is_is_refused(
         if each == "sample":
             return {"odd": value()}
         one = value()
-        return {"odd": [one] * len(given["number"]) if isinstance(one, str) else one}
+        return {"odd": [one] * len(given["number"])}
 
     loader = Loader(cache, workers=0, transform=odd, transform_each=each, **OPTIONS)
     with loader, pytest.raises(UsageError, match=says):

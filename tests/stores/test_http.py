@@ -929,7 +929,14 @@ def test_an_html_index_gives_what_lies_below_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("base", "keys"),
-    [("/place/", {"a.npy"}), ("sub/", set()), ("/other/", set()), ("http://other.host/place/", set()), ("", {"a.npy"})],
+    [
+        ("/place/", {"a.npy"}),
+        ("sub/", set()),
+        ("/other/", set()),
+        ("http://other.host/place/", set()),
+        ("http://[bad", {"a.npy"}),
+        ("", {"a.npy"}),
+    ],
 )
 def test_links_of_an_index_lead_from_its_base(base: str, keys: set[str]) -> None:
     """What stands below another folder is not below this one, whatever is called so here."""
@@ -1200,7 +1207,8 @@ def test_a_real_folder_is_read_through_both_kinds_of_index(tmp_path: Path) -> No
         "Content-Length: 50\r\nContent-Length: 20",
         "Transfer-Encoding: gzip, chunked\r\nContent-Length: 50",
         "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\nContent-Length: 50",
-        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked, chunked\r\nContent-Length: 50",
+        "Transfer-Encoding:\r\nTransfer-Encoding: chunked\r\nContent-Length: 50",
     ],
 )
 @pytest.mark.parametrize("size", [-1, 50])
@@ -1217,9 +1225,17 @@ def test_an_encoding_that_is_said_second_is_seen() -> None:
         get(lambda handler: raw(handler, answer), Object("a.npy", -1), limits=QUICK)
 
 
-def test_a_length_that_is_said_twice_alike_is_one() -> None:
-    head = "Content-Length: 50\r\nContent-Length: 50\r\nTransfer-Encoding: identity"
-    answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + BODY[:50]
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 50\r\nContent-Length: 050\r\nTransfer-Encoding: identity",
+        "Content-Length: 50\r\nTransfer-Encoding:\r\nContent-Encoding:",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: Chunked",
+    ],
+)
+def test_what_is_said_twice_alike_is_said_once(head: str) -> None:
+    body = b"32\r\n" + BODY[:50] + b"\r\n0\r\n\r\n" if "chunked" in head else BODY[:50]
+    answer = f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode() + body
     assert get(lambda handler: raw(handler, answer), Object("a.npy", -1))[0] == BODY[:50]
 
 

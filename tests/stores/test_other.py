@@ -16,8 +16,6 @@ from cachetool.stores.other import FsspecStore
 class Failing:
     """A file system whose every call fails in one way."""
 
-    root_marker = "/"
-
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -92,8 +90,6 @@ def test_keys_are_those_below_the_path_whether_paths_begin_with_a_slash_or_not(m
     class Plain:
         """As people write one: the names it was made with, and nothing else."""
 
-        root_marker = marker
-
         def exists(self, path: str) -> bool:
             return True
 
@@ -101,9 +97,11 @@ def test_keys_are_those_below_the_path_whether_paths_begin_with_a_slash_or_not(m
             return {name: {"size": len(data)} for name, data in files.items() if name.startswith(path)}
 
         def info(self, path: str) -> dict[str, object]:
-            return {"size": len(files[path])}
+            return {"size": len(self.cat_file(path))}
 
         def cat_file(self, path: str, **_: int) -> bytes:
+            if path not in files:
+                raise FileNotFoundError(path)
             return files[path]
 
     place = f"{marker}{root}"

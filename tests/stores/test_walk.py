@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import asyncssh
 import numpy as np
 import pytest
 import zarr
@@ -61,30 +62,52 @@ def to_a_pipe(chunk: Path, aside: Path) -> None:
 
 @pytest.mark.parametrize("odd", [to_another_disk, to_nothing, to_a_pipe])
 @pytest.mark.parametrize(
-    ("version", "chunk"), [(3, "deep/b/c/2"), (3, "a/c/2/0"), (2, "a/1.0"), (2, "deep/b/3.0"), (3, "deep")]
+    ("version", "chunk"), [(3, "deep/b/c/2"), (3, "a/c/2/0"), (3, "a/c"), (2, "a/1.0"), (2, "deep/b/3.0")]
 )
-def test_links_in_a_zarr_are_refused(
+def test_links_in_the_place_of_chunks_are_refused(
     version: int, chunk: str, odd: Callable[[Path, Path], None], place: Path, url: str, tmp_path: Path
 ) -> None:
     ocean(place / "ocean.zarr", version)
     odd(place / "ocean.zarr" / chunk, tmp_path)
 
-    with pytest.raises(
-        BadObject, match=rf"'ocean\.zarr/{chunk}', in a Zarr, is one of (links|special).*\ncopy the Zarr"
-    ):
+    with pytest.raises(BadObject, match=rf"'ocean\.zarr/{chunk}' is one of (links|special).*\nput the file"):
         list(open_store(url).list())
 
 
-def test_links_beside_a_zarr_are_left_out(place: Path, url: str) -> None:
-    ocean(place / "run7.zarr", 3)
+@pytest.mark.parametrize("version", [2, 3])
+def test_links_that_are_no_chunks_are_left_out(version: int, place: Path, url: str) -> None:
+    ocean(place / "run7.zarr", version)
+    whole = {item.key for page in open_store(url).list() for item in page}
     (place / "latest.zarr").symlink_to("run7.zarr")
+    (place / "run7.zarr" / "a" / "README.md").symlink_to("/nowhere/README.md")
+    (place / "run7.zarr" / "b").symlink_to("a")
+    (place / "run7.zarr" / "0").symlink_to("a")  # in a group, where no chunks are
     os.mkfifo(place / "pipe")
     store = open_store(url)
 
-    keys = {item.key for page in store.list() for item in page}
+    assert {item.key for page in store.list() for item in page} == whole
+    assert sum(store.left_out.values()) == 5
 
-    assert {key.partition("/")[0] for key in keys} == {"run7.zarr"}
-    assert sum(store.left_out.values()) == 2
+
+def test_a_hidden_folder_that_may_not_be_entered_is_left_out(
+    place: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another user; nothing in it is asked for, and where it might be of a Zarr the answer is no."""
+
+    def refused(self: asyncssh.SFTPServer, path: bytes) -> None:
+        if b".private/" in path:
+            raise asyncssh.SFTPPermissionDenied("")
+        return stat(self, path)  # type: ignore[return-value]
+
+    stat = asyncssh.SFTPServer.stat
+    monkeypatch.setattr(asyncssh.SFTPServer, "stat", refused)
+    ocean(place / "run7.zarr", 3)
+    for folder in (place, place / "run7.zarr"):
+        (folder / ".private").mkdir(mode=0)
+    store = open_store(url)
+
+    assert {item.key.partition("/")[0] for page in store.list() for item in page} == {"run7.zarr"}
+    assert store.left_out["hidden"] == 2
 
 
 @pytest.mark.parametrize("version", [2, 3])
