@@ -139,7 +139,7 @@ class SftpStore:
     def _there(self, key: str) -> bool:
         try:
             return bool(self.find(key))
-        except SourceError:
+        except (AccessDenied, NotFound):
             return False
 
     def find(self, key: str) -> Object:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from cachetool.errors import BadObject, CacheToolError
+from cachetool.errors import AccessDenied, BadObject, NotFound
 from cachetool.stores.base import ZARR_METADATA, Store
 
 __all__ = ["Walk"]
@@ -21,6 +21,9 @@ _ZARR = ("zarr.json", ".zarray", ".zgroup")
 
 _CHUNK = re.compile(r"(c|\d+)([./]\d+)*")
 """Below its array, in versions 2 and 3: https://zarr-specs.readthedocs.io/en/latest/v3/chunk-key-encodings/."""
+
+_MOST = 2**20
+"""Bytes of metadata; an array has fewer."""
 
 
 class Walk:
@@ -77,8 +80,9 @@ class Walk:
 
     def _node_type(self, key: str) -> object:
         try:
-            return json.loads(bytes(self._store.get(self._store.find(key)))).get("node_type")
-        except (CacheToolError, ValueError, AttributeError):  # no metadata then
+            item = self._store.find(key)
+            return json.loads(bytes(self._store.get_range(item, 0, min(item.size, _MOST)))).get("node_type")
+        except (AccessDenied, BadObject, NotFound, ValueError, AttributeError):  # nobody can read it as metadata
             return None
 
 

@@ -12,7 +12,7 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.errors import BadObject
+from cachetool.errors import BadObject, Unreachable
 from cachetool.loaders.numpy import Loader
 from cachetool.sources.files import FileOptions, open_files
 from cachetool.stores import open_store
@@ -72,6 +72,21 @@ def test_links_in_the_place_of_chunks_are_refused(
 
     with pytest.raises(BadObject, match=rf"'ocean\.zarr/{chunk}' is one of (links|special).*\nput the file"):
         list(open_store(url).list())
+
+
+def test_a_link_is_not_left_out_because_the_metadata_could_not_be_asked_for(
+    place: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ocean(place / "ocean.zarr", 3)
+    to_another_disk(place / "ocean.zarr" / "a" / "c" / "2", tmp_path)
+    store = open_store(url)
+
+    def away(*_: object) -> None:
+        raise Unreachable("nobody answers")
+
+    monkeypatch.setattr(store, "get_range", away)
+    with pytest.raises(Unreachable, match="nobody answers"):
+        list(store.list())
 
 
 @pytest.mark.parametrize("version", [2, 3])
