@@ -14,9 +14,9 @@ PACE = 600e6
 """Bytes a second that a paced consumer takes."""
 
 STRIDE = 4096 - 64
-"""Bytes from one that is touched to the next: one in each page at least, wherever the first page begins, and each in another
-line than the one before. At a stride of 4,096 all of them are in one set of the processor's first cache, whose few ways then are
-what is measured; nobody who reads his samples meets that."""
+"""Bytes from one that is touched to the next: one in each page at least, wherever the first page begins, and each in
+another line than the one before. At a stride of 4,096 all of them fall into one set of the processor's first cache, and
+its few ways are what is measured; nobody who reads his samples meets that."""
 
 
 def touched(batches: Iterable[dict[str, Any]], pace: float | None = None, seconds: float | None = None) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -96,7 +97,12 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, TensorList):
         return TensorList(function(value.values), value.offsets.copy(), value.shapes.copy())
     if isinstance(value, Mapping):
-        return {name: _map(each, function) for name, each in value.items()}
+        there = {name: _map(each, function) for name, each in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return there
+        like = copy.copy(value)  # an OrderedDict, or the batch of a tokenizer, stays one
+        like.update(there)
+        return like
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(each, function) for each in value))
     if isinstance(value, list | tuple):

@@ -54,6 +54,7 @@ def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: 
 
     assert found["device"]
     assert all(found["same"])
+    assert found["own"] == ["OrderedDict", ["y", "x"], "meta", "text", "cpu"]
     assert found["order"] == [
         *("on its own stream", "record 1"),
         *("wait 1", "on its own stream", "record 2", "on its own stream", "record 3", "on its own stream", "record 4"),

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,20 @@ def test_files_that_are_not_there_to_be_read_as_files_are_named(tmp_path: Path, 
     (tmp_path / "place" / "a.json").write_text("{}")
     with pytest.raises(UsageError, match="--read-as files"):
         list_source(server.url, tmp_path / "listing", SourceOptions(read_as="files"))
+
+
+@pytest.mark.parametrize("write", [write_npy, write_hdf5, write_zarr, write_parquet])
+def test_files_without_a_row_are_no_samples(
+    tmp_path: Path, server: Http, write: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `convert` has it; a pull of them was at its end at once, as if all had been drawn."""
+    for name in ("ROWS", "IMAGES", "LABELS"):
+        value = globals()[name]
+        monkeypatch.setitem(globals(), name, 0 if name == "ROWS" else value[:0])
+    name = write(tmp_path / "place")
+
+    with pytest.raises(NotFound, match=f"no rows in {name}"):
+        list_source(f"{server.url}/{name}", tmp_path / "listing")
 
 
 def test_rows_of_npy_cost_little_more_than_their_bytes(tmp_path: Path, server: Http) -> None:

@@ -56,6 +56,7 @@ def list_files(
         return listing
     files = Files(store, listing)
     ours = _ours(seen, files, kind, options)
+    facts: list[FileFacts] = []
     if kind in WHOLE:
         if alone and kind != "lmdb":
             seen.ask(files.name(0))
@@ -71,7 +72,10 @@ def list_files(
         facts = _npy_facts(files, options)
         write_table(folder, kind, options, facts, files=listing.objects, seen=files.seen())
     else:
-        _look(files, folder, kind, options)
+        facts = _look(files, folder, kind, options)
+    if facts and not any(each.rows for each in facts):
+        where = files.name(0) if len(facts) == 1 else f"any of {len(facts)} files"
+        raise NotFound(f"no samples under {store.url}: no rows in {where}")
     return listing
 
 
@@ -92,8 +96,8 @@ def _ours(seen: IndexSeen, files: Files, kind: Kind, options: SourceOptions) -> 
     return ours
 
 
-def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> None:
-    """Have the guarded process open every file."""
+def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> list[FileFacts]:
+    """Have the guarded process open every file, for what it is."""
     folders: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
     if kind == "zarr":
@@ -116,6 +120,7 @@ def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> Non
             parts=parts,
             seen=files.seen(),
         )
+    return facts
 
 
 class Guarded:
