@@ -63,18 +63,20 @@ def resumed(
     """
     view, lost, _ = found_again(view, resume)
     next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
+    remedy = "missing='refetch' pulls them again"
+    if settings.missing == "refetch":  # which was done, without a lease on what came
+        remedy = "pulled again, they had to make room for another process's pull; raise --max-size"
     if lost and settings.missing != "skip":
         skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
         raise UsageError(
-            f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since;"
-            f" missing='refetch' pulls them again, {skip}"
+            f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {remedy}, {skip}"
         )
     if not lost:
         return Plan(generation, epoch, view, count(view), resume.position)
     if settings.split is not None:
         raise UsageError(
             "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
-            f" missing='refetch' pulls them again, {next_one}"
+            f" {remedy}, {next_one}"
         )
     plan = Plan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))

@@ -316,7 +316,7 @@ def test_files_without_a_row_are_no_samples(
         monkeypatch.setitem(globals(), name, 0 if name == "ROWS" else value[:0])
     name = write(tmp_path / "place")
 
-    with pytest.raises(NotFound, match=f"no rows in {name}"):
+    with pytest.raises(NotFound, match="no rows in it"):
         list_source(f"{server.url}/{name}", tmp_path / "listing")
 
 

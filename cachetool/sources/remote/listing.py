@@ -74,7 +74,7 @@ def list_files(
     else:
         facts = _look(files, folder, kind, options)
     if facts and not any(each.rows for each in facts):
-        where = files.name(0) if len(facts) == 1 else f"any of {len(facts)} files"
+        where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
         raise NotFound(f"no samples under {store.url}: no rows in {where}")
     return listing
 

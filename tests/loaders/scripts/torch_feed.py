@@ -112,10 +112,6 @@ def prefetched(root: Path) -> dict[str, Any]:
     torch.get_device_module = lambda device: FakeModule  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda tensor, stream: recorded.append(tensor)  # type: ignore[assignment]
     try:
-        ordered = [OrderedDict(y=torch.ones(2), x=[torch.zeros(1), "text"])]
-        (own,) = DevicePrefetcher(ordered, "meta")
-        recorded.clear()
-        FakeModule.log.clear()
         with Loader(root, batch_size=8, fields=["x", "ragged", "words"], dataset="small", workers=1, seed=2) as loader:
             here = [{"x": b["x"].clone(), "words": list(b["words"])} for b in loader]
             loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
@@ -126,17 +122,20 @@ def prefetched(root: Path) -> dict[str, Any]:
             for _ in loader:
                 resume = loader.state_dict()["resume"]
                 counted.append(resume["position"] if resume else None)
-        return {
+        out = {
             "device": {str(b["x"].device) for b in there} | {str(b["ragged"].values.device) for b in there} == {"meta"},
             "same": [
                 b["words"] == h["words"] and b["x"].shape == h["x"].shape for b, h in zip(there, here, strict=True)
             ],
-            "own": [type(own).__name__, list(own), own["y"].device.type, own["x"][1], ordered[0]["y"].device.type],
             "order": FakeModule.log[:9],
             "kept until done": FakeModule.log.count("on its own stream") == 2 * len(there),
             "recorded": len(recorded) == 2 * 2 * len(there),
             "counted": counted,
         }
+        ordered = [OrderedDict(y=torch.ones(2), x=[torch.zeros(1), "text"])]
+        (own,) = DevicePrefetcher(ordered, "meta")
+        kinds = [own["y"].device.type, own["x"][1], ordered[0]["y"].device.type]
+        return {**out, "own": [type(own).__name__, list(own), *kinds]}
     finally:
         torch.get_device_module, torch.Tensor.record_stream = real_module, real_record  # type: ignore[assignment]
 
