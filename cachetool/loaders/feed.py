@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +56,13 @@ def _environment() -> dict[str, str]:
     tunables = ":".join(filter(None, (_COPIES, os.environ.get("GLIBC_TUNABLES"))))  # the last of two holds
     return {**dict.fromkeys(_ONE_THREAD, "1"), **os.environ, "GLIBC_TUNABLES": tunables}
 
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "; the machine may be out of memory",
+    signal.SIGBUS: "; a shard was cut short while it was read, or its disk failed (cachetool verify names it),"
+    " or the machine is out of memory",
+}
+"""Why a feeder may have been killed by a signal."""
 
 _STOP = json.dumps({"id": 0, "do": "stop"}).encode() + b"\n"
 """A child that was forked meanwhile has the pipe too, so that its end alone would come late."""
@@ -252,7 +260,7 @@ class Processes:
             if code is not None:
                 self.close()
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                hint = "; the machine may be out of memory" if code in (-9, -7) else ""
+                hint = _HINTS.get(-code, "")
                 raise CacheToolError(f"a feeder (pid {process.pid}) {how}{hint}; iterate again to start new ones")
 
     def _tell(self, what: str, **values: Any) -> None:

@@ -22,6 +22,7 @@ from cachetool.block import Column
 from cachetool.cache.connection import statements
 from cachetool.errors import CorruptError
 from cachetool.extents import Extents
+from cachetool.formats.files import missing_is_corrupt, open_plain
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.failure import described, rebuilt, shared
@@ -284,7 +285,8 @@ class _ReadPart:
         buffer = np.empty(int(starts[-1]), dtype=np.uint8)
         path = self._folder / self._extents.files[extents.file]
         view, at = buffer.data, starts.tolist()
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a part may have a dozen files: none is kept open
+        with missing_is_corrupt(path):
+            fd, _ = open_plain(path)  # a part may have a dozen files: none is kept open
         try:
             for number, offset in enumerate(offsets.tolist()):
                 _read(fd, view[at[number] : at[number + 1]], offset, f"{path}: field {field.name!r}")

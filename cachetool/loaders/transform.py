@@ -6,8 +6,10 @@ fields of all that follows.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,14 +105,19 @@ class Transform:
             else:
                 ragged = name in known and known[name].kind == "ragged"
                 columns[name] = _column(name, result[name], kept, ragged=ragged)
-        schema = Schema(tuple(field for field, _ in columns.values()))
+        schema = _together([field for field, _ in columns.values()])
         self._schema = self._schema or schema
         if schema != self._schema:
             raise UsageError(f"transform= gave {schema.describe()}; at first it gave {self._schema.describe()}")
+        lengths = {name: len(column) for name, (_, column) in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise UsageError(f"transform= of a batch gave columns that differ in length: {lengths}")
         return Block(self._schema, {name: column for name, (_, column) in columns.items()})
 
 
 def _takes_rng(function: Function) -> bool:
+    if isinstance(function, functools.partial) and "rng" in function.keywords:
+        return False  # the user's own, which the signature has as a default
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have none
@@ -133,13 +140,27 @@ def _values(block: Block) -> dict[str, Any]:
     return out
 
 
+@contextlib.contextmanager
+def _of(what: str) -> Iterator[None]:
+    """A field that cannot be stored is one that the function gave; it has no ``--rename``."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"transform= gave {what}: {str(error).partition('; rename ')[0]}") from error
+
+
+def _together(fields: Sequence[Field]) -> Schema:
+    with _of("fields that do not go together"):
+        return Schema(tuple(fields))
+
+
 def _field(name: str, value: Any) -> Field:
-    if isinstance(value, str):
-        return Field(name, "str")
-    if isinstance(value, bytes):
-        return Field(name, "bytes")
+    if isinstance(value, str | bytes):
+        with _of(f"field {name!r}"):
+            return Field(name, "str" if isinstance(value, str) else "bytes")
     array = _array(name, value)
-    return Field(name, storage_dtype(array.dtype).str, array.shape)
+    with _of(f"field {name!r}"):
+        return Field(name, storage_dtype(array.dtype).str, array.shape)
 
 
 def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
@@ -170,7 +191,7 @@ def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]
             return _ragged(field) if value is given[name][0] or _differ(values) else field
         return _ragged(field) if _passed(values, given) else field
 
-    return Schema(tuple(of(name, value) for name, value in results[0].items()))
+    return _together([of(name, value) for name, value in results[0].items()])
 
 
 def _passed(values: Sequence[Any], given: Mapping[str, list[Any]]) -> bool:
@@ -233,5 +254,7 @@ def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bo
     array = _array(name, value)
     if not array.ndim:
         raise UsageError(f"transform= of a batch must give columns; field {name!r} is a single {array.dtype}")
-    dtype = storage_dtype(array.dtype)
-    return Field(name, dtype.str, array.shape[1:]), np.ascontiguousarray(array, dtype=dtype)
+    with _of(f"field {name!r}"):
+        dtype = storage_dtype(array.dtype)
+        field = Field(name, dtype.str, array.shape[1:])
+    return field, np.ascontiguousarray(array, dtype=dtype)

@@ -250,7 +250,10 @@ class ObjectStore:
                 ) from None
             ours = as_our_error(error, place=self.url, key=item.key)
             if isinstance(ours, NotFound):
-                raise NotFound(f"{item.key!r} is not there any more; it was when {self.url} was listed") from None
+                raise NotFound(
+                    f"{item.key!r} is not there any more; it was when {self.url} was listed\n"
+                    "(a key that begins or ends with '/' is listed without it and cannot be fetched: rename it)"
+                ) from None
             raise ours from None
         check_length(item, got=len(body), want=want)
         return body

@@ -476,6 +476,29 @@ def test_damage_is_an_error_where_it_is_met(cache: CacheDir) -> None:
         list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
+def test_a_file_that_is_gone_is_damage(tmp_path: Path, format: str, workers: int) -> None:
+    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
+        put(cache, range(20), format=format)
+        data = cache.shards()[0].data
+        files = [data] if data.is_file() else [path for path in data.rglob("*") if path.suffix != ".json"]
+        for path in files:
+            if path.is_file():
+                path.unlink()
+        with Loader(cache, batch_size=4, workers=workers) as loader, pytest.raises(CorruptError, match="is missing"):
+            list(loader)
+
+
+def test_a_feeder_killed_for_a_file_that_was_cut_short_says_so(cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, workers=1, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        os.kill(children()[0], signal.SIGBUS)
+        with pytest.raises(CacheToolError, match=r"killed by signal 7; a shard was cut short.*cachetool verify"):
+            list(batches)
+
+
 def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, workers=2, prefetch=1) as loader:
         batches = iter(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -166,3 +167,45 @@ def test_an_array_with_a_mask_that_hides_nothing_is_an_array(cache: CacheDir) ->
     whole = {"transform": lambda sample: {"whole": np.ma.masked_array([1, 2], mask=False)}}
     with Loader(cache, workers=0, **whole, **OPTIONS) as loader:
         assert next(iter(loader))["whole"].tolist() == [[1, 2]] * 20
+
+
+@pytest.mark.parametrize("each", ["sample", "batch"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"v": np.longdouble(1)}, "transform= gave field 'v': dtype float128 cannot be stored"),
+        ({"a:b": 1}, "transform= gave field 'a:b': "),
+        ({"a": 1, "a/b": 2}, "transform= gave fields that do not go together: field 'a' is also the folder"),
+    ],
+)
+def test_a_field_that_cannot_be_stored_is_the_transform_s(
+    given: dict[str, Any], message: str, each: str, cache: CacheDir
+) -> None:
+    def function(sample: dict[str, Any]) -> dict[str, Any]:
+        return given if each == "sample" else {name: np.array([value] * 20) for name, value in given.items()}
+
+    loader = Loader(cache, workers=0, transform=function, transform_each=each, **OPTIONS)
+    with loader, pytest.raises(UsageError) as told:
+        next(iter(loader))
+    assert str(told.value).startswith(message)
+    assert "--rename" not in str(told.value)
+
+
+def test_columns_of_a_batch_that_differ_in_length_are_named(cache: CacheDir) -> None:
+    def function(columns: dict[str, Any]) -> dict[str, Any]:
+        return {"number": columns["number"], "x": columns["x"][:2]}
+
+    loader = Loader(cache, workers=0, transform=function, transform_each="batch", **OPTIONS)
+    with loader, pytest.raises(UsageError, match=r"^transform= of a batch .* \{'number': 20, 'x': 2\}$"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_the_user_bound_stays_his(workers: int, cache: CacheDir) -> None:
+    def draw(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"drawn": rng.integers(1000)}
+
+    bound = functools.partial(draw, rng=np.random.default_rng(5))
+    with Loader(cache, workers=workers, transform=bound, **OPTIONS) as loader:
+        drawn = next(iter(loader))["drawn"]
+    assert drawn.tolist() == np.random.default_rng(5).integers(1000, size=20).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import socket
 import subprocess
@@ -351,6 +352,19 @@ sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **moto.env}, timeout=60, check=False)
 
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("key", ["p/", "/p"])
+def test_a_key_with_a_slash_at_an_end_is_said_to_be_a_cause(
+    moto: Moto, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    use(monkeypatch, dict(moto.env))
+    moto.put(bucket := "slashes-" + ("begin" if key[0] == "/" else "end"), {key: b"content"})
+    with contextlib.closing(open_store(f"s3://{bucket}/")) as store:
+        items = [item for page in store.list() for item in page]
+        assert [item.key for item in items] == ["p"]
+        with pytest.raises(NotFound, match="key that begins or ends with '/' is listed without it"):
+            store.get(items[0])
 
 
 def test_a_prefix_with_a_number_sign_is_a_place_of_its_own(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
