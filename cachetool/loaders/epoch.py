@@ -1,4 +1,12 @@
-"""One pass of a loader over a snapshot: batches taken out of the feed a few at once and handed out one by one."""
+"""One pass of a loader over a snapshot: batches taken out of the feed a few at once and handed out one by one.
+
+::
+
+    feed -- a few at once --> ready -- one by one --> the training loop
+
+Between two batches the training loop drives our code out of the processor's caches, and what then runs to hand one out
+holds the GIL: so handing out is one line, and what was delivered is known by what is left.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.feed import Feed
+from cachetool.loaders.forks import drop_in_child
 from cachetool.loaders.plan import Begun
 from cachetool.loaders.slot import Batch
 
@@ -25,16 +34,30 @@ T = TypeVar("T")
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("before", "begun", "failed", "feed", "step", "steps")
+    __slots__ = ("ahead", "before", "begun", "failed", "feed", "fetched", "ready", "steps")
 
     def __init__(self, feed: Feed, begun: Begun, steps: int, before: int) -> None:
         self.feed, self.begun = feed, begun
         self.steps, self.before = steps, before
         """Batches in all, and those of it that were delivered before it was resumed."""
-        self.step = 0
-        """Batches delivered."""
+        self.fetched = 0
+        """Batches that came out of the feed."""
+        self.ready: deque[Any] = deque()
+        """Those of them that were not handed out."""
+        self.ahead = 0
+        """Those that were handed to a prefetcher, which has not handed them on."""
         self.failed = False
         """Whether an error ended it."""
+
+    @property
+    def step(self) -> int:
+        """Batches delivered."""
+        return self.fetched - self.ahead - len(self.ready)
+
+    def drop(self) -> None:
+        """Throw away what is ready, as if it had not come."""
+        self.fetched -= len(self.ready)
+        self.ready.clear()
 
     @property
     def ended(self) -> bool:
@@ -45,6 +68,11 @@ class Progress:
     def left(self) -> bool:
         """Whether the loop was left in the middle of it."""
         return 0 < self.step < self.steps and not self.failed
+
+    def forgotten(self) -> None:
+        """The iterator is gone, and with it what it had at hand."""
+        self.drop()
+        self.feed.left(self.begun.generation)
 
     def resume(self) -> dict[str, Any]:
         """What it takes to go on from here. Raises :class:`UsageError` when the feeders ended."""
@@ -61,81 +89,90 @@ class Epoch(Iterator[T]):
 
     def __init__(self, loader: BaseLoader[T], progress: Progress) -> None:
         self._loader, self.progress = loader, progress
-        self._feed, self._steps = progress.feed, progress.steps
-        self._generation = progress.begun.generation
-        self._left = weakref.finalize(self, progress.feed.left, self._generation)
+        self._ready: deque[T] = progress.ready
+        self._last: list[T] = []
+        self._counts = True  # whether a batch that is handed out is delivered
+        self._left = weakref.finalize(self, progress.forgotten)
         self._left.atexit = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._ready: deque[T] = deque()
-        self._fetched = 0
         self.replaced = False
         self.over = False
         """Whether it was asked for more than it had."""
-
-    @property
-    def all_fetched(self) -> bool:
-        """Whether nothing is left to fetch."""
-        return self._fetched >= self._steps
+        drop_in_child(self)
 
     def __next__(self) -> T:
-        batch = self.fetch()
-        self.count()
-        return batch
+        while True:
+            try:
+                return self._ready.popleft()
+            except IndexError:
+                pass
+            self._fill()
 
-    def fetch(self) -> T:
-        """The next batch, for whoever calls :meth:`count` once it is delivered. Raises ``StopIteration`` at the end."""
-        if not self._ready or self._feed.pid != os.getpid():  # what is ready after a fork is the parent's to deliver
-            self._refill()
-        self._fetched += 1
-        return self._ready.popleft()
-
-    def _refill(self) -> None:
-        """Get what is there, all at once.
-
-        Between two batches the training loop drives this code out of the processor's caches.
-        """
-        if self.all_fetched:
+    def _fill(self) -> None:
+        """Get what is there, all at once; the last batch by itself, since it ends the epoch."""
+        progress = self.progress
+        if progress.fetched >= progress.steps:
             self.over = True
             raise StopIteration
-        if self._feed.pid != os.getpid():
-            raise UsageError(f"this iterator belongs to process {self._feed.pid}; iterate the loader again in this one")
+        pid = progress.feed.pid
+        if pid != os.getpid():
+            raise UsageError(f"this iterator belongs to process {pid}; iterate the loader again in this one")
         if self.replaced:
             raise UsageError(
                 "this iterator ended when its loader was iterated again, closed or interrupted; with concurrent=True"
                 " one goes on when another begins"
             )
+        if self._last:
+            last = self._last.pop()
+            progress.fetched += 1
+            if self._counts:
+                self.deliver()
+            self._ready.append(last)
+            return
         try:
-            batches = self._taken()
-            self._ready.extend(map(self._loader._finish, batches[: self._steps - self._fetched]))
+            batches = [self._loader._finish(batch) for batch in self._taken()]
+            del batches[progress.steps - progress.fetched :]
+            if progress.fetched + len(batches) == progress.steps:
+                self._last.append(batches.pop())
+            count = len(batches)
+            progress.fetched += count  # no signal's handler runs between this and the next line
+            self._ready.extend(batches)
         except BaseException as error:
-            self.progress.failed = isinstance(error, Exception)
+            progress.failed = isinstance(error, Exception)
             self.replace()  # an epoch with a hole in it is not gone on with
             raise
 
     def _taken(self) -> list[Batch]:
-        self._feed.unsure = True
+        feed = self.progress.feed
+        feed.unsure = True
         try:
-            batches = self._feed.take(self._generation, self._fetched)
+            batches = feed.take(self.progress.begun.generation, self.progress.fetched)
         except CacheToolError:
-            self._feed.unsure = False
+            feed.unsure = False
             raise
-        self._feed.unsure = False
+        feed.unsure = False
         return batches
 
     def replace(self) -> None:
-        """Nothing is fetched from now on: the feeders work for somebody else."""
+        """Nothing is handed out from now on: the feeders work for somebody else."""
         self.replaced = True
-        self._ready.clear()
+        self.progress.drop()
+        self._last.clear()
 
     def uncounted(self) -> Iterator[T]:
-        """What is left to fetch, for whoever calls :meth:`count` once a batch is delivered."""
-        while not self.all_fetched:
-            yield self.fetch()
+        """What is left, for whoever calls :meth:`count` once a batch is delivered."""
+        self._counts = False
+        return map(self._ahead, self)
+
+    def _ahead(self, batch: T) -> T:
+        self.progress.ahead += 1
+        return batch
 
     def count(self) -> None:
-        """A batch was delivered; the last one ends the epoch."""
-        self.progress.step += 1
-        if self.progress.step == self._steps and not self.replaced and self._feed.pid == os.getpid():
+        """A batch of :meth:`uncounted` was delivered; the last one ends the epoch."""
+        progress = self.progress
+        progress.ahead -= 1
+        if progress.ended and not self.replaced and progress.feed.pid == os.getpid():
             self.deliver()
 
     def deliver(self) -> None:
@@ -143,20 +180,20 @@ class Epoch(Iterator[T]):
         self._left.detach()
         self._loader._delivered(self.progress)
         with contextlib.suppress(CacheToolError):  # whoever begins the next one will hear of it
-            self._feed.delivered(self._generation, self.progress.step)
+            self.progress.feed.delivered(self.progress.begun.generation, self.progress.step)
         self.end()
 
     def own_feed(self) -> None:
         """The feeders are this epoch's alone: they end with it, or when nobody has it any more."""
-        self._finalizer = weakref.finalize(self, self._feed.close)
+        self._finalizer = weakref.finalize(self, self.progress.feed.close)
 
     def end(self) -> None:
         """Stop feeders that are this epoch's alone."""
-        if self._finalizer is not None and self._feed.pid == os.getpid():
+        if self._finalizer is not None and self.progress.feed.pid == os.getpid():
             self._finalizer()
 
     def __reduce__(self) -> NoReturn:
         self._loader.__reduce__()
 
     def __len__(self) -> int:
-        return self._steps - self.progress.step
+        return self.progress.steps - self.progress.step

@@ -12,6 +12,7 @@ import os
 import select
 import weakref
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 __all__ = ["Inherited", "watch"]
 
@@ -21,12 +22,10 @@ class Inherited:
 
     def __init__(self, held: Callable[[], Collection[int]]) -> None:
         self._held = held
-        self._children: list[tuple[int, frozenset[int]]] = []
+        self.children: list[tuple[int, frozenset[int]]] = []
+        """Those that may live: a pipe that ends with each, and its slots."""
         self._kept: set[int] = set()
         _all.add(self)
-
-    def __bool__(self) -> bool:
-        return bool(self._children)
 
     def held(self) -> frozenset[int]:
         """The slots that this process looks at now, or keeps for a child."""
@@ -34,11 +33,11 @@ class Inherited:
 
     def note(self, pipe: int, slots: frozenset[int]) -> None:
         """A child with the other end of ``pipe`` inherited these slots."""
-        self._children.append((pipe, slots))
+        self.children.append((pipe, slots))
 
     def keep(self, slot: int) -> bool:
         """Whether a slot that is not looked at here any more must be kept for a child."""
-        if not any(slot in slots for _, slots in self._children):
+        if not any(slot in slots for _, slots in self.children):
             return False
         self._kept.add(slot)
         return True
@@ -46,13 +45,13 @@ class Inherited:
     def ended(self) -> list[int]:
         """The kept slots that no child looks at any more."""
         poll = select.poll()
-        for pipe, _ in self._children:
+        for pipe, _ in self.children:
             poll.register(pipe, select.POLLIN)
         over = [pipe for pipe, _ in poll.poll(0)]
         for pipe in over:
             os.close(pipe)
-        self._children = [child for child in self._children if child[0] not in over]
-        free = [slot for slot in self._kept if not any(slot in slots for _, slots in self._children)]
+        self.children = [child for child in self.children if child[0] not in over]
+        free = [slot for slot in self._kept if not any(slot in slots for _, slots in self.children)]
         self._kept.difference_update(free)
         return free
 
@@ -61,8 +60,8 @@ class Inherited:
 
     def close(self) -> None:
         """Let go of the pipes: no slot will be filled again."""
-        while self._children:
-            os.close(self._children.pop()[0])
+        while self.children:
+            os.close(self.children.pop()[0])
 
 
 _all: weakref.WeakSet[Inherited] = weakref.WeakSet()
@@ -84,7 +83,23 @@ def _in_parent() -> None:
         os.close(reading)
 
 
+class _Replaceable(Protocol):
+    def replace(self) -> None: ...
+
+
+_dropped: weakref.WeakSet[_Replaceable] = weakref.WeakSet()
+
+
+def drop_in_child(iterator: _Replaceable) -> None:
+    """In a forked child this is replaced: what it has at hand is the parent's to deliver."""
+    watch()
+    _dropped.add(iterator)
+
+
 def _in_child() -> None:
+    for iterator in list(_dropped):
+        iterator.replace()
+    _dropped.clear()
     while _forking:
         os.close(_forking.pop()[0])  # the other end stays open for as long as this process is what it is
     for each in list(_all):

@@ -39,18 +39,23 @@ class Slot:
     seen for as long as one of the arrays is referred to by something else, and that is looked up, not signalled.
     """
 
-    __slots__ = ("_base", "_start", "arrays", "form", "memory", "number", "numbers")
+    __slots__ = ("_base", "_start", "arrays", "columns", "form", "memory", "number", "numbers")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.arrays: list[np.ndarray[Any, Any]] = []
         """To be handed out as views only."""
-        self.form: Any = None
-        """What the reader knows of the arrays."""
+        self.form = 0
+        """Which of the feeder's forms the arrays have."""
+        self.columns: Any = None
+        """What the reader knows of them."""
         self._start = -1
 
     def look(self, head: Head) -> None:
-        """See where the slot lies now, which a feeder changes that makes it larger."""
+        """See where the slot lies now, which a feeder changes that makes it larger; let go of its arrays.
+
+        Nothing may see them any more.
+        """
         if head.table[2 * self.number] != self._start:
             self._start, region = head.region(self.number)
             self._base = int(region.ctypes.data)
@@ -58,11 +63,7 @@ class Slot:
             """The bytes of the slot; none of them may be looked at once it is given back."""
             self.numbers = self.memory[: len(region) // 8 * 8].cast("q")
             """The same as int64."""
-            self.forget()
-
-    def forget(self) -> None:
-        """Let go of the arrays; nothing may see them any more."""
-        self.form = None
+        self.form = 0
         self.arrays.clear()
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> None:
@@ -73,18 +74,14 @@ class Slot:
     @property
     def seen(self) -> bool:
         """Whether anything sees a batch in this slot."""
-        return _referred(self.arrays)
-
-
-def _referred(arrays: list[np.ndarray[Any, Any]]) -> bool:
-    for array in arrays:  # noqa: SIM110 - a generator would count for itself
-        if getrefcount(array) > _ALONE:
-            return True
-    return False
+        for array in self.arrays:  # noqa: SIM110 - a generator would count for itself
+            if getrefcount(array) > _ALONE:
+                return True
+        return False
 
 
 def _alone() -> int:
-    """What ``getrefcount`` says in :func:`_referred` of an array that only the list refers to."""
+    """What ``getrefcount`` says in such a loop of an array that only the list refers to."""
     for array in [np.empty(0)]:
         return getrefcount(array)
     raise AssertionError
@@ -155,14 +152,19 @@ class Ring:
             self.ready += 1
         return self.ready > 0
 
-    def next(self) -> Slot:
-        """The slot of the next batch, one of those that are ready; the same until :meth:`take`."""
-        number = self._head.queue[self._taken % MOST]
+    def next(self) -> tuple[Slot, int, int, int]:
+        """The slot of the next batch, one of those that are ready, with its form, generation and step; the same until
+        :meth:`take`."""
+        at = 4 * (self._taken % MOST)
+        number, form, generation, step = self._head.queue[at : at + 4].tolist()
         slot = self._slots.get(number)
         if slot is None:
             slot = self._slots[number] = Slot(number)
+        return slot, form, generation, step
+
+    def look(self, slot: Slot) -> None:
+        """See where the slot lies now; its arrays, which nothing may see any more, are gone."""
         slot.look(self._head)
-        return slot
 
     def take(self, slot: Slot) -> None:
         """The next slot's batch is out: the slot comes back once nobody sees it."""
@@ -172,17 +174,19 @@ class Ring:
 
     def _give_back(self, looks: int) -> None:
         """Find slots that nobody sees any more among so many of those in use, the longest used first."""
-        live = self._live
+        live, inherited = self._live, self._inherited
         for _ in range(looks):
             slot = live[0]
-            if _referred(slot.arrays):
-                live.rotate(-1)
-                continue
-            live.popleft()
-            if not (self._inherited and self._inherited.keep(slot.number)):  # another thread may fork at any time
-                self._free(slot.number)
-        if self._inherited:
-            for number in self._inherited.ended():  # kept for children that have ended
+            for array in slot.arrays:  # as Slot.seen
+                if getrefcount(array) > _ALONE:
+                    live.rotate(-1)
+                    break
+            else:
+                live.popleft()
+                if not (inherited.children and inherited.keep(slot.number)):  # another thread may fork at any time
+                    self._free(slot.number)
+        if inherited.children:
+            for number in inherited.ended():  # kept for children that have ended
                 self._free(number)
 
     def _free(self, number: int) -> None:
@@ -271,8 +275,11 @@ class RingWriter:
             huge_pages(memory.ctypes.data, whole - start)
             self._huge[slot] = whole
 
-    def commit(self, slot: int) -> None:
-        """Hand the slot over."""
-        self._head.queue[self._committed % MOST] = slot
+    def commit(self, slot: int, form: int = 1, generation: int = 1, step: int = 0) -> None:
+        """Hand the slot over. Slots of the same ``form``, all from 1 on, have the same arrays at the same places, and
+        lie where they lay."""
+        at = 4 * (self._committed % MOST)
+        for number, value in enumerate((slot, form, generation, step)):
+            self._head.queue[at + number] = value
         self._committed += 1
         self._library.sem_post(self._head.filled)

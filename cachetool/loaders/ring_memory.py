@@ -3,7 +3,10 @@
 ::
 
     memfd    | semaphores | state of each slot | queue of filled slots | where each slot lies |  slot  |  slot  | ...
-               filled, free   1 byte each          int32 each              2 x int64 each        grown by the feeder
+               filled, free   1 byte each          4 x int32 each          2 x int64 each        grown by the feeder
+
+Of a filled slot the queue has all that its batch is known by, so that the slot itself, which is in nobody's cache, is
+not looked at before it is used: its number, which form it has (1, 2, ...), generation and step.
 
 It has no name, so nothing is left behind however the processes end.
 """
@@ -32,7 +35,7 @@ _FILLED, _FREE = 0, 64  # sem_t takes 32 bytes on 64-bit Linux
 _COUNT = 128  # of slots that the feeder allowed itself
 _STATES = 4096
 _QUEUE = _STATES + MOST
-_TABLE = _QUEUE + 4 * MOST
+_TABLE = _QUEUE + 16 * MOST
 HEAD = _TABLE + 16 * MOST
 """Bytes before the first slot; most of them are never touched."""
 
@@ -109,7 +112,7 @@ class Head:
         whole = self._whole[:HEAD].data
         self.count = whole[_COUNT : _COUNT + 8].cast("q")
         self.states = whole[_STATES : _STATES + MOST]
-        self.queue = whole[_QUEUE : _QUEUE + 4 * MOST].cast("i")
+        self.queue = whole[_QUEUE : _QUEUE + 16 * MOST].cast("i")
         self.table = whole[_TABLE : _TABLE + 16 * MOST].cast("q")
         self.filled = ctypes.c_void_p(self._base + _FILLED)
         self.free = ctypes.c_void_p(self._base + _FREE)

@@ -2,12 +2,13 @@
 
 ::
 
-    int64: generation | step | bytes of text | arrays | offset, length | offset, length | ...
+    int64: bytes of text | arrays | offset, length | offset, length | ...
     text: {"fields": schema} or {"error": ...}
     array | array | ...             each at a multiple of 64
 
 Arrays of a field: the values; for bytes, str and ragged fields behind them where each sample begins, and for ragged
-ones the shapes. So a batch says what it is by itself, and the text is the same for all batches of an epoch.
+ones the shapes. All that is before the arrays is the form of the batch. A slot that is filled with a batch of the form
+that it had keeps it, and the ring's queue says so: then the training process reads nothing but the arrays.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from cachetool.schema import Field, Schema
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
 _ALIGN = 64
-_NUMBERS = 4
-_KEYS = 16
-"""Bytes of generation and step, which differ from batch to batch."""
+_NUMBERS = 2
 READY_BYTES = 256 * 2**20
 """What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
 the turns of its GIL, and then takes what there is: with 48 MiB a feeder that was a fifth less."""
@@ -62,7 +61,7 @@ def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
 class _Filled:
     """What a slot was filled with: the next batch is mostly like it, and only its values are written anew."""
 
-    __slots__ = ("arrays", "memory", "numbers", "stop", "text", "told")
+    __slots__ = ("arrays", "form", "memory", "numbers", "stop", "text")
 
     def __init__(self, text: bytes, memory: Bytes, numbers: Int64s, stop: int) -> None:
         self.text, self.memory = text, memory
@@ -70,8 +69,8 @@ class _Filled:
         """Of the head: its numbers, and where it ends."""
         self.arrays: list[tuple[tuple[int, int], npt.NDArray[Any], int]] = []
         """Place and length, the array, and where it ends."""
-        self.told = False
-        """Whether the head says where the arrays are."""
+        self.form = 0
+        """Number of the form that the head says, 0 for none yet."""
 
 
 class SlotWriter:
@@ -89,6 +88,7 @@ class SlotWriter:
         self._schema: Schema | None = None
         self._text, self._arrays = b"", 0
         self._kept: dict[int, _Filled] = {}
+        self._forms = 0
         self._largest = 0
 
     def open(self, over: Callable[[], bool] = lambda: False) -> bool:
@@ -120,7 +120,7 @@ class SlotWriter:
         memory = self._ring.memory(self._slot, self._used)
         memory[numbers : self._used] = np.frombuffer(text, dtype=np.uint8)
         self._form = self._kept[self._slot] = _Filled(text, memory, memory[:numbers].view(np.int64), self._used)
-        self._form.numbers[2:_NUMBERS] = len(text), arrays
+        self._form.numbers[:_NUMBERS] = len(text), arrays
 
     def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Memory for the values of a field, in the slot; to be filled before the next is asked for."""
@@ -146,7 +146,7 @@ class SlotWriter:
         self._ring.fill(self._slot, stop)
         place, out = (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
         arrays.append((place, out, stop))
-        self._form.told = False
+        self._form.form = 0
         return place, out
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
@@ -174,12 +174,12 @@ class SlotWriter:
         if memory is not form.memory:  # moved since: written anew next time
             self._kept.pop(self._slot)
             form.numbers = memory[: form.numbers.nbytes].view(np.int64)
-        if not form.told:
+        if not form.form:
             form.numbers[_NUMBERS:] = places
-            form.told = True
-        form.numbers[0], form.numbers[1] = generation, step
+            self._forms += 1
+            form.form = self._forms
         self._largest = max(self._largest, self._used)
-        self._ring.commit(self._slot)
+        self._ring.commit(self._slot, form.form, generation, step)
         self._more()
 
     def _more(self) -> None:
@@ -190,15 +190,14 @@ class SlotWriter:
             self._permitted = wanted
 
 
-class _Form(NamedTuple):
-    """What batches are like whose heads are the same behind generation and step."""
+class _Columns(NamedTuple):
+    """What the arrays of a slot are."""
 
-    head: bytes
-    stop: int
-    """Where that ends in the slot."""
     schema: Schema
-    columns: list[tuple[str, int, int]]
-    """Of each field, which of the slot's arrays are its own: the first one, and how many."""
+    fields: list[tuple[str, int, int]]
+    """Of each field, which of the arrays are its own: the first one, and how many."""
+    names: list[str] | None
+    """Those of the fields, when each has one array."""
 
 
 class SlotReader:
@@ -216,44 +215,45 @@ class SlotReader:
         """
         ring = self.ring
         while ring.ready:
-            slot = ring.next()
-            made = slot.numbers[0]
+            slot, form, made, step = ring.next()
             if made > generation:
                 break  # of the next epoch
-            batch = self._batch(slot) if made == generation else None
+            if made < generation:
+                ring.take(slot)
+                continue
+            if slot.form != form:
+                self._read(slot)
+                slot.form = form
+            schema, fields, names = slot.columns
+            columns: dict[str, Column] = {}
+            if names is None:
+                for name, first, count in fields:
+                    arrays = [array[...] for array in slot.arrays[first : first + count]]
+                    columns[name] = arrays[0] if count == 1 else Ragged(*arrays)
+            else:
+                for name, array in zip(names, slot.arrays, strict=True):
+                    columns[name] = array[...]
             ring.take(slot)
-            if batch is not None:
-                return batch
+            return Batch(made, step, schema, columns)
         return None
 
-    def _batch(self, slot: Slot) -> Batch:
-        form: _Form | None = slot.form
-        if form is None or bytes(slot.memory[_KEYS : form.stop]) != form.head:
-            form = slot.form = self._form(slot)
-        arrays = slot.arrays
-        columns: dict[str, Column] = {}
-        for name, first, count in form.columns:
-            if count == 1:
-                columns[name] = arrays[first][...]
-            else:
-                columns[name] = Ragged(*[array[...] for array in arrays[first : first + count]])
-        return Batch(slot.numbers[0], slot.numbers[1], form.schema, columns)
-
-    def _form(self, slot: Slot) -> _Form:
-        length, count = slot.numbers[2:_NUMBERS].tolist()
+    def _read(self, slot: Slot) -> None:
+        """Make the slot's arrays as its head says."""
+        self.ring.look(slot)
+        length, count = slot.numbers[:_NUMBERS].tolist()
         at = 8 * (_NUMBERS + 2 * count)
         places = slot.numbers[_NUMBERS : _NUMBERS + 2 * count].tolist()
         schema = self._schema(bytes(slot.memory[at : at + length]))
-        slot.forget()
-        columns: list[tuple[str, int, int]] = []
+        fields: list[tuple[str, int, int]] = []
         pairs = iter(zip(places[::2], places[1::2], strict=True))
         for field in schema:
             first = len(slot.arrays)
             for dtype, inner in _parts(field):
                 offset, size = next(pairs)
                 slot.array(offset, (size, *inner), dtype)
-            columns.append((field.name, first, len(slot.arrays) - first))
-        return _Form(bytes(slot.memory[_KEYS : at + length]), at + length, schema, columns)
+            fields.append((field.name, first, len(slot.arrays) - first))
+        each = len(fields) == len(slot.arrays)
+        slot.columns = _Columns(schema, fields, [name for name, _, _ in fields] if each else None)
 
     def _schema(self, text: bytes) -> Schema:
         schema = self._schemas.get(text)

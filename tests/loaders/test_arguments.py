@@ -217,7 +217,7 @@ def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(worker
     with Loader(cache, batch_size=1, fields=["number"], workers=workers) as loader:
         batches = iter(loader)
         first = numbers([next(batches)])
-        while workers and not batches._ready:  # some that were fetched already are the parent's too
+        while workers and not batches.progress.ready:  # some that were fetched already are the parent's too
             first += numbers([next(batches)])
         ours, theirs = multiprocessing.get_context("fork").Pipe()
         child = multiprocessing.get_context("fork").Process(target=_go_on, args=(batches, theirs))

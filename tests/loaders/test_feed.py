@@ -127,7 +127,7 @@ def test_nothing_that_was_handed_out_is_kept(cache: CacheDir) -> None:
             assert there() is None
         half = iter(loader)
         next(half)
-        at_hand = [weakref.ref(batch["number"]) for batch in half._ready]  # type: ignore[attr-defined]
+        at_hand = [weakref.ref(batch["number"]) for batch in half.progress.ready]  # type: ignore[attr-defined]
         del half
         assert [there() for there in at_hand] == [None] * len(at_hand)
 
