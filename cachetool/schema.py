@@ -16,13 +16,14 @@ Bytes on disk are always little-endian. ``object`` arrays are refused: they coul
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -82,6 +83,12 @@ class Field:
     """A little-endian NumPy dtype string such as ``<f4``, or ``bytes`` or ``str``."""
     shape: tuple[int | None, ...] = ()
     """Sizes of the dimensions; all ``None`` for a ragged field, ``()`` for a scalar, bytes and str."""
+    kind: Kind = dataclasses.field(init=False, repr=False, compare=False)
+    """``fixed``, ``ragged``, ``bytes`` or ``str``."""
+    numpy: np.dtype[Any] = dataclasses.field(init=False, repr=False, compare=False)
+    """The dtype of the stored values; ``uint8`` for bytes and str."""
+    nbytes: int = dataclasses.field(init=False, repr=False, compare=False)
+    """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
 
     def __post_init__(self) -> None:
         parts = self.name.split("/")
@@ -95,6 +102,7 @@ class Field:
         if self.dtype in ("bytes", "str"):
             if self.shape != ():
                 raise UsageError(f"field {self.name!r}: {self.dtype} has no shape, got {self.shape}")
+            self._derive("bytes" if self.dtype == "bytes" else "str", np.dtype(np.uint8), 0)
             return
         object.__setattr__(self, "dtype", storage_dtype(self.dtype).str)
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -103,15 +111,16 @@ class Field:
         free = sum(size is None for size in self.shape)
         if free not in (0, len(self.shape)) or any(size is not None and size < 0 for size in self.shape):
             raise UsageError(f"field {self.name!r}: shape {self.shape} must be sizes of at least 0, or all None")
+        numpy = np.dtype(self.dtype)
+        if free:
+            self._derive("ragged", numpy, 0)
+        else:
+            self._derive("fixed", numpy, math.prod(size or 0 for size in self.shape) * numpy.itemsize)
 
-    @property
-    def kind(self) -> Kind:
-        """``fixed``, ``ragged``, ``bytes`` or ``str``."""
-        if self.dtype == "bytes":
-            return "bytes"
-        if self.dtype == "str":
-            return "str"
-        return "ragged" if self.shape and self.shape[0] is None else "fixed"
+    def _derive(self, kind: Kind, numpy: np.dtype[Any], nbytes: int) -> None:
+        """Known once: loaders ask for it with every batch."""
+        for name, value in (("kind", kind), ("numpy", numpy), ("nbytes", nbytes)):
+            object.__setattr__(self, name, value)
 
     @property
     def is_scalar(self) -> bool:
@@ -124,21 +133,11 @@ class Field:
         return len(self.shape)
 
     @property
-    def numpy(self) -> np.dtype[Any]:
-        """The dtype of the stored values; ``uint8`` for bytes and str."""
-        return np.dtype(np.uint8) if self.kind in ("bytes", "str") else np.dtype(self.dtype)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """The shape of a fixed field, as plain sizes. Raises :class:`UsageError` for the other kinds."""
         if self.kind != "fixed":
             raise UsageError(f"field {self.name!r} is {self.kind}: its size differs from sample to sample")
-        return tuple(size for size in self.shape if size is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
-        return math.prod(self.sizes) * self.numpy.itemsize if self.kind == "fixed" else 0
+        return cast("tuple[int, ...]", self.shape)
 
     def describe(self) -> str:
         """Type and shape for people: ``float32 (3, 64)``, ``uint8 ragged rank 3``, ``str``."""

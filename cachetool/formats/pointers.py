@@ -52,7 +52,7 @@ def join_rows(
         return
     size = len(starts) * nbytes
     # As unsigned numbers the negative ones are too large as well.
-    if size > len(out) or int(starts.view(np.uint64).max()) > len(source) - nbytes:
+    if size > len(out) or int(np.maximum.reduce(starts.view(np.uint64))) > len(source) - nbytes:
         raise IndexError("a run of bytes reaches outside its buffer")
     pointers = starts + source.ctypes.data
     shape = _Pair(len(starts), nbytes)

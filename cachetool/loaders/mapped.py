@@ -50,6 +50,7 @@ from cachetool.schema import Field, Schema
 __all__ = ["MappedParts"]
 
 _AT_ONCE = 4096  # samples located at once
+_RUNS = 16  # runs of samples, for each part of a view, whose first part is looked up
 _Row = tuple[int, int, int | None]
 """Start, stride, origin: see :class:`_Numbers`."""
 
@@ -90,7 +91,7 @@ class MappedParts:
         # As unsigned numbers the negative ones are too large as well.
         if len(indices) and int(indices.view(np.uint64).max()) >= view.samples:
             view.find(indices)  # raises
-        parts = self._ends.searchsorted(indices, "right")
+        parts = self._parts_of(indices)
         if whole:
             return [(None, self._runs(parts, indices))]
         here = self._mapped[parts]
@@ -149,11 +150,28 @@ class MappedParts:
         self._turns += 1
         self._view = self._ahead = None
 
+    def _index(self) -> None:
+        """Look up the part in which each run of 2**n samples begins, where runs reach into two parts at most."""
+        smallest = int(np.diff(self._ends, prepend=0).min(initial=1 << 40))
+        self._shift = max(1, smallest).bit_length() - 1
+        runs = (int(self._ends[-1]) >> self._shift) + 1 if len(self._ends) else 0
+        few = runs <= _RUNS * len(self._ends)
+        firsts = np.arange(runs if few else 0, dtype=np.int64) << self._shift
+        self._first = self._ends.searchsorted(firsts, "right") if few else None
+
+    def _parts_of(self, indices: Int64s) -> npt.NDArray[np.intp]:
+        """The part of each of these samples. Among 780 parts a search is ten times as slow as the look-up."""
+        if self._first is None:
+            return self._ends.searchsorted(indices, "right")
+        parts: npt.NDArray[np.intp] = self._first.take(indices >> self._shift)
+        parts += indices >= self._ends.take(parts)
+        return parts
+
     def _runs(self, parts: npt.NDArray[np.intp], indices: Int64s) -> Mapping[str, Runs]:
         return {name: table.runs(parts, indices) for name, table in self._tables.items()}
 
     def _runs_of(self, indices: Int64s) -> Mapping[str, Runs]:
-        return self._runs(self._ends.searchsorted(indices, "right"), indices)
+        return self._runs(self._parts_of(indices), indices)
 
     def _turn(self, view: View, schema: Schema) -> None:
         """Map the parts of ``view`` and compute its tables of the fields of ``schema``."""
@@ -171,6 +189,7 @@ class MappedParts:
             firsts = view.starts[:-1].tolist()
             self._tables = {field.name: _Table(field, firsts, found, self._arena) for field in schema}
         self._ends = view.starts[1:].copy()
+        self._index()
         self._view, self._schema = view, schema
 
     def _mapped_part(self, part: Part, whole: Schema, schema: Schema) -> _Mapped | None:

@@ -155,8 +155,8 @@ class Ring:
     def next(self) -> tuple[Slot, int, int, int]:
         """The slot of the next batch, one of those that are ready, with its form, generation and step; the same until
         :meth:`take`."""
-        at = 4 * (self._taken % MOST)
-        number, form, generation, step = self._head.queue[at : at + 4].tolist()
+        head = self._head
+        number, form, generation, step = head.entry.unpack_from(head.queue, 16 * (self._taken % MOST))
         slot = self._slots.get(number)
         if slot is None:
             slot = self._slots[number] = Slot(number)
@@ -278,8 +278,6 @@ class RingWriter:
     def commit(self, slot: int, form: int = 1, generation: int = 1, step: int = 0) -> None:
         """Hand the slot over. Slots of the same ``form``, all from 1 on, have the same arrays at the same places, and
         lie where they lay."""
-        at = 4 * (self._committed % MOST)
-        for number, value in enumerate((slot, form, generation, step)):
-            self._head.queue[at + number] = value
+        self._head.entry.pack_into(self._head.queue, 16 * (self._committed % MOST), slot, form, generation, step)
         self._committed += 1
         self._library.sem_post(self._head.filled)

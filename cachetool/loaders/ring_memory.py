@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import struct
 import sys
 import time
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = ["HEAD", "IDLE", "IN_USE", "MOST", "Head", "Owner", "library", "suppor
 MOST = 16384
 """Slots a ring can have at most."""
 
+_ENTRY = struct.Struct("4i")
 _FILLED, _FREE = 0, 64  # sem_t takes 32 bytes on 64-bit Linux
 _COUNT = 128  # of slots that the feeder allowed itself
 _STATES = 4096
@@ -112,7 +114,7 @@ class Head:
         whole = self._whole[:HEAD].data
         self.count = whole[_COUNT : _COUNT + 8].cast("q")
         self.states = whole[_STATES : _STATES + MOST]
-        self.queue = whole[_QUEUE : _QUEUE + 16 * MOST].cast("i")
+        self.queue, self.entry = whole[_QUEUE : _QUEUE + 16 * MOST], _ENTRY
         self.table = whole[_TABLE : _TABLE + 16 * MOST].cast("q")
         self.filled = ctypes.c_void_p(self._base + _FILLED)
         self.free = ctypes.c_void_p(self._base + _FREE)
