@@ -41,7 +41,7 @@ class Progress:
         self.steps, self.before = steps, before
         """Batches in all, and those of it that were delivered before it was resumed."""
         self.fetched = 0
-        """Batches that came out of the feed."""
+        """Batches that came out of the feed, without a last one that is kept back."""
         self.ready: deque[Any] = deque()
         """Those of them that were not handed out."""
         self.ahead = 0
@@ -96,9 +96,13 @@ class Epoch(Iterator[T]):
         self._left.atexit = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self.replaced = False
-        self.over = False
-        """Whether it was asked for more than it had."""
+        self._asked = False
         drop_in_child(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether it was asked for more than it had, and all that it had was delivered."""
+        return self._asked and self.progress.ended
 
     def __next__(self) -> T:
         while True:
@@ -112,7 +116,7 @@ class Epoch(Iterator[T]):
         """Get what is there, all at once; the last batch by itself, since it ends the epoch."""
         progress = self.progress
         if progress.fetched >= progress.steps:
-            self.over = True
+            self._asked = True
             raise StopIteration
         pid = progress.feed.pid
         if pid != os.getpid():
@@ -122,25 +126,34 @@ class Epoch(Iterator[T]):
                 "this iterator ended when its loader was iterated again, closed or interrupted; with concurrent=True"
                 " one goes on when another begins"
             )
-        if self._last:
-            last = self._last.pop()
-            progress.fetched += 1
-            if self._counts:
-                self.deliver()
-            self._ready.append(last)
-            return
         try:
-            batches = [self._loader._finish(batch) for batch in self._taken()]
-            del batches[progress.steps - progress.fetched :]
-            if progress.fetched + len(batches) == progress.steps:
-                self._last.append(batches.pop())
-            count = len(batches)
-            progress.fetched += count  # no signal's handler runs between this and the next line
-            self._ready.extend(batches)
+            if self._last:
+                self._release()
+            else:
+                self._fetch()
         except BaseException as error:
             progress.failed = isinstance(error, Exception)
             self.replace()  # an epoch with a hole in it is not gone on with
             raise
+
+    def _fetch(self) -> None:
+        progress = self.progress
+        batches = [self._loader._finish(batch) for batch in self._taken()]
+        del batches[progress.steps - progress.fetched :]
+        last = batches[progress.steps - progress.fetched - 1 :]
+        if last:
+            batches.pop()
+        count = len(batches)
+        progress.fetched += count  # no signal's handler runs between this and the next line
+        self._ready.extend(batches)
+        self._last.extend(last)
+
+    def _release(self) -> None:
+        last = self._last.pop()
+        self.progress.fetched += 1
+        if self._counts:
+            self.deliver()
+        self._ready.append(last)
 
     def _taken(self) -> list[Batch]:
         feed = self.progress.feed
@@ -156,6 +169,10 @@ class Epoch(Iterator[T]):
     def replace(self) -> None:
         """Nothing is handed out from now on: the feeders work for somebody else."""
         self.replaced = True
+        self.drop()
+
+    def drop(self) -> None:
+        """Throw away what is at hand."""
         self.progress.drop()
         self._last.clear()
 

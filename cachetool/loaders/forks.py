@@ -3,7 +3,8 @@
 A fork shares the memory of a ring with the child, in which a batch that is still referred to can be read at any time.
 The parent cannot see when the child drops it. So it notes, at each fork, which slots were looked at, and holds the
 reading end of a pipe whose other end lives in the child, its own children, and nowhere else: closed means all of them
-ended, or became other programs. No pipe is made while no batch is held.
+ended, or became other programs. No pipe is made while no batch is held. What an iterator has at
+hand and has not handed out is let go of in the child.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-__all__ = ["Inherited", "watch"]
+__all__ = ["Inherited", "drop_in_child", "watch"]
 
 
 class Inherited:
@@ -83,22 +84,22 @@ def _in_parent() -> None:
         os.close(reading)
 
 
-class _Replaceable(Protocol):
-    def replace(self) -> None: ...
+class _HasBatches(Protocol):
+    def drop(self) -> None: ...
 
 
-_dropped: weakref.WeakSet[_Replaceable] = weakref.WeakSet()
+_dropped: weakref.WeakSet[_HasBatches] = weakref.WeakSet()
 
 
-def drop_in_child(iterator: _Replaceable) -> None:
-    """In a forked child this is replaced: what it has at hand is the parent's to deliver."""
+def drop_in_child(iterator: _HasBatches) -> None:
+    """In a forked child this lets go of what it has at hand, which is the parent's to deliver."""
     watch()
     _dropped.add(iterator)
 
 
 def _in_child() -> None:
     for iterator in list(_dropped):
-        iterator.replace()
+        iterator.drop()
     _dropped.clear()
     while _forking:
         os.close(_forking.pop()[0])  # the other end stays open for as long as this process is what it is

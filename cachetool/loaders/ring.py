@@ -276,8 +276,8 @@ class RingWriter:
             self._huge[slot] = whole
 
     def commit(self, slot: int, form: int = 1, generation: int = 1, step: int = 0) -> None:
-        """Hand the slot over. Slots of the same ``form``, all from 1 on, have the same arrays at the same places, and
-        lie where they lay."""
+        """Hand the slot over. With the ``form`` (1, 2, ...) that it was handed over with before, it has the same arrays
+        at the same places, and lies where it lay."""
         self._head.entry.pack_into(self._head.queue, 16 * (self._committed % MOST), slot, form, generation, step)
         self._committed += 1
         self._library.sem_post(self._head.filled)

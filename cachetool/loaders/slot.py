@@ -32,6 +32,7 @@ __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
 _ALIGN = 64
 _NUMBERS = 2
+_FORMS = 2**31 - 1
 READY_BYTES = 256 * 2**20
 """What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
 the turns of its GIL, and then takes what there is: with 48 MiB a feeder that was a fifth less."""
@@ -176,7 +177,7 @@ class SlotWriter:
             form.numbers = memory[: form.numbers.nbytes].view(np.int64)
         if not form.form:
             form.numbers[_NUMBERS:] = places
-            self._forms += 1
+            self._forms = self._forms % _FORMS + 1
             form.form = self._forms
         self._largest = max(self._largest, self._used)
         self._ring.commit(self._slot, form.form, generation, step)

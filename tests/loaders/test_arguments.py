@@ -228,6 +228,59 @@ def test_an_iterator_of_the_process_before_a_fork_is_refused_in_the_child(worker
         assert loader.epoch == 1
 
 
+def test_the_length_of_an_epoch_before_a_fork_is_known_in_the_child(cache: CacheDir) -> None:
+    """Without feeders of the child's own."""
+    with Loader(cache, batch_size=10, fields=["number"]) as loader:
+        batches = iter(loader)
+        next(batches)
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+
+        def look() -> None:
+            theirs.send((len(loader), loader._feed.pid))  # type: ignore[union-attr]
+            os._exit(0)
+
+        child = multiprocessing.get_context("fork").Process(target=look)
+        child.start()
+        assert ours.recv() == (6, os.getpid())
+        child.join(20)
+        assert len(numbers(batches)) == 50
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_lasts_until_a_prefetcher_has_handed_its_batches_on(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=10, fields=["number"], workers=workers) as loader:
+        epoch: Any = iter(loader)
+        found = numbers([next(epoch)])
+        found += numbers(epoch.uncounted())
+        for step in range(1, 6):
+            assert (len(loader), len(epoch), loader.state_dict()["taken"], epoch.over) == (6, 6 - step, step, False)
+            assert loader.epoch == 0
+            epoch.count()
+        assert (loader.epoch, epoch.over) == (1, True)
+        assert sorted(found) == list(range(60))
+
+
+class _Interrupted(list):  # type: ignore[type-arg]
+    def pop(self, *at: Any) -> Any:
+        super().pop(*at)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupt_at_the_last_batch_ends_the_iterator_and_loses_nothing(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=10, fields=["number"], workers=workers) as loader:
+        batches = iter(loader)
+        found = numbers([next(batches) for _ in range(5)])
+        batches._last = _Interrupted(batches._last)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"this iterator ended when .*interrupted"):
+                next(batches)
+        loader.load_state_dict(loader.state_dict())
+        assert sorted(found + numbers(loader)) == list(range(60))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_threads_have_epochs_of_their_own_from_a_concurrent_loader(workers: int, cache: CacheDir) -> None:
     found: list[list[int]] = []
