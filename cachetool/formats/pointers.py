@@ -51,7 +51,7 @@ def join_rows(
     if not len(starts) or not nbytes:
         return
     size = len(starts) * nbytes
-    # As unsigned numbers the negative ones are too large as well.
+    # As unsigned numbers the negative ones are too large as well. Not .max(), which is Python around this.
     if size > len(out) or int(np.maximum.reduce(starts.view(np.uint64))) > len(source) - nbytes:
         raise IndexError("a run of bytes reaches outside its buffer")
     pointers = starts + source.ctypes.data

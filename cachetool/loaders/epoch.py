@@ -76,10 +76,12 @@ class Progress:
 
     def resume(self) -> dict[str, Any]:
         """What it takes to go on from here. Raises :class:`UsageError` when the feeders ended."""
-        if self.feed.closed or self.feed.pid != os.getpid():
+        if self.feed.pid != os.getpid():
+            raise UsageError(f"this epoch is under way in process {self.feed.pid}; call state_dict() there")
+        if self.feed.closed:
             raise UsageError(
                 f"the loader was closed, or its feeders ended, after {self.step} of {self.steps} batches of epoch"
-                f" {self.begun.epoch}; call state_dict() before that, in the process that iterates"
+                f" {self.begun.epoch}; call state_dict() before that"
             )
         return self.feed.state(self.begun.generation, self.begun.steps.reached(self.step))
 

@@ -3,8 +3,8 @@
 A fork shares the memory of a ring with the child, in which a batch that is still referred to can be read at any time.
 The parent cannot see when the child drops it. So it notes, at each fork, which slots were looked at, and holds the
 reading end of a pipe whose other end lives in the child, its own children, and nowhere else: closed means all of them
-ended, or became other programs. No pipe is made while no batch is held. What an iterator has at
-hand and has not handed out is let go of in the child.
+ended, or became other programs. No pipe is made while no batch is held. What an iterator has
+at hand and has not handed out is let go of in the child.
 """
 
 from __future__ import annotations

@@ -236,12 +236,16 @@ def test_the_length_of_an_epoch_before_a_fork_is_known_in_the_child(cache: Cache
         ours, theirs = multiprocessing.get_context("fork").Pipe()
 
         def look() -> None:
-            theirs.send((len(loader), loader._feed.pid))  # type: ignore[union-attr]
+            try:
+                loader.state_dict()
+            except UsageError as error:
+                theirs.send((len(loader), loader._feed.pid, str(error)))  # type: ignore[union-attr]
             os._exit(0)
 
         child = multiprocessing.get_context("fork").Process(target=look)
         child.start()
-        assert ours.recv() == (6, os.getpid())
+        says = f"this epoch is under way in process {os.getpid()}; call state_dict() there"
+        assert ours.recv() == (6, os.getpid(), says)
         child.join(20)
         assert len(numbers(batches)) == 50
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from cachetool.block import Block, Ragged
 from cachetool.cache import CacheDir, open_cache
@@ -292,3 +294,15 @@ def test_an_evicted_part_is_named_by_either_way(cache: CacheDir) -> None:
     for parts in (MappedParts(), Parts(open_by_extents)):
         with pytest.raises(UsageError, match=f"shard {view.parts[0].id} was evicted"):
             gather(view, np.array([3]), parts, SMALL)
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=40).filter(any))
+@example([64] * 20 + [65] * 9)
+@example([1] + [10_000] * 3)
+def test_the_part_of_a_sample_is_the_one_that_a_search_finds(sizes: list[int]) -> None:
+    """Whether parts are looked up, or one is so small that they are searched for."""
+    parts = MappedParts()
+    parts._ends = np.cumsum(sizes, dtype=np.int64)
+    parts._index()
+    every = np.arange(sum(sizes), dtype=np.int64)
+    assert parts._parts_of(every).tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
