@@ -42,7 +42,8 @@ from cachetool.schema import Schema
 __all__ = ["HDF5"]
 
 _LIBVER = ("earliest", "v110")
-_ALIGN = 64
+_ALIGN = (64, 1)  # where arrays of compressed files begin, and from what size on
+_PAGES = (4096, STREAM_BYTES)  # and of plain ones: from pages memory is copied faster (docs/decisions.md)
 _CHUNK_BYTES = 2**19  # a compressed chunk has at least this many, if the array has
 _MAX_CHUNK = 2**31  # HDF5 itself ends at 4 GiB, its filters earlier
 _MAX_RANK = 32
@@ -87,8 +88,9 @@ def _size_bound(schema: Schema, samples: int, nbytes: int) -> int:
     data = nbytes + sum(plan.rows(samples) * plan.row_nbytes for plan in plans if plan.role != "values")
     total = 16384 + 2 * len(json.dumps(header(schema, samples))) + data + (data >> 9)
     for plan in plans:
-        # Object header, attributes, links, alignment; groups above it; the first two nodes of the tree of its chunks.
-        total += 2048 + 2 * len(plan.name) + 4096 * plan.name.count("/") + 2 * _node_bytes(len(plan.row))
+        # Object header, attributes, links; alignment; groups above it; the first two nodes of the tree of its chunks.
+        total += 2048 + 2 * len(plan.name) + _PAGES[0]
+        total += 4096 * plan.name.count("/") + 2 * _node_bytes(len(plan.row))
     return total + data // _CHUNK_BYTES // 16 * _node_bytes(_MAX_RANK)
 
 
@@ -116,7 +118,7 @@ def _skeleton(about: dict[str, Any], plans: Sequence[ArrayPlan], rows: Callable[
 
     image, starts = SparseImage(), dict[str, int]()
     record = Recorder(image.write, image.read)
-    with _new_file(record) as file:
+    with _new_file(record, *_PAGES) as file:
         file.attrs[ATTRIBUTE] = json.dumps(about)
         how = h5p.create(h5p.DATASET_CREATE)
         how.set_layout(h5d.CONTIGUOUS)
@@ -135,10 +137,11 @@ def _skeleton(about: dict[str, Any], plans: Sequence[ArrayPlan], rows: Callable[
     return _Skeleton(record.size, starts, image.writes)
 
 
-def _new_file(record: Recorder) -> Any:
+def _new_file(record: Recorder, interval: int, threshold: int) -> Any:
+    """A file of HDF5 in which what has ``threshold`` bytes or more begins at a multiple of ``interval``."""
     import h5py
 
-    return h5py.File(record, "w", libver=_LIBVER, alignment_threshold=1, alignment_interval=_ALIGN)
+    return h5py.File(record, "w", libver=_LIBVER, alignment_interval=interval, alignment_threshold=threshold)
 
 
 def _mark_time(file: Any, plan: ArrayPlan) -> None:
@@ -207,7 +210,7 @@ class _Compressed(ColumnarWriter):
             lambda at, data: self._bulk.write_at(at, [data]), lambda at, count: os.pread(self._bulk.fd, count, at)
         )
         try:
-            self._file = _new_file(self._record)
+            self._file = _new_file(self._record, *_ALIGN)
         except BaseException:
             self._bulk.close()
             raise

@@ -6,12 +6,15 @@ import fcntl
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cachetool.block import Block, Ragged
 from cachetool.errors import CorruptError, UsageError
@@ -33,7 +36,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "data.h5"
 
 
-def test_h5py_finds_every_array_contiguous_aligned_and_of_its_type(path: Path) -> None:
+def test_h5py_finds_every_array_contiguous_and_of_its_type(path: Path) -> None:
     content = block(EVERY_KIND, 17)
 
     written = write(HDF5, path, content)
@@ -58,7 +61,6 @@ def test_h5py_finds_every_array_contiguous_aligned_and_of_its_type(path: Path) -
             if not stored.nbytes:
                 continue
             start = dataset.id.get_offset()
-            assert start % 64 == 0
             assert raw[start : start + stored.nbytes] == values.tobytes()
             extents = written.extents.fields[field.name]
             if extents.column is None:
@@ -77,6 +79,29 @@ def test_the_file_is_readable_by_hdf5_1_10_and_grows_with_its_samples_only(path:
 
     assert sizes[1] - sizes[0] == 50 * 128
     assert sizes[0] - 50 * 128 < 8192
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.lists(st.sampled_from((1, 100, 3000, 4096, 9973, 40_000)), min_size=1, max_size=5),
+    samples=st.integers(1, 120),
+    announced=st.integers(0, 400),
+)
+def test_arrays_of_a_mebibyte_begin_at_a_page_however_many_samples_were_announced(
+    rows: list[int], samples: int, announced: int
+) -> None:
+    """Law of the layout: from a page memory is copied faster. Arrays move when fewer samples come; none is hurt."""
+    schema = Schema(tuple(Field(f"{n % 2}/{n}", "|u1", (size,)) for n, size in enumerate(rows)))
+    columns = {f.name: np.resize(np.arange(251, dtype="|u1") + n, (samples, *f.sizes)) for n, f in enumerate(schema)}
+    content = Block(schema, columns)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "data.h5")
+        write(HDF5, path, content, spare=max(0, announced - samples))
+        with h5py.File(path, "r") as file:
+            for name, values in columns.items():
+                dataset = file[name]
+                assert np.array_equal(dataset[()], values)
+                assert dataset.nbytes < 2**20 or dataset.id.get_offset() % 4096 == 0
 
 
 def test_the_same_samples_make_the_same_file(tmp_path: Path) -> None:
