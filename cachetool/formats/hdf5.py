@@ -43,7 +43,7 @@ __all__ = ["HDF5"]
 
 _LIBVER = ("earliest", "v110")
 _ALIGN = (64, 1)  # where arrays of compressed files begin, and from what size on
-_PAGES = (4096, STREAM_BYTES)  # and of plain ones: from pages memory is copied faster (docs/decisions.md)
+_PAGES = (4096, 2**16)  # and of plain ones: from pages memory is copied faster (docs/decisions.md)
 _CHUNK_BYTES = 2**19  # a compressed chunk has at least this many, if the array has
 _MAX_CHUNK = 2**31  # HDF5 itself ends at 4 GiB, its filters earlier
 _MAX_RANK = 32
