@@ -1,9 +1,10 @@
 """The loader beside each peer, a pair at a time: the part of ``feed.py`` that is asked for with ``--peers-dir``.
 
 Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
-own; its epoch and one of ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate counts
-from the second batch of an epoch on, and for ``SECONDS`` at most; ours is that of epochs of 1.5 GB after one that does
-not count, since our feeders go on with the next one while a peer is measured. *times* is ours over the peer's.
+own; its epochs and ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate is that of
+epochs of 1.5 GB together, with their beginnings but for the first one's, which ends with its first batch, and for
+``SECONDS`` at most. Before ours comes an epoch that does not count, since our feeders go on with the next one while a
+peer is measured. *times* is ours over the peer's.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str
     found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {way: [] for way in WAYS}
     try:
         with tempfile.TemporaryDirectory(dir=folder) as own, Peer(peers, name, *map(str, job), own) as peer:
-            peer.ask({"seconds": SECONDS})  # the first epoch of many differs from the others
+            peer.ask({"epochs": 1, "seconds": SECONDS})  # the first epoch of many differs from the others
             for _ in range(rounds):
                 for way, options in WAYS.items():
                     touched(loader)
                     ours = epoch(lambda: chain.from_iterable(loader for _ in range(epochs)), **options)
-                    found[way].append((ours, peer.ask(options)))
+                    found[way].append((ours, peer.ask({"epochs": epochs, **options})))
     except PeerError as error:
         return {"peer": name, "error": str(error)}
 

@@ -1,7 +1,8 @@
-"""What every peer's loader script does: write the samples in its own form, then run an epoch whenever it is told to.
+"""What every peer's loader script does: write the samples in its own form, then run epochs whenever it is told to.
 
-Arguments: samples, bytes of each, samples a batch, workers, a folder of its own. Lines in: ``{"busy": ..., "pace": ...,
-"seconds": ...}``, one epoch each. Lines out: what ``epoch`` of :mod:`cachetool.bench.consumer` gives, or an error.
+Arguments: samples, bytes of each, samples a batch, workers, a folder of its own. Lines in: ``{"epochs": ...,
+"seconds": ..., "busy": ..., "pace": ...}``. Lines out: what ``epoch`` of :mod:`cachetool.bench.consumer` gives of these
+epochs one after another, or an error.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,18 @@ def arrays(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
         yield {"x": x.numpy() if hasattr(x, "numpy") else x, "y": y.numpy() if hasattr(y, "numpy") else y}
 
 
+def several(start: Callable[[], Batches], epochs: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """The batches of epochs one after another; no other one begins when half of the time is over, so that as few as
+    possible are left in the middle."""
+    half = time.perf_counter() + seconds / 2
+    for _ in range(epochs):
+        yield from start()
+        if time.perf_counter() > half:
+            return
+
+
 def serve(prepare: Callable[[Job], Callable[[], Batches]]) -> None:
-    """Prepare once, then one epoch a line."""
+    """Prepare once, then measure once a line."""
     count, nbytes, batch, workers = map(int, sys.argv[1:5])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the library prints must not mix with the answers
@@ -76,6 +87,9 @@ def serve(prepare: Callable[[Job], Callable[[], Batches]]) -> None:
         start.append(prepare(job))
         return {"ready": True}
 
+    def measure(epochs: int, seconds: float, **options: Any) -> dict[str, Any]:
+        return dict(epoch(lambda: several(start[0], epochs, seconds), seconds=seconds, **options))
+
     answer(begin)
     for line in sys.stdin:
-        answer(partial(epoch, start[0], **json.loads(line)))
+        answer(lambda line=line: measure(**json.loads(line)))
