@@ -15,7 +15,19 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text", "nodes"}
+VALUES = {
+    "boot",
+    "errors",
+    "units",
+    "schema",
+    "block",
+    "extents",
+    "permutation",
+    "progress",
+    "example",
+    "text",
+    "nodes",
+}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),

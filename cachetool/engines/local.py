@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+from cachetool.boot import boot
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
 
@@ -122,11 +123,9 @@ class Child:
     """A process of its own, which begins ``task`` at once, or loads a module while it waits for one."""
 
     def __init__(self, task: Task | None = None, *, imports: str = "") -> None:
-        call = f"main({os.getpid()}, {imports!r})"
-        paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
-        boot = f"{paths}; from cachetool.engines.child import main; {call}"
+        program = boot("cachetool.engines.child", f"main({os.getpid()}, {imports!r})")
         self.process = subprocess.Popen(
-            [sys.executable, "-c", boot],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.formats.files import open_plain
+from cachetool.formats.files import map_file, open_plain
 from cachetool.formats.runs import Bytes, Int64s
 
-__all__ = ["HUGE", "Arena", "huge_pages", "map_at", "open_arena", "reserve"]
+__all__ = ["HUGE", "Arena", "huge_pages", "map_alone", "map_at", "open_arena", "reserve"]
 
 _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
@@ -71,6 +71,22 @@ def huge_pages(address: int, nbytes: int) -> None:
 def reserve(nbytes: int) -> Bytes:
     """So many addresses without memory, all of them unmapped when the array is gone. Raises OSError."""
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=_ANYWHERE, prot=0), dtype=np.uint8)
+
+
+def map_alone(path: Path) -> Bytes:
+    """The bytes of a file, mapped as by :func:`~cachetool.formats.files.map_file`, but without a descriptor, of which
+    Python's ``mmap`` keeps one for each map."""
+    if sys.platform != "linux":
+        return map_file(path)
+    fd, size = open_plain(path)
+    try:
+        found = reserve(size) if size else np.empty(0, dtype=np.uint8)
+        if size and not map_at(int(found.ctypes.data), size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
+            return map_file(path)
+        found.flags.writeable = False
+        return found
+    finally:
+        os.close(fd)
 
 
 def open_arena() -> Arena | None:

@@ -178,18 +178,21 @@ class BaseLoader(ABC, Generic[T]):
     def _begin(self) -> Epoch[T]:
         before = None if self._iterator is None else self._iterator()
         going_on = before is not None and not before.progress.ended and not before.replaced
-        if self._concurrent and (going_on or not self._at_home()):
-            epoch = self._started(self._new_feed(), max(self.epoch, self._last + 1), None)
+        with self._claim:  # threads that begin at the same moment begin different epochs
+            beside = self._concurrent and (going_on or not self._at_home())
+            left = self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch
+            if left and not self._chosen and not beside:
+                self._epoch = self._last + 1  # else a loop with a `break` in it would see the same samples for ever
+            self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
+        if beside:
+            epoch = self._started(self._new_feed(), number, None)
             epoch.own_feed()
             self._beside.add(epoch)
             return epoch
         if before is not None:
             before.replace()
-        left = self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch
-        if left and not self._chosen:
-            self._epoch = self._last + 1  # else a loop with a `break` in it would see the same samples for ever
         self._chosen = False
-        epoch = self._started(self._fed(), self.epoch, self._left_over)
+        epoch = self._started(self._fed(), number, self._left_over)
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
@@ -198,14 +201,12 @@ class BaseLoader(ABC, Generic[T]):
     def _at_home(self) -> bool:
         """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
         once that has ended another."""
-        with self._claim:
-            if self._home is None or not self._home.is_alive():
-                self._home = threading.current_thread()
-            return self._home is threading.current_thread()
+        if self._home is None or not self._home.is_alive():
+            self._home = threading.current_thread()
+        return self._home is threading.current_thread()
 
     def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None) -> Epoch[T]:
         begun = feed.begin(number, resume)
-        self._last = number
         taken = 0 if resume is None else self._taken
         steps = self._agreed(self._limited(begun.steps, taken))
         return Epoch(self, Progress(feed, begun, steps, taken))

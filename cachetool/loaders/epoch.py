@@ -128,6 +128,8 @@ class Epoch(Iterator[T]):
                 "this iterator ended when its loader was iterated again, closed or interrupted; with concurrent=True"
                 " one goes on when another begins"
             )
+        if progress.feed.closed:
+            raise CacheToolError("the feeders of this iterator ended; iterate the loader again to start new ones")
         try:
             if self._last:
                 self._release()
@@ -152,10 +154,10 @@ class Epoch(Iterator[T]):
 
     def _release(self) -> None:
         last = self._last.pop()
-        self.progress.fetched += 1
-        if self._counts:
-            self.deliver()
+        self.progress.fetched += 1  # no signal's handler runs between this and the next line
         self._ready.append(last)
+        if self._counts:
+            self.deliver()  # interrupted in it, the batch has not come
 
     def _taken(self) -> list[Batch]:
         feed = self.progress.feed
@@ -196,10 +198,10 @@ class Epoch(Iterator[T]):
 
     def deliver(self) -> None:
         """All batches were delivered."""
+        with contextlib.suppress(CacheToolError):  # whoever begins the next one will hear of it
+            self.progress.feed.delivered(self.progress.begun.generation, self.progress.steps)
         self._left.detach()
         self._loader._delivered(self.progress)
-        with contextlib.suppress(CacheToolError):  # whoever begins the next one will hear of it
-            self.progress.feed.delivered(self.progress.begun.generation, self.progress.step)
         self.end()
 
     def own_feed(self) -> None:

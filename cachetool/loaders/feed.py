@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from cachetool.boot import boot
 from cachetool.cache.connection import statements
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.failure import rebuilt, shared
@@ -150,10 +151,8 @@ class Processes:
         ring = Ring()
         self._rings.append(ring)
         self._readers.append(SlotReader(ring, self._schemas))
-        paths = f"import sys; sys.path[:], sys.argv[:] = {sys.path!r}, {sys.argv[:2]!r}"
-        boot = f"{paths}; from cachetool.loaders.feeder import main; main()"
         process = subprocess.Popen(
-            [sys.executable, "-c", boot],
+            [sys.executable, "-c", boot("cachetool.loaders.feeder")],
             stdin=subprocess.PIPE,
             pass_fds=(ring.fd, *fds),
             start_new_session=True,  # a terminal's Ctrl-C reaches the training process alone
@@ -254,7 +253,9 @@ class Processes:
                 self._check()
 
     def _check(self) -> None:
-        """Raise when a feeder is dead."""
+        """Raise when a feeder is dead, or the feed was closed meanwhile: by a signal's handler, or another thread."""
+        if self.closed:
+            raise CacheToolError("the loader was closed while a batch was waited for")
         for process in self._processes:
             code = process.poll()
             if code is not None:
@@ -299,7 +300,7 @@ class Processes:
 
     def _answer(self) -> dict[str, Any]:
         while b"\n" not in self._rest:
-            if not self._poll.poll(1000 * _LOOK):
+            if not self._poll.poll(1000 * _LOOK) or self.closed:
                 self._check()
                 continue
             data = os.read(self._answers, 1 << 20)

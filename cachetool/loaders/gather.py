@@ -28,10 +28,11 @@ from cachetool.errors import CacheToolError, CorruptError, UsageError
 from cachetool.extents import Extents
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.files import map_file, missing_is_corrupt
+from cachetool.formats.files import missing_is_corrupt
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_digest
+from cachetool.loaders.arena import map_alone
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
@@ -140,7 +141,7 @@ class _MappedPart:
         buffer = self._maps.get(extents.file)
         if buffer is None:
             with missing_is_corrupt(path):
-                buffer = self._maps[extents.file] = map_file(path)
+                buffer = self._maps[extents.file] = map_alone(path)
         starts, sizes = extents.locate(within)
         check_inside(path, len(buffer), field, starts, sizes)
         if field.kind == "fixed":

@@ -32,8 +32,9 @@ class Loader(BaseLoader[dict[str, Any]]):
       orders the fields.
     - ``shuffle``: ``"full"``, ``"window"`` (neighbours are read together: for small samples on a cold disk) or False
       (in the order they arrived). The order is decided by ``seed``, the epoch and the snapshot.
-    - ``drop_last``: batches of ``batch_size`` only; else sizes differ by at most one. ``steps``: batches of an epoch at
-      most, with those before it was resumed.
+    - ``drop_last``: batches of ``batch_size`` only; else sizes differ by at most one, and where fewer samples than
+      ranks are left some of the last ones are empty. ``steps``: batches of an epoch at most, with those before it was
+      resumed.
     - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``): all take the same number of steps, no sample
       goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
     - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready (default:

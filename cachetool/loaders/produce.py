@@ -207,13 +207,23 @@ class _Maker:
         if self._checks is not None:
             self._checks.check(view, indices, block)
         if self._transform is not None:
-            block = self._transform(block, epoch=plan.epoch, indices=indices)
+            block = self._transformed(self._transform, plan, view, indices, block)
         self._sink.begin(block.schema)
         for field in block.schema:
             column = block.columns[field.name]
             values = column.values if isinstance(column, Ragged) else column
             self._sink.values(field, values.shape)[...] = values
         return block.columns
+
+    def _transformed(self, transform: Transform, plan: Plan, view: View, indices: Int64s, block: Block) -> Block:
+        if len(indices):
+            return transform(block, epoch=plan.epoch, indices=indices)
+        # Other ranks have the last samples: this one's batch is empty, and one of another's says which fields it has.
+        if (nothing := transform.nothing()) is None:
+            other = np.zeros(1, dtype=np.int64)
+            one = Block(block.schema, gather(view, other, self._places, block.schema))
+            nothing = transform(one, epoch=plan.epoch, indices=other).take([])
+        return nothing
 
 
 def drawn(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from cachetool.boot import boot
 from cachetool.errors import CacheToolError, CapBlocked, UsageError, from_json
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.view import View
@@ -35,10 +36,10 @@ def have_again(root: str, view: View, resume: Resume) -> None:
 
 def _pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
     """Pull these evicted shards again (:mod:`cachetool.refetch`). Raises what went wrong there."""
-    boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.engines.child import main; main()"
     arguments = {"root": root, "shards": list(shards)}
     task = {"target": "cachetool.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
-    with subprocess.Popen([sys.executable, "-c", boot], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", boot("cachetool.engines.child")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(task).encode() + b"\n")

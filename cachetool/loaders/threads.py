@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cachetool.block import Column
 from cachetool.cache.connection import statements
-from cachetool.errors import CorruptError
+from cachetool.errors import CacheToolError, CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.files import missing_is_corrupt, open_plain
 from cachetool.formats.reading import load_extents
@@ -101,6 +101,8 @@ class Thread:
         while True:
             found = self._queue.get(self._pace)
             if found is None:
+                if self.closed:  # by a signal's handler, or another thread
+                    raise CacheToolError("the loader was closed while a batch was waited for")
                 self.close()
                 raise rebuilt(self._queue.failure)
             if isinstance(found, Batch):
@@ -246,8 +248,9 @@ class _Queue:
         self._filled.release()
 
     def close(self) -> None:
-        """Let a thread that waits for room go on: what it makes is thrown away."""
+        """Let a thread that waits for room go on: what it makes is thrown away. And one that waits for a batch."""
         self._room.release()
+        self._filled.release()
 
 
 def open_by_reading(part: Part, schema: Schema) -> OpenPart:

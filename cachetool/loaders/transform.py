@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -40,11 +40,19 @@ def dumps(function: Function) -> bytes:
 
 
 def loads(data: bytes) -> Function:
-    """The function that :func:`dumps` was given, by the process that started this one."""
+    """The function that :func:`dumps` was given, by the process that started this one. One that cannot be had here
+    raises why when it is called, where whoever waits for its first batch hears of it."""
     import cloudpickle
 
-    function: Function = cloudpickle.loads(data)
+    try:
+        function: Function = cloudpickle.loads(data)
+    except BaseException as error:  # noqa: BLE001 - imports of the user's run here
+        return functools.partial(_raise, error)
     return function
+
+
+def _raise(error: BaseException, _: object) -> NoReturn:
+    raise error
 
 
 class Transform:
@@ -80,6 +88,10 @@ class Transform:
         if self._schema is None:
             self._schema = _schema(results, before)
         return _checked(self._schema, results)
+
+    def nothing(self) -> Block | None:
+        """What comes out for no samples; None as long as it is not known which fields come out."""
+        return None if self._schema is None else Block.from_samples(self._schema, [])
 
     def _call(self, argument: dict[str, Any], epoch: int, number: int) -> Mapping[str, Any]:
         extra = {"rng": np.random.default_rng((self._seed % 2**64, epoch, number))} if self._random else {}

@@ -142,7 +142,7 @@ class Turns:
         if current is not None and current.plan.generation == generation:
             if pace.batches < current.plan.steps(self._settings).count:
                 self._cut()
-            self._current = None
+            self._current, self._gone = None, current  # an interrupt may take the last batch back
             self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:
             self._publish(Plan(self._next(), 0, None))

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.boot import boot
 from cachetool.errors import BadObject, UsageError, from_json
 from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileOptions
@@ -112,12 +113,11 @@ class _Child:
     """The process that has the file open: one request, one answer."""
 
     def __init__(self, path: Path, options: FileOptions, opener: str) -> None:
-        boot = f"import sys; sys.path[:] = {sys.path!r}; from cachetool.sources.guarded import main; main()"
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", boot],
+            [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
