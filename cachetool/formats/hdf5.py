@@ -183,7 +183,8 @@ class _Plain(ColumnarWriter):
 
     def _move(self, start: int, target: int, nbytes: int) -> None:
         # A target never lies in bytes still to be moved: in both layouts HDF5 gives room in the same order, from the
-        # file's end or from gaps before it, and in this one no array takes more.
+        # file's end or from gaps before it, and in this one no array takes more. (Metadata does not go into gaps
+        # between arrays: h5py's driver of file objects keeps the free room of each kind apart.)
         if target == start or not nbytes:
             return
         assert target < start, f"HDF5 placed fewer bytes behind more: {target} > {start}"
