@@ -15,30 +15,19 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {
-    "boot",
-    "errors",
-    "units",
-    "schema",
-    "block",
-    "extents",
-    "permutation",
-    "progress",
-    "example",
-    "text",
-    "nodes",
-}
+VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text", "nodes"}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
     "disk": VALUES,
     "scratch": VALUES,
     "streams": VALUES,
+    "boot": set(),
     "cache": VALUES | {"disk"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,
-    "sources": VALUES | {"stores", "formats", "streams"},
-    "loaders": VALUES | {"cache", "formats", "streams"},
+    "sources": VALUES | {"stores", "formats", "streams", "boot"},
+    "loaders": VALUES | {"cache", "formats", "streams", "boot"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}
 DOORS = {"cli", "loaders", "bench", "__init__", "__main__"}

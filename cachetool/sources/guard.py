@@ -117,7 +117,7 @@ class _Child:
         self.busy = False
         """Whether an answer is still to come."""
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded")],
+            [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded", named=False)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
