@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -66,18 +67,20 @@ class Inherited:
 
 
 _all: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_forking: list[tuple[int, int, list[tuple[Inherited, frozenset[int]]]]] = []
+_forking: dict[int, tuple[int, int, list[tuple[Inherited, frozenset[int]]]]] = {}
+"""By the thread that forks, since two may at the same time: its pipe, and what its child will inherit."""
 
 
 def _before() -> None:
     found = [(each, slots) for each in list(_all) if (slots := each.held())]
     if found:
-        _forking.append((*os.pipe(), found))
+        _forking[threading.get_ident()] = (*os.pipe(), found)
 
 
 def _in_parent() -> None:
-    while _forking:
-        reading, writing, found = _forking.pop()
+    mine = _forking.pop(threading.get_ident(), None)
+    if mine:
+        reading, writing, found = mine
         os.close(writing)
         for each, slots in found:
             each.note(os.dup(reading), slots)
@@ -101,8 +104,11 @@ def _in_child() -> None:
     for iterator in list(_dropped):
         iterator.drop()
     _dropped.clear()
-    while _forking:
-        os.close(_forking.pop()[0])  # the other end stays open for as long as this process is what it is
+    for thread, (reading, writing, _) in _forking.items():
+        os.close(reading)
+        if thread != threading.get_ident():
+            os.close(writing)  # is for another child; its own stays open for as long as this process is what it is
+    _forking.clear()
     for each in list(_all):
         each.close()
     _all.clear()

@@ -188,3 +188,57 @@ def test_threads_that_begin_at_the_same_moment_have_different_epochs(workers: in
 
     assert all(sorted(each) == list(range(60)) for each in got.values())
     assert len({tuple(each) for each in got.values()}) == 3
+
+
+TWO_FORKS = """
+    import os, sys, threading
+    import numpy as np
+
+    meet, met = threading.Event(), threading.Event()
+
+    def between():  # registered first, so it is called last of all that is called before a fork
+        if threading.current_thread().name == "slow":
+            meet.set()
+            met.wait(30)
+
+    os.register_at_fork(before=between)
+    from cachetool.loaders.numpy import Loader
+
+    with Loader(sys.argv[1], batch_size=2, fields=["x"], workers=1, prefetch=2) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        copy = batch["x"].copy()
+        waits, goes = os.pipe()
+        pids = []
+
+        def slow():
+            pid = os.fork()
+            if pid == 0:
+                os.close(goes)
+                os.read(waits, 1)
+                os._exit(0 if np.array_equal(batch["x"], copy) else 1)
+            pids.append(pid)
+
+        thread = threading.Thread(target=slow, name="slow")
+        thread.start()
+        meet.wait(30)
+        quick = os.fork()
+        if quick == 0:
+            os._exit(0)
+        os.waitpid(quick, 0)
+        met.set()
+        thread.join()
+        del batch
+        for _ in range(25):
+            next(batches)
+        os.write(goes, b"0")
+        assert os.waitpid(pids[0], 0)[1] == 0
+        next(batches)
+        assert loader._feed._rings[0].held == 0
+"""
+
+
+def test_each_of_two_forks_at_the_same_moment_keeps_its_batches(script: Any, cache: CacheDir) -> None:
+    process = script(TWO_FORKS, cache.root)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
