@@ -32,12 +32,17 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _MAX_BYTES = 2**62
 
 
+def _named(what: str) -> str:
+    """What a value belongs to, before it: ``max size 3``, ``seed=3``."""
+    return what if what.endswith("=") else f"{what} "
+
+
 def parse_whole(value: object, *, what: str) -> int:
     """A whole number, one of NumPy as well. Raises :class:`UsageError`."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{what} {value!r} is not a whole number") from None
+        raise UsageError(f"{_named(what)}{value!r} is not a whole number") from None
 
 
 def parse_size(text: str | float, *, what: str = "size") -> int:
@@ -50,10 +55,10 @@ def parse_size(text: str | float, *, what: str = "size") -> int:
     match = _NUMBER.fullmatch(str(text))
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{what} {text!r} is not a size; write it like 50GB, 512MiB or 1000000")
+        raise UsageError(f"{_named(what)}{text!r} is not a size; write it like 50GB, 512MiB or 1000000")
     value = math.ceil(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
     if value > _MAX_BYTES:
-        raise UsageError(f"{what} {text!r} is larger than 4 EiB")
+        raise UsageError(f"{_named(what)}{text!r} is larger than 4 EiB")
     return value
 
 
@@ -77,7 +82,7 @@ def parse_duration(text: str | float, *, what: str = "duration") -> float:
     match = _NUMBER.fullmatch(str(text))
     factor = _SECONDS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{what} {text!r} is not a duration; write it like 60s, 10min or 2h")
+        raise UsageError(f"{_named(what)}{text!r} is not a duration; write it like 60s, 10min or 2h")
     return float(match.group(1)) * factor
 
 
@@ -90,7 +95,7 @@ def parse_fraction(text: str | float, *, what: str = "fraction") -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise UsageError(f"{what} {text!r} is not a share; write it like 10% or 0.1")
+        raise UsageError(f"{_named(what)}{text!r} is not a share; write it like 10% or 0.1")
     return value
 
 

@@ -166,7 +166,7 @@ class BaseLoader(ABC, Generic[T]):
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._chosen = number, True
+        self._epoch, self._chosen = parse_whole(number, what="epoch="), True
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -180,9 +180,8 @@ class BaseLoader(ABC, Generic[T]):
         going_on = before is not None and not before.progress.ended and not before.replaced
         with self._claim:  # threads that begin at the same moment begin different epochs
             beside = self._concurrent and (going_on or not self._at_home())
-            left = self._progress is not None and self._progress.left and self._progress.begun.epoch == self.epoch
-            if left and not self._chosen and not beside:
-                self._epoch = self._last + 1  # else a loop with a `break` in it would see the same samples for ever
+            if not beside:
+                self._epoch = self._next()
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
         if beside:
             epoch = self._started(self._new_feed(), number, None)
@@ -192,11 +191,18 @@ class BaseLoader(ABC, Generic[T]):
         if before is not None:
             before.replace()
         self._chosen = False
-        epoch = self._started(self._fed(), number, self._left_over)
+        epoch = self._started(self._fed(), number, self._left_over(number))
         self._iterator, self._progress = weakref.ref(epoch), epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
         return epoch
+
+    def _next(self) -> int:
+        """Number of the epoch that comes next: after one that was left another one, else a loop with a ``break`` in it
+        would see the same samples for ever."""
+        at = self._progress
+        left = at is not None and at.left and at.begun.epoch == self.epoch
+        return self._last + 1 if left and not self._chosen else self.epoch
 
     def _at_home(self) -> bool:
         """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
@@ -214,10 +220,9 @@ class BaseLoader(ABC, Generic[T]):
     def _limited(self, steps: Steps, taken: int) -> int:
         return steps.count if self._limit is None else max(0, min(steps.count, self._limit - taken))
 
-    @property
-    def _left_over(self) -> dict[str, Any] | None:
-        """What is left of the epoch that comes next, unless that was set to another one."""
-        return self._resume if self.epoch == self._resumed else None
+    def _left_over(self, epoch: int) -> dict[str, Any] | None:
+        """What is left of this epoch, if it is the one to resume."""
+        return self._resume if epoch == self._resumed else None
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, else of the next one; later ones may have more. Waits as ``iter()``
@@ -226,8 +231,9 @@ class BaseLoader(ABC, Generic[T]):
         epoch = None if self._iterator is None else self._iterator()
         if epoch is not None and not (epoch.over or epoch.replaced):
             return self._limited(epoch.progress.begun.steps, epoch.progress.before)
-        rest = self._left_over
-        return self._limited(self._fed().prepare(self.epoch, rest).steps, 0 if rest is None else self._taken)
+        number = self._next()
+        rest = self._left_over(number)
+        return self._limited(self._fed().prepare(number, rest).steps, 0 if rest is None else self._taken)
 
     def _fed(self) -> Feed:
         if self._feed is not None and self._feed.unsure:
@@ -255,7 +261,7 @@ class BaseLoader(ABC, Generic[T]):
         at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
         if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
-            return {**state, "resume": self._left_over, "taken": self._taken}
+            return {**state, "resume": self._left_over(self.epoch), "taken": self._taken}
         return {**state, "resume": at.resume(), "taken": at.before + at.step}
 
     def _order(self) -> dict[str, Any]:

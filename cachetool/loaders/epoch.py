@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.failure import closed
 from cachetool.loaders.feed import Feed
 from cachetool.loaders.forks import drop_in_child
 from cachetool.loaders.plan import Begun
@@ -166,6 +167,10 @@ class Epoch(Iterator[T]):
             batches = feed.take(self.progress.begun.generation, self.progress.fetched)
         except CacheToolError:
             feed.unsure = False
+            raise
+        except Exception:
+            if feed.closed:  # by a signal's handler, wherever that found it
+                raise closed() from None
             raise
         feed.unsure = False
         return batches

@@ -8,7 +8,7 @@ from typing import Any
 
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
 
-__all__ = ["FeederTraceback", "TransformError", "described", "rebuilt", "shared"]
+__all__ = ["FeederTraceback", "TransformError", "closed", "described", "rebuilt", "shared"]
 
 _MOST = 500
 """Characters of a message; the traceback has all of it."""
@@ -53,6 +53,11 @@ def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
     error = from_json(dict(value))
     error.__cause__ = FeederTraceback(str(value.get("traceback", "")))
     return error
+
+
+def closed() -> CacheToolError:
+    """The error where a signal's handler, or another thread, closed the loader meanwhile."""
+    return CacheToolError("the loader was closed while a batch was waited for")
 
 
 def shared() -> UsageError:

@@ -19,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 from cachetool.boot import boot
 from cachetool.cache.connection import statements
 from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders.failure import rebuilt, shared
+from cachetool.loaders.failure import closed, rebuilt, shared
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.ring import Ring
@@ -85,8 +86,8 @@ class Feed(Protocol):
         ...
 
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
-        """What :meth:`begin` then starts, unless this process uses the catalog in between; the present epoch while it
-        lasts and nothing is resumed."""
+        """What :meth:`begin` then starts, unless this process uses the catalog in between; the present epoch if it is
+        this one and nothing is resumed."""
         ...
 
     def take(self, generation: int, step: int) -> list[Batch]:
@@ -165,6 +166,7 @@ class Processes:
             "number": number,
             "feeders": feeders,
             "parent": self.pid,
+            "main": threading.current_thread() is threading.main_thread(),
             "ring": ring.fd,
             "transform": len(transform),
             **own,
@@ -212,6 +214,8 @@ class Processes:
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`Feed`."""
         readers = self._readers
+        if not readers:
+            raise closed()
         made: list[Batch] = []
         own = readers[step % len(readers)].ring
         self._look(own)
@@ -255,7 +259,7 @@ class Processes:
     def _check(self) -> None:
         """Raise when a feeder is dead, or the feed was closed meanwhile: by a signal's handler, or another thread."""
         if self.closed:
-            raise CacheToolError("the loader was closed while a batch was waited for")
+            raise closed()
         for process in self._processes:
             code = process.poll()
             if code is not None:
@@ -266,6 +270,8 @@ class Processes:
 
     def _tell(self, what: str, **values: Any) -> None:
         self._asked += 1
+        if self.closed:
+            raise closed()
         leader = self._processes[0]
         assert leader.stdin is not None
         self._telling = True
@@ -322,20 +328,21 @@ class Processes:
         fd, self._answers = self._answers, -1
         if fd >= 0:
             os.close(fd)
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError, ValueError):  # closed before, if that was interrupted
-                os.write(process.stdin.fileno(), _STOP)
-                process.stdin.close()
-        deadline = time.monotonic() + _GRACE
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        processes, self._processes = self._processes, []  # a signal's handler closes in the middle of a loop over them
+        rings, self._rings, self._readers = self._rings, [], []
+        try:
+            for process in processes:
+                assert process.stdin is not None
+                with contextlib.suppress(OSError, ValueError):  # it died
+                    os.write(process.stdin.fileno(), _STOP)
+                    process.stdin.close()
+            deadline = time.monotonic() + _GRACE
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # a second Ctrl-C does not wait, and leaves nothing behind
+            for ring in rings:
+                ring.close()
+            for process in processes:
                 process.kill()
                 process.wait()
-        self._processes.clear()
-        for ring in self._rings:
-            ring.close()
-        self._rings.clear()
-        self._readers.clear()

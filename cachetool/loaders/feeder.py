@@ -26,7 +26,7 @@ import traceback
 from typing import Protocol
 
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.pipes import Lines, parent_fd
+from cachetool.loaders.pipes import Lines, end_with, parent_fd
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.ring import RingWriter
@@ -67,6 +67,8 @@ def main() -> None:
     hello = json.loads(lines.whole())
     settings = Settings.from_json(hello["settings"])
     function = lines.exactly(hello["transform"])
+    if function and hello["main"]:
+        end_with(hello["parent"])
     mailbox = Mailbox()
     listener: Listener
     if hello["number"] == 0:

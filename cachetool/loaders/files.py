@@ -71,6 +71,9 @@ class FileSubscription:
     def release(self, *, unread: bool = False) -> None:
         """Nothing to give back."""
 
+    def abandon(self) -> None:
+        """Nothing to give back."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -52,7 +52,8 @@ class Inherited:
         over = [pipe for pipe, _ in poll.poll(0)]
         for pipe in over:
             os.close(pipe)
-        self.children = [child for child in self.children if child[0] not in over]
+        for child in [child for child in self.children if child[0] in over]:
+            self.children.remove(child)  # in place: another thread may fork and add one
         free = [slot for slot in self._kept if not any(slot in slots for _, slots in self.children)]
         self._kept.difference_update(free)
         return free

@@ -109,7 +109,11 @@ class Leader:
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
         now = time.monotonic()
-        _, until, talk = self._pending or (asked, now + self._settings.wait, Talk(self._settings.root))
+        _, until, talk = self._pending or (
+            asked,
+            now + self._settings.wait,
+            Talk(self._settings.root, self._settings.wait),
+        )
         if now >= until:
             self._pending = None
             write_line(self._answers, {"id": asked["id"], "error": described(given_up(self._settings, short))})

@@ -207,6 +207,7 @@ class Ring:
         """Let go of the descriptor; the memory stays for as long as batches of it are seen."""
         self._inherited.close()
         fd, self.fd = self.fd, -1
+        self._head.fd = -1  # its number may be another file's soon
         if fd >= 0:
             os.close(fd)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,11 @@ class Subscription(Protocol):
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; another can be taken. ``unread``: no epoch was read from it after all."""
+        ...
+
+    def abandon(self) -> None:
+        """Give the lease back; may be called in the middle of a transaction of this thread, by the garbage
+        collector."""
         ...
 
     def close(self) -> None:
@@ -166,13 +172,22 @@ class CacheSubscription:
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""
+        if (snapshot := self._let_go()) is not None:
+            snapshot.release(unread=unread)
+
+    def abandon(self) -> None:
+        """Give the lease back, from the middle of whatever this thread does."""
+        if (snapshot := self._let_go()) is not None and not sys.is_finalizing():
+            _beside(snapshot.release)
+
+    def _let_go(self) -> Snapshot | None:
+        """The snapshot that this process has leased, which is to be released."""
         if self._pid != os.getpid():
-            return
+            return None
         if self._finalizer is not None:
             self._finalizer.detach()
         snapshot, self._snapshot, self._finalizer = self._snapshot, None, None
-        if snapshot is not None:
-            snapshot.release(unread=unread)
+        return snapshot
 
     def close(self) -> None:
         """Give the lease back. May be called twice; in a forked copy it does nothing to the original."""
@@ -205,8 +220,12 @@ def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
         snapshot.release()
         cache.close()
 
-    # The garbage collector may run in the middle of a transaction of this very thread, whose end the release must then
-    # wait for: hence a thread, which is done by the time `join` returns in every other case.
+    _beside(release)
+
+
+def _beside(release: Callable[[], None]) -> None:
+    """Call it in a thread, which is done when this returns unless the garbage collector runs in the middle of a
+    transaction of this very thread: that must end first."""
     thread = threading.Thread(target=release, name="cachetool-release", daemon=True)
     thread.start()
     thread.join(1.0)

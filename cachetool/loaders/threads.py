@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from cachetool.block import Column
 from cachetool.cache.connection import statements
-from cachetool.errors import CacheToolError, CorruptError
+from cachetool.errors import CorruptError
 from cachetool.extents import Extents
 from cachetool.formats.files import missing_is_corrupt, open_plain
 from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, ends
-from cachetool.loaders.failure import described, rebuilt, shared
+from cachetool.loaders.failure import closed, described, rebuilt, shared
 from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
@@ -43,6 +43,9 @@ __all__ = ["Thread"]
 _READY = 2
 _POLL = 0.2
 _LOOK = 0.5
+_GRACE = 2.0
+"""Seconds that the thread has to end when it is stopped. It may be in the middle of a transform; and where a signal's
+handler stops it, the thread that was interrupted may have the lock that this one waits for."""
 
 
 class Thread:
@@ -85,11 +88,15 @@ class Thread:
         return begun
 
     def _waited(self, attempt: Any) -> Begun:
-        until, talk = time.monotonic() + self._settings.wait, Talk(self._settings.root)
+        until, talk = time.monotonic() + self._settings.wait, Talk(self._settings.root, self._settings.wait)
         while True:
             try:
                 with self._lock:
-                    return Begun.of(attempt(), self._settings)
+                    if self.closed:
+                        raise closed()
+                    if not self._duties.over:
+                        return Begun.of(attempt(), self._settings)
+                raise self._failed()
             except NotYet as short:
                 if time.monotonic() >= until:
                     raise given_up(self._settings, short) from None
@@ -101,10 +108,7 @@ class Thread:
         while True:
             found = self._queue.get(self._pace)
             if found is None:
-                if self.closed:  # by a signal's handler, or another thread
-                    raise CacheToolError("the loader was closed while a batch was waited for")
-                self.close()
-                raise rebuilt(self._queue.failure)
+                raise closed() if self.closed else self._failed()
             if isinstance(found, Batch):
                 if found.generation == generation:
                     if found.step != step:
@@ -112,6 +116,11 @@ class Thread:
                     return [found]
             elif found[0] == generation:
                 raise rebuilt(found[1])
+
+    def _failed(self) -> Exception:
+        """Why the thread ended by itself."""
+        self.close()
+        return rebuilt(self._queue.failure)
 
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""
@@ -136,12 +145,8 @@ class Thread:
         self.closed = True
         self._mailbox.close()
         self._queue.close()
-        if self._thread is threading.current_thread():  # which collected the loader, in the middle of its duties
-            self._duties.last = True
-            return
-        self._thread.join()
-        with self._lock:
-            self._turns.close()
+        if self._thread is not threading.current_thread():  # which may collect the loader in the middle of its duties
+            self._thread.join(_GRACE)
 
 
 class _Duties:
@@ -151,8 +156,8 @@ class _Duties:
         self._turns, self._lock = turns, lock
         self.left = 0
         """Generation of an epoch that was left."""
-        self.last = False
-        """Whether the thread gives everything back at its end."""
+        self.over = False
+        """Whether everything was given back."""
 
     def exhausted(self, generation: int) -> None:
         """All batches of a plan are made."""
@@ -160,10 +165,10 @@ class _Duties:
             self._turns.exhausted(generation)
 
     def end(self) -> None:
-        """The thread ends."""
-        if self.last:
-            with self._lock:
-                self._turns.close()
+        """The thread ends, and gives everything back."""
+        with self._lock:
+            self.over = True
+            self._turns.close()
 
     def due(self) -> None:
         """Called now and then while there is nothing else to do."""
@@ -177,8 +182,8 @@ class _Duties:
 
 def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, function: Function | None) -> None:
     """The thread; it knows nothing of the loader, which can be collected while this runs."""
-    transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
     try:
+        transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
         work(
             settings,
             mailbox,
@@ -191,39 +196,53 @@ def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, f
             due=duties.due,
         )
     except BaseException as error:  # noqa: BLE001 - without this thread the training thread would wait for ever
-        queue.end(described(error))
+        queue.failure = described(error)
     duties.end()
+    queue.end()
 
 
 class _Queue:
-    """Batches in plain memory; a :class:`~cachetool.loaders.produce.Sink`."""
+    """Batches in plain memory; a :class:`~cachetool.loaders.produce.Sink`.
+
+    A signal's handler may end it in the middle of any call of the training thread: hence queues whose ``put`` allows
+    that.
+    """
 
     def __init__(self, ready: int, due: Callable[[], None]) -> None:
         self._due = due
-        self._room, self._filled = threading.Semaphore(ready), threading.Semaphore(0)
-        self._items: deque[Batch | tuple[int, Mapping[str, Any]]] = deque()
+        self._items: SimpleQueue[Batch | tuple[int, Mapping[str, Any]] | None] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()
+        for _ in range(ready):
+            self._room.put(None)
         self._schema: Schema | None = None
         self.failure: Mapping[str, Any] = {}
         """Why the thread ended."""
 
     def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]] | None:
         """The next batch or error, waited for; None when the thread ended."""
-        if not self._filled.acquire(blocking=False):
+        if self._items.empty():  # nobody else takes anything out
             with pace.waiting():
-                self._filled.acquire()
-        if not self._items:
-            return None
-        item = self._items.popleft()
-        self._room.release()
+                item = self._items.get()
+        else:
+            item = self._items.get()
+        if item is not None:
+            self._room.put(None)
         return item
 
     def open(self, over: Callable[[], bool]) -> bool:
-        while not self._room.acquire(timeout=_LOOK):
+        while not self._roomy():
             self._due()
             if over():
                 return False
         if over():
-            self._room.release()
+            self._room.put(None)
+            return False
+        return True
+
+    def _roomy(self) -> bool:
+        try:
+            self._room.get(timeout=_LOOK)
+        except Empty:
             return False
         return True
 
@@ -235,22 +254,19 @@ class _Queue:
 
     def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
         assert self._schema is not None
-        self._items.append(Batch(generation, step, self._schema, columns))
-        self._filled.release()
+        self._items.put(Batch(generation, step, self._schema, columns))
 
     def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
-        self._items.append((generation, error))
-        self._filled.release()
+        self._items.put((generation, error))
 
-    def end(self, failure: Mapping[str, Any]) -> None:
-        """There will be no more, since the thread failed."""
-        self.failure = failure
-        self._filled.release()
+    def end(self) -> None:
+        """There will be no more."""
+        self._items.put(None)
 
     def close(self) -> None:
         """Let a thread that waits for room go on: what it makes is thrown away. And one that waits for a batch."""
-        self._room.release()
-        self._filled.release()
+        self._room.put(None)
+        self.end()
 
 
 def open_by_reading(part: Part, schema: Schema) -> OpenPart:

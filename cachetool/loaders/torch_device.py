@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cachetool.errors import UsageError
+from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.torch_values import TensorList
 
 __all__ = ["DevicePrefetcher"]
@@ -21,8 +22,8 @@ class DevicePrefetcher:
 
     Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
     copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
-    host memory is kept until its copy is done. On the CPU batches pass through. Raises :class:`UsageError` for a
-    ``depth`` below 1.
+    host memory is kept until its copy is done. Of a loader of ours a batch counts, for ``state_dict()``, when it is
+    handed out. On the CPU batches pass through. Raises :class:`UsageError` for a ``depth`` below 1.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
@@ -34,9 +35,20 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
         if self._device.type == "cpu":
-            return iter(self._loader)
-        return _copied(iter(self._loader), self._device, self._depth, torch.get_device_module(self._device))
+            return batches
+        module = torch.get_device_module(self._device)
+        if not isinstance(batches, Epoch):
+            return _copied(batches, self._device, self._depth, module)
+        return _counted(batches, _copied(batches.uncounted(), self._device, self._depth, module))
+
+
+def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches of a loader's epoch, counted when they are handed out, not when their copies begin."""
+    for batch in batches:
+        epoch.count()
+        yield batch
 
 
 def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: Any) -> Iterator[Any]:

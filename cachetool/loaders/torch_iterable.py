@@ -38,6 +38,7 @@ from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
 from cachetool.loaders.view import View
+from cachetool.units import parse_whole
 
 __all__ = ["CacheIterableDataset"]
 
@@ -64,6 +65,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
     worker: an epoch that was broken off goes on with the samples it had, across growth, with the same number of
     workers and ranks.
 
+    One iterator at a time in a process: the snapshot of the one before is given up, as when an iterator is left.
+
     Raises :class:`UsageError` for what cannot be read; iterating also :class:`CorruptError`.
     """
 
@@ -85,6 +88,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         self.rank, self.world_size = world(rank, world_size)
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"rank {self.rank} of a world of {self.world_size}: ranks are 0 to world_size - 1")
+        batch_size = None if batch_size is None else parse_whole(batch_size, what="batch_size=")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size={batch_size} cannot be used: at least 1, or None for single samples")
         if shuffle not in SHUFFLES:
@@ -94,7 +98,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         if self._led and run is None:
             raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
         self.batch_size, self._drop_last = batch_size, drop_last
-        self._seed, self._shuffle = seed, SHUFFLES[shuffle]
+        self._seed, self._shuffle = parse_whole(seed, what="seed="), SHUFFLES[shuffle]
         self._subscription = subscribe(cache_or_paths, dataset=dataset, run=run)
         whole = self._subscription.now().schema
         self.schema = whole if fields is None else whole.select(fields)
@@ -142,17 +146,18 @@ class CacheIterableDataset(IterableDataset[Sample]):
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._resume = self._resume, None
-        key = self._key(0 if info is None else info.seed - info.id)
+        key = self._key(0 if info is None else info.seed - info.id, workers)
         epoch, view = self._begun(worker, workers, key, None if state is None else state["epoch"])
         self._reading = self._read(epoch, view, worker, workers, state)
         return self._stream(self._reading, worker, workers, key)
 
-    def _key(self, loader: int) -> int:
-        """What the workers of one iteration have in common: their loader's seed, and how often it was iterated."""
+    def _key(self, loader: int, workers: int) -> int:
+        """What the workers of one iteration have in common: their loader's seed, their number, and how often it was
+        iterated. (Loaders of different numbers of workers may have the same seed.)"""
         pid, before, count = self._iterations
         count = count + 1 if (pid, before) == (os.getpid(), loader) else 1
         self._iterations = os.getpid(), loader, count
-        return (hash((loader, count)) & (2**62 - 1)) + 1
+        return (hash((loader, workers, count)) & (2**62 - 1)) + 1
 
     def _begun(self, worker: int, workers: int, key: int, epoch: int | None) -> tuple[int, View]:
         """The number of the epoch, and the snapshot it reads, leased."""
@@ -223,6 +228,15 @@ class CacheIterableDataset(IterableDataset[Sample]):
         )
 
     def _stream(self, reading: _Reading, worker: int, workers: int, key: int) -> Iterator[Sample]:
+        try:
+            yield from self._samples(reading, worker, workers)
+        except GeneratorExit:
+            if self._reading is reading and not self._led:
+                self._subscription.abandon()
+            raise
+        self._ended(reading.plan.epoch, worker, workers, key)
+
+    def _samples(self, reading: _Reading, worker: int, workers: int) -> Iterator[Sample]:
         plan, settings, at = reading.plan, reading.settings, reading.at
         assert plan.view is not None
         self._places.keep(plan.view)
@@ -243,7 +257,6 @@ class CacheIterableDataset(IterableDataset[Sample]):
                 for number in range(at[1], len(each)):
                     at[:] = (at[0], number + 1) if number + 1 < len(each) else (at[0] + 1, 0)
                     yield samples[number]
-        self._ended(plan.epoch, worker, workers, key)
 
     def _ended(self, epoch: int, worker: int, workers: int, key: int) -> None:
         if worker == 0:

@@ -13,7 +13,6 @@ from cachetool.block import Ragged
 from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
-from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_values import TensorList, world
@@ -76,7 +75,7 @@ class Loader(BaseLoader[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
         epoch = self._begin()
-        return epoch if self.device is None or self.device.type == "cpu" else _moved(epoch, self.device)
+        return epoch if self.device is None else iter(DevicePrefetcher(epoch, self.device))
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = {}
@@ -90,13 +89,6 @@ class Loader(BaseLoader[dict[str, Any]]):
                 values = column.values.view("<i8") if field.numpy.kind in "mM" else column.values
                 out[field.name] = TensorList(torch.from_numpy(values), column.offsets, column.shapes)
         return out
-
-
-def _moved(epoch: Epoch[dict[str, Any]], device: torch.device) -> Iterator[dict[str, Any]]:
-    """The batches of an epoch on a device, counted when they are handed out, not when their copies begin."""
-    for batch in DevicePrefetcher(epoch.uncounted(), device):
-        epoch.count()
-        yield batch
 
 
 def _numbers(*values: int) -> torch.Tensor:

@@ -105,9 +105,9 @@ class Turns:
         return ahead.plan
 
     def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
-        """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one while it
-        lasts and nothing is resumed. Raises what :meth:`begin` does."""
-        if self._current is not None and resume is None:
+        """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one if that is of
+        this epoch and nothing is resumed. Raises what :meth:`begin` does."""
+        if self._current is not None and self._current.plan.epoch == epoch and resume is None:
             return self._current.plan
         if self._fits(epoch, resume):
             self._freshen(resume, surely)

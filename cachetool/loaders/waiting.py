@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -47,8 +48,10 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
 class Talk:
     """Says on stderr what a loader waits for and who brings it, when that takes longer than a moment."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, wait: float) -> None:
+        """``wait``: seconds that it takes at most, from now on."""
         self._root = Path(root)
+        self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
         self._next = time.monotonic() + _FIRST
 
     def tell(self, short: object) -> None:
@@ -56,7 +59,7 @@ class Talk:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _AGAIN
-        say(f"waiting for samples: {short}; {_who_pulls(self._root)}")
+        say(f"waiting for samples{self._most}: {short}; {_who_pulls(self._root)}")
 
 
 def say(text: str) -> None:
@@ -99,7 +102,7 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
     Raises :class:`SourceError` with the pull's own error when that failed and there are too few samples, and after
     ``wait`` seconds.
     """
-    deadline, talk = time.monotonic() + wait, Talk(cache.root)
+    deadline, talk = time.monotonic() + wait, Talk(cache.root, wait)
     while True:
         with cache.catalog.read() as connection:
             states = pull_states(connection, cache.layout, dataset=dataset)

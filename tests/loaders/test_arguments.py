@@ -54,11 +54,11 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 4.0}, "batch_size= 4.0 is not a whole number"),
-        ({"seed": "one"}, "seed= 'one' is not a whole number"),
-        ({"hold": "soon"}, "hold= 'soon' is not a duration"),
-        ({"wait": None}, "wait= None is not a duration"),
-        ({"validation": "much"}, "validation= 'much' is not a share"),
+        ({"batch_size": 4.0}, "batch_size=4.0 is not a whole number"),
+        ({"seed": "one"}, "seed='one' is not a whole number"),
+        ({"hold": "soon"}, "hold='soon' is not a duration"),
+        ({"wait": None}, "wait=None is not a duration"),
+        ({"validation": "much"}, "validation='much' is not a share"),
     ],
 )
 def test_what_is_no_such_value_is_refused_when_the_loader_is_made(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -567,7 +568,7 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
         assert str(raised.value).endswith("or set batch_size=")
     who = f"no pull is drawing into this cache; start one with: cachetool pull SOURCE --cache {cache.root}"
     who += ", or ask for less: batch_size=, min_samples=, dataset="
-    assert capfd.readouterr().err == f"cachetool: waiting for samples: {says}; {who}\n"
+    assert capfd.readouterr().err == f"cachetool: waiting for samples (for {given['wait']} s at most): {says}; {who}\n"
 
 
 def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) -> None:
@@ -583,7 +584,7 @@ def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) ->
 def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "listing").mkdir()
     cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
-    talk = waiting.Talk(cache.root)
+    talk = waiting.Talk(cache.root, math.inf)
     talk._next = 0.0
     with cache.catalog.write() as connection:
         cache.holder.register(connection)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
@@ -269,6 +270,25 @@ def test_the_next_epoch_is_as_long_as_its_loader_said(workers: int, cache: Cache
         said = len(loader)
         assert len(list(loader)) == said
         assert len(list(loader)) == 5
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_after_an_epoch_that_was_left_the_length_is_that_of_the_next_one(workers: int, cache: CacheDir) -> None:
+    """Which has what came meanwhile; the state is still that of the one that was left."""
+    with opened(cache, workers=workers) as loader:
+        batches = iter(loader)
+        before = numbers(next(batches) for _ in range(4))
+        del batches
+        put(cache, range(60, 100))
+        assert len(loader) == 25
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert len(list(loader)) == 25
+        loader.epoch = np.int64(1)  # the same once more
+        assert len(loader) == 25
+        assert len(list(loader)) == 25
+    with opened(cache, workers=workers) as loader:
+        loader.load_state_dict(state)
+        assert sorted(before + numbers(loader)) == list(range(60))
 
 
 @pytest.mark.parametrize("workers", EACH)

@@ -75,7 +75,7 @@ def test_an_unguarded_script_starts_loader_and_pull_on_an_empty_cache_and_trains
     out, err = script(EMPTY, digits, tmp_path / "cache").communicate(timeout=120)
 
     assert out == "started\n[{3}, {3}] True\n"
-    assert all(line.startswith("cachetool: waiting for samples: ") for line in err.splitlines()), err
+    assert all(line.startswith("cachetool: waiting for samples (for ") for line in err.splitlines()), err
     with open_cache(tmp_path / "cache") as cache:
         assert leases(cache) == []
         assert cache.catalog.rows("SELECT 1 FROM jobs") == []

@@ -43,6 +43,7 @@ def test_every_epoch_has_the_newest_samples_exactly_once(
         assert found["waits"]  # an evicted shard stays until the epoch that reads it is over
         assert found["same seeds"]
         assert [found["leases before"], found["leases"]] == [0, 0]
+        assert not found["leases after break"]
     assert all(each == digests(EVERY, range(40)) for each in seen["every"])
 
 
@@ -54,6 +55,12 @@ def test_several_iterators_at_once_have_an_epoch_each(method: str, cache: CacheD
 
 def test_the_order_does_not_depend_on_the_number_of_workers(forked: dict[str, Any]) -> None:
     assert forked["same order"]
+
+
+def test_loaders_of_other_numbers_of_workers_have_an_epoch_each_though_their_seeds_are_the_same(
+    forked: dict[str, Any],
+) -> None:
+    assert forked["other workers"] == [[0, 70, 71, 71]] * 2
 
 
 def test_ranks_share_every_epoch_out_in_equal_steps(forked: dict[str, Any]) -> None:
@@ -72,9 +79,8 @@ def test_ranks_share_every_epoch_out_in_equal_steps(forked: dict[str, Any]) -> N
 
 
 def test_what_cannot_be_read_is_refused(forked: dict[str, Any]) -> None:
-    for message, words in zip(
-        forked["errors"], ("run=NAME", "batch_size=0", "shuffle='half'", "no field 'nothing'", "no cache"), strict=True
-    ):
+    wanted = ("run=NAME", "batch_size=0", "shuffle='half'", "no field 'nothing'", "no cache", "batch_size=4.0 is not")
+    for message, words in zip(forked["errors"], wanted, strict=True):
         assert message.startswith("UsageError")
         assert words in message
 

@@ -105,6 +105,15 @@ class FakeModule:
         return FakeModule.Stream()
 
 
+def positions(loader: Loader, batches: Any) -> list[int | None]:
+    """How many samples are delivered according to the loader, after each of the batches."""
+    found = []
+    for _ in batches:
+        resume = loader.state_dict()["resume"]
+        found.append(resume["position"] if resume else None)
+    return found
+
+
 def prefetched(root: Path) -> dict[str, Any]:
     """Batches through a :class:`DevicePrefetcher` of a device that is none."""
     recorded = []
@@ -117,19 +126,18 @@ def prefetched(root: Path) -> dict[str, Any]:
             loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
             there = list(DevicePrefetcher(loader, "meta", depth=3))
             loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
+            counted = [positions(loader, DevicePrefetcher(loader, "meta"))]
+            loader.load_state_dict({"state": 1, "epoch": 0, "seed": 2, "resume": None})
             loader.device = torch.device("meta")
-            counted = []
-            for _ in loader:
-                resume = loader.state_dict()["resume"]
-                counted.append(resume["position"] if resume else None)
+            counted.append(positions(loader, loader))
         out = {
             "device": {str(b["x"].device) for b in there} | {str(b["ragged"].values.device) for b in there} == {"meta"},
             "same": [
                 b["words"] == h["words"] and b["x"].shape == h["x"].shape for b, h in zip(there, here, strict=True)
             ],
             "order": FakeModule.log[:9],
-            "kept until done": FakeModule.log.count("on its own stream") == 2 * len(there),
-            "recorded": len(recorded) == 2 * 2 * len(there),
+            "kept until done": FakeModule.log.count("on its own stream") == 3 * len(there),
+            "recorded": len(recorded) == 3 * 2 * len(there),
             "counted": counted,
         }
         ordered = [OrderedDict(y=torch.ones(2), x=[torch.zeros(1), "text"])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from cachetool import CacheToolError, CapBlocked
 from cachetool.cache import CacheDir, open_cache
+from cachetool.loaders.subscription import CacheSubscription
 from cachetool.loaders.torch import CacheIterableDataset
 from tests.loaders.numbered import EVERY, digest, leases, put
 
@@ -50,6 +52,7 @@ def growing(cache: CacheDir, workers: int, persistent: bool) -> dict[str, Any]:
         epochs.append(numbers(loader))
     out["shuffled"] = epochs[0] != sorted(epochs[0])
     next(iter(loader))  # broken off with batches in flight
+    out["leases after break"] = None if workers else len(leases(cache))
     epochs.append(numbers(loader))
     out["new order"] = epochs[-1] != epochs[-2]
     out["waits"] = None
@@ -70,6 +73,30 @@ def growing(cache: CacheDir, workers: int, persistent: bool) -> dict[str, Any]:
     del loader, again
     out["leases"] = len(leases(cache))
     return out
+
+
+def other_workers(root: str) -> list[list[int]]:
+    """Two loaders whose workers have the same seeds, the first one with fewer of them, which live on."""
+    dataset = CacheIterableDataset(root, dataset="default", batch_size=8, fields=["number"])
+    newest = CacheSubscription.newest
+
+    def slow(self: CacheSubscription, **options: Any) -> Any:
+        info = torch.utils.data.get_worker_info()
+        if info is not None and info.id == 0:
+            time.sleep(0.2)  # as on a busy catalog: the others look first
+        return newest(self, **options)
+
+    CacheSubscription.newest = slow  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(0)
+        first = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+        found = [once(numbers(first))]
+        torch.manual_seed(0)
+        found.append(once(numbers(DataLoader(dataset, batch_size=None, num_workers=3))))
+    finally:
+        CacheSubscription.newest = newest  # type: ignore[method-assign]
+        dataset.close()
+    return found
 
 
 def every(root: str, workers: int) -> list[str]:
@@ -150,6 +177,7 @@ def main(method: str, root: str) -> None:
         out["ranks, samples"] = ranks(root)
         out["ranks, samples, drop_last"] = ranks(root, drop_last=True)
         out["left out"] = left_out(root)
+        out["other workers"] = other_workers(root)
         few = {"batch_size": 24, "drop_last": True, "rank": 0, "world_size": 3, "run": "few"}
         out["too few"] = refused(lambda: list(CacheIterableDataset(root, dataset="default", **few)))
         with_workers = [
@@ -163,6 +191,7 @@ def main(method: str, root: str) -> None:
             refused(lambda: CacheIterableDataset(root, dataset="default", shuffle="half")),
             refused(lambda: CacheIterableDataset(root, dataset="default", fields=["nothing"])),
             refused(lambda: CacheIterableDataset(root + "/nothing")),
+            refused(lambda: CacheIterableDataset(root, dataset="default", batch_size=4.0)),  # type: ignore[arg-type]
         ]
         out["leases"] = len(leases(cache))
     print(json.dumps(out))

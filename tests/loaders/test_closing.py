@@ -1,0 +1,165 @@
+"""Ends of loaders at bad moments: closed by a signal's handler in the middle of any call, interrupted twice, killed
+while a transform lets go of nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cachetool.cache import CacheDir, open_cache
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders import threads
+from cachetool.loaders.numpy import Loader
+from cachetool.loaders.turns import Turns
+from tests.loaders.numbered import leases, put
+from tests.loaders.processes import alive, until
+
+CLOSES = """
+    import collections, json, random, signal, sys
+    from cachetool.loaders.numpy import Loader
+
+    found = collections.Counter()
+    for _ in range(25):
+        loader = Loader(sys.argv[1], batch_size=1, workers=int(sys.argv[2]), fields=["number"])
+        signal.signal(signal.SIGALRM, lambda *_: loader.close())
+        batches = iter(loader)
+        first = batches.progress.feed
+        next(batches)
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.02))
+        try:
+            while batches.progress.feed is first:
+                for _ in batches:
+                    pass
+                batches = iter(loader)
+        except Exception as error:
+            found[f"{type(error).__name__}: {error}"] += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        loader.close()
+    print(json.dumps(found))
+"""
+CLOSED = (
+    "the loader was closed while a batch was waited for",
+    "the feeders of this iterator ended; iterate the loader again",
+    "this iterator ended when its loader was iterated again, closed or interrupted",
+)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_handler_may_close_a_loader_in_the_middle_of_any_call(workers: int, script: Any, cache: CacheDir) -> None:
+    process = script(CLOSES, cache.root, workers)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == 0, error
+    for words in json.loads(out):
+        assert any(each in words for each in CLOSED), words
+    assert leases(cache) == []
+
+
+def test_a_handler_may_close_a_loader_while_the_catalog_is_asked(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread, which would wait for the same lock, is waited for no longer than it takes at most."""
+    told = Turns.delivered
+
+    def closing(self: Turns, *arguments: Any) -> None:
+        loader.close()
+        told(self, *arguments)
+
+    monkeypatch.setattr(Turns, "delivered", closing)
+    loader = Loader(cache, batch_size=60, workers=0, fields=["number"])
+    with pytest.raises(UsageError, match="closed"):  # it comes before the last batch
+        next(iter(loader))
+    until(lambda: not leases(cache))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_closing_ends_a_wait_for_samples_and_no_snapshot_is_taken_then(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        _ = cache.catalog
+        loader = Loader(cache, batch_size=4, workers=workers, wait=100)
+        if workers:
+            timer = threading.Timer(0.3, loader.close)  # its feeder waits, or has not begun yet: it is the same
+            timer.start()
+        else:
+            monkeypatch.setattr(threads.Talk, "tell", lambda *_: (loader.close(), put(cache, range(8))))
+        with pytest.raises(CacheToolError, match="closed"):
+            iter(loader)
+        assert leases(cache) == []
+        loader.close()
+
+
+def test_closing_does_not_wait_for_a_transform_whose_thread_gives_the_lease_back(cache: CacheDir) -> None:
+    begun, goes = threading.Event(), threading.Event()
+
+    def waiting(sample: dict[str, Any]) -> dict[str, Any]:
+        begun.set()
+        goes.wait(60)
+        return sample
+
+    with Loader(cache, batch_size=4, workers=0, transform=waiting) as loader:
+        _ = iter(loader)
+        assert begun.wait(60)
+    assert len(leases(cache)) == 1
+    goes.set()
+    until(lambda: not leases(cache))
+
+
+HOLDS = """
+    import glob, os, re, signal, sys, time
+    from cachetool.loaders.numpy import Loader
+
+    def holds(sample):
+        while not os.path.exists(flag):  # the leader answers first, for which it needs the GIL
+            time.sleep(0.01)
+        open(f"{flag}-{os.getpid()}", "w").close()
+        re.match("(a+)+$", "a" * 40 + "b")  # for hours, with the GIL
+        return sample
+
+    flag = sys.argv[1] + "-flag"
+    loader = Loader(sys.argv[1], batch_size=2, workers=2, transform=holds)
+    batches = iter(loader)
+    open(flag, "w").close()
+    while len(glob.glob(flag + "-*")) < 2:
+        time.sleep(0.01)
+    print(*(process.pid for process in loader._feed._processes), flush=True)
+    if sys.argv[2] == "waits":
+        next(batches)
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupted)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        loader.close()
+        print("closed")
+    except KeyboardInterrupt:
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        print(sum("cachetool-ring" in each for each in links), flush=True)
+"""
+
+
+def test_feeders_that_hold_the_gil_end_with_a_killed_trainer(script: Any, cache: CacheDir) -> None:
+    process = script(HOLDS, cache.root, "waits")
+    feeders = [int(pid) for pid in process.stdout.readline().split()]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: not any(map(alive, feeders)), 1.0)
+    assert leases(cache) == []
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_second_interrupt_while_feeders_are_stopped_leaves_none_of_them(script: Any, cache: CacheDir) -> None:
+    process = script(HOLDS, cache.root, "closes")
+    feeders = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.stdout.read() == "0\n"
+    assert not any(map(alive, feeders))
+    process.wait()
+    process.stdout.close()
+    process.stderr.close()
