@@ -130,6 +130,7 @@ HOLDS = """
     print(*(process.pid for process in loader._feed._processes), flush=True)
     if sys.argv[2] == "waits":
         next(batches)
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
