@@ -209,18 +209,18 @@ class CacheDir:
 
     def snapshot(
         self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
-        sparing: bool = False, instead: Snapshot | None = None,
+        sparing: bool = False, instead: Snapshot | None = None, known: int | None = None,
     ) -> Snapshot:  # fmt: skip
         """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
 
         ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read. ``sparing``: in a full
         cache of which little was read, the newest shards may be left for the next one. ``instead``: one that goes back
-        unread at the same time."""
+        unread at the same time. ``known``: the version whose shards the caller has already."""
         name = self.dataset(dataset)
         self.recover()
         return snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek, sparing=sparing, instead=instead,
+            peek=peek, sparing=sparing, instead=instead, known=known,
         )  # fmt: skip
 
     # -- writing -------------------------------------------------------------------------------------------------------

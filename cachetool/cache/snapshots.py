@@ -109,17 +109,25 @@ class Snapshot:
 
     def __init__(
         self, catalog: Catalog, layout: Layout, holder: Holder, *, lease: int, version: int, dataset: str,
-        schema: Schema, rows: Sequence[Row], newest: int, seen: int | None,
+        schema: Schema, rows: Sequence[Row] | None, newest: int, seen: int | None,
     ) -> None:  # fmt: skip
         self.version = version
         self.newest = newest
         """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
         self.dataset = dataset
         self.schema = schema
-        self._rows = rows
+        self.known = rows is None
+        """Whether it is of the version that its taker knew: then its shards are looked up when they are asked for."""
+        if rows is not None:
+            self._rows = rows
         self._lease: int | None = lease
         self._seen = seen
         self._catalog, self._layout, self._holder = catalog, layout, holder
+
+    @functools.cached_property
+    def _rows(self) -> Sequence[Row]:
+        with self._catalog.read() as connection:
+            return _rows(connection, self.dataset, self.version)
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -175,6 +183,23 @@ class Snapshot:
 
         noting(self._catalog, count, note)
 
+    def finish(self, delivered: Delivered | None = None) -> None:
+        """:meth:`served` and :meth:`release`, waiting for the disk once."""
+        trash: list[str] = []
+        try:
+            try:
+                with self._catalog.together():
+                    self.served(delivered)
+                    if (lease := self._held()) is not None:
+                        trash = self._ended(lease, unread=False)
+            except CapacityError:
+                self.served(delivered)  # alone it may have room
+            else:
+                self._lease = None
+                self._delete(trash)
+        finally:
+            self.release()
+
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.
 
@@ -183,12 +208,18 @@ class Snapshot:
         """
         lease = self._held()
         self._lease = None
-        if lease is None:
-            return
+        if lease is not None:
+            with contextlib.suppress(CapacityError):
+                self._delete(self._ended(lease, unread=unread))
+
+    def _ended(self, lease: int, *, unread: bool) -> list[str]:
+        """End a lease; gives what is to be deleted then."""
+        with self._catalog.write() as connection:
+            self._end(connection, lease, unread=unread)
+            return sweep(connection, self._holder)
+
+    def _delete(self, trash: list[str]) -> None:
         with contextlib.suppress(CapacityError):
-            with self._catalog.write() as connection:
-                self._end(connection, lease, unread=unread)
-                trash = sweep(connection, self._holder)
             delete_trash(self._catalog, self._layout, trash)
 
     def _held(self) -> int | None:
@@ -217,12 +248,14 @@ def take(
     peek: bool = False,
     sparing: bool = False,
     instead: Snapshot | None = None,
+    known: int | None = None,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
-    ``instead`` of one of this process, which went unread, is given back first, in the same transaction.
+    ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
+    shards of the version ``known`` is not told them again while that is the present one: a thousand take 2 ms.
     """
     trash: list[str] = []
     with catalog.write() as connection:
@@ -235,8 +268,8 @@ def take(
             shared = connection.execute(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
-        known = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'seen')").fetchall())
-        newest, seen = int(known["version"]), int(known.get("seen", 0))
+        numbers = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'seen')").fetchall())
+        newest, seen = int(numbers["version"]), int(numbers.get("seen", 0))
         if shared is not None:
             version = newest = int(shared[0])
         else:
@@ -245,7 +278,8 @@ def take(
             "INSERT INTO leases (holder, run, epoch, version, dataset, taken) VALUES (?, ?, ?, ?, ?, ?)",
             (holder.id, run, epoch, version, dataset, time.time()),
         )
-        rows = _rows(connection, dataset, version)
+        # Of an earlier version some may be gone since.
+        rows = None if known == version == newest else _rows(connection, dataset, version)
         if not peek:
             connection.execute(
                 "INSERT INTO meta VALUES ('seen', ?)"
@@ -259,8 +293,7 @@ def take(
     if instead is not None:
         instead._lease = None
     try:
-        with contextlib.suppress(CapacityError):
-            delete_trash(catalog, layout, trash)
+        taken._delete(trash)
     except BaseException:  # nobody else knows of this lease
         taken.release(unread=True)
         raise

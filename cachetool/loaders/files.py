@@ -68,6 +68,9 @@ class FileSubscription:
     def served(self, delivered: Delivered | None = None) -> None:
         """Nobody counts."""
 
+    def finish(self, delivered: Delivered | None = None) -> None:
+        """Nobody counts, and nothing to give back."""
+
     def release(self, *, unread: bool = False) -> None:
         """Nothing to give back."""
 

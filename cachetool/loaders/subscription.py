@@ -63,6 +63,10 @@ class Subscription(Protocol):
         """Count one epoch for the parts of the leased view, and how it went where that is known."""
         ...
 
+    def finish(self, delivered: Delivered | None = None) -> None:
+        """:meth:`served` and :meth:`release` together, which is quicker."""
+        ...
+
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; another can be taken. ``unread``: no epoch was read from it after all."""
         ...
@@ -105,6 +109,7 @@ class CacheSubscription:
         self._pid = 0
         self._cache: CacheDir | None = None
         self._snapshot: Snapshot | None = None
+        self._view: View | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def _open(self) -> CacheDir:
@@ -123,8 +128,9 @@ class CacheSubscription:
         run = None if epoch is None else run or self.run
         before = self._snapshot
         after = cache.snapshot(
-            dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing, instead=before if anew else None
-        )
+            dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing, instead=before if anew else None,
+            known=None if self._view is None else self._view.version,
+        )  # fmt: skip
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after
@@ -133,7 +139,9 @@ class CacheSubscription:
         self._finalizer.atexit = False
         if before is not None:
             before.release()
-        return View.of_snapshot(after)
+        if self._view is None or not after.known:
+            self._view = View.of_snapshot(after)
+        return self._view
 
     def now(self) -> View:
         """The shards of the present version."""
@@ -169,6 +177,11 @@ class CacheSubscription:
         """Whether anything was committed or evicted since."""
         own = self._snapshot
         return self._open().version != (own.newest if own and own.version == view.version else view.version)
+
+    def finish(self, delivered: Delivered | None = None) -> None:
+        """Count one epoch for every shard of the leased snapshot, and give the lease back."""
+        if (snapshot := self._let_go()) is not None:
+            snapshot.finish(delivered)
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""

@@ -334,7 +334,7 @@ class Turns:
         told = False
         try:
             if pace is not None:
-                lease.served(pace)
+                lease.finish(pace)
         except CapacityError:
             pass  # on a full disk: it was delivered all the same
         except (CacheToolError, OSError) as error:
