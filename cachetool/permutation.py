@@ -22,6 +22,7 @@ __all__ = ["MAX_N", "Permutation", "SegmentedOrder"]
 
 MAX_N = 2**40
 _ROUNDS = 6
+_SMALL = 2**12  # entries of a table that takes less than a call of NumPy for each step of a round
 
 
 class Permutation:
@@ -67,7 +68,8 @@ class Permutation:
 
     def _network(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         half, mask = self._half, (1 << self._half) - 1
-        if self._tables is None and values.size > 4 * mask:  # then a table of each round costs less than the round
+        # Then a table of each round costs less than the rounds of a walk, or than the round.
+        if self._tables is None and (mask < _SMALL or values.size > 4 * mask):
             every = np.arange(mask + 1, dtype=np.int64)
             self._tables = [self._mixed(number, every) for number in range(_ROUNDS)]
         left, right = values >> half, values & mask

@@ -61,6 +61,8 @@ class Turns:
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._free: list[Subscription] = []
         self._view: View | None = None
+        self._rows: Sequence[Sequence[Any]] = ()
+        """Its parts."""
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._current: _Turn | None = None
@@ -272,7 +274,7 @@ class Turns:
                 raise self._short[1]
             view, samples = self._enough(lease, epoch)
             self._short = None
-            return _Turn(Plan(self._next(), epoch, view, samples), lease, rows(view.parts))
+            return _Turn(Plan(self._next(), epoch, view, samples), lease, self._rows)
         except BaseException:
             self._done_with(lease, unread=True)
             raise
@@ -292,7 +294,7 @@ class Turns:
         """One object for as long as nothing changes: feeders then have its parts open already."""
         if self._view is not None and view == self._view:
             return self._view
-        self._view = view
+        self._view, self._rows = view, rows(view.parts)
         return view
 
     def _count(self, view: View) -> int:
