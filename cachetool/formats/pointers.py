@@ -7,14 +7,16 @@ a ``memcpy`` a row. The structure and the function belong to the stable ABI sinc
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["join_rows"]
+__all__ = ["Pointed"]
 
 _Pair = ctypes.c_ssize_t * 2
-_STRIDES = _Pair(ctypes.sizeof(ctypes.c_void_p), 1)
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_STRIDES = _Pair(_WORD, 1)
 _SUBOFFSETS = _Pair(0, -1)
 """Along the first axis a pointer is followed, along the second none is."""
 
@@ -41,21 +43,38 @@ _join = ctypes.pythonapi.PyBuffer_ToContiguous
 _join.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Buffer), ctypes.c_ssize_t, ctypes.c_char]
 
 
-def join_rows(
-    out: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], nbytes: int
-) -> None:
-    """Copy ``source[starts[i] : starts[i] + nbytes]`` to row i of ``out``, all three flat and contiguous.
+class Pointed:
+    """Rows of ``nbytes`` at ``starts`` of ``source``, flat and contiguous, of which any run is copied by one call.
 
-    Keeps the GIL. Raises IndexError when a row does not lie inside its buffer.
+    Belongs to one thread at a time. Raises IndexError when a row does not lie inside the source.
     """
-    if not len(starts) or not nbytes:
-        return
-    size = len(starts) * nbytes
-    # As unsigned numbers the negative ones are too large as well. Not .max(), which is Python around this.
-    if size > len(out) or int(np.maximum.reduce(starts.view(np.uint64))) > len(source) - nbytes:
-        raise IndexError("a run of bytes reaches outside its buffer")
-    pointers = starts + source.ctypes.data
-    shape = _Pair(len(starts), nbytes)
-    at = [ctypes.addressof(each) for each in (shape, _STRIDES, _SUBOFFSETS)]
-    rows = _Buffer(pointers.ctypes.data, None, size, 1, 1, 2, b"B", *at, None)
-    _join(out.ctypes.data, rows, size, b"C")
+
+    __slots__ = ("_address", "_keeps", "_nbytes", "_rows", "_shape")
+
+    def __init__(self, source: npt.NDArray[np.uint8], starts: npt.NDArray[np.int64], nbytes: int) -> None:
+        # As unsigned numbers the negative ones are too large as well. Not .max(), which is Python around this.
+        if len(starts) and int(np.maximum.reduce(starts.view(np.uint64))) > len(source) - nbytes:
+            raise IndexError("a run of bytes reaches outside its buffer")
+        pointers = starts + source.ctypes.data
+        self._keeps = source, pointers
+        self._address: int = pointers.ctypes.data
+        self._nbytes = nbytes
+        self._shape = _Pair(0, nbytes)
+        at = [ctypes.addressof(each) for each in (self._shape, _STRIDES, _SUBOFFSETS)]
+        self._rows = _Buffer(None, None, 0, 1, 1, 2, b"B", *at, None)
+
+    def join(self, out: npt.NDArray[Any], at: int, first: int, last: int) -> None:
+        """Copy rows ``first`` to ``last - 1`` to byte ``at`` of ``out``, which is contiguous. Keeps the GIL.
+
+        Raises IndexError when they do not lie inside ``out``.
+        """
+        count = last - first
+        size = count * self._nbytes
+        if count < 0 or first < 0 or last > len(self._keeps[1]) or at < 0 or at + size > out.nbytes:
+            raise IndexError("a run of bytes reaches outside its buffer")
+        if not size:
+            return
+        self._rows.buf = self._address + _WORD * first
+        self._rows.len = size
+        self._shape[0] = count
+        _join(ctypes.addressof(ctypes.c_char.from_buffer(out.data, at)), self._rows, size, b"C")

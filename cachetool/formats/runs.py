@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.formats.pointers import join_rows
+from cachetool.formats.pointers import Pointed
 
 __all__ = [
     "Bytes",
     "Int64s",
     "Placed",
+    "Rows",
     "as_bytes",
     "copy_rows",
     "copy_runs",
@@ -81,6 +82,37 @@ def _overlapping(buffer: Bytes, nbytes: int) -> npt.NDArray[Any]:
     return np.ndarray((count,), _value(nbytes), buffer, 0, (1,))
 
 
+class Rows:
+    """Rows of ``nbytes`` at ``starts`` of ``source``, of which any run is copied at once; for one thread at a time.
+
+    All must lie inside the source; not every way of copying notices when one does not.
+    """
+
+    __slots__ = ("_nbytes", "_pointed", "_source", "_starts")
+
+    def __init__(self, source: Bytes, starts: Int64s, nbytes: int) -> None:
+        self._source, self._starts, self._nbytes = source, starts, nbytes
+        self._pointed = Pointed(source, starts, nbytes) if nbytes >= _POINTED else None
+
+    def copy(self, out: npt.NDArray[Any], first: int, last: int) -> None:
+        """Copy rows ``first`` to ``last - 1`` to the beginning of ``out``, which is C-contiguous."""
+        nbytes, starts = self._nbytes, self._starts[first:last]
+        if not nbytes:
+            return
+        # One byte of each first, whose loads the processor makes side by side: the copies then find their pages known
+        # and their first lines near. At 3 KiB out of a map that is 0.79 of np.take from memory instead of 0.61.
+        self._source[starts]
+        if self._pointed is not None:
+            step = max(1, _UNBROKEN // nbytes)
+            for at in range(first, last, step):
+                self._pointed.join(out, (at - first) * nbytes, at, min(at + step, last))
+            return
+        target, found = as_bytes(out).view(_value(nbytes)), _overlapping(self._source, nbytes)
+        step = _PIECE // nbytes
+        for at in range(0, len(starts), step):
+            target[at : at + step] = found[starts[at : at + step]]
+
+
 def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbytes: int) -> None:
     """Copy ``source[starts[i] : starts[i] + nbytes]`` to row ``to[i]`` (None: i) of ``out``, rows of ``nbytes``.
 
@@ -88,28 +120,20 @@ def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbyt
     """
     if not nbytes:
         return
-    if to is not None and nbytes >= _LARGE:
+    if to is None:
+        Rows(source, starts, nbytes).copy(out, 0, len(starts))
+        return
+    if nbytes >= _LARGE:
         into, of = out.data, source.data
         for row, start in zip(to.tolist(), starts.tolist(), strict=True):
             at = row * nbytes
             into[at : at + nbytes] = of[start : start + nbytes]
         return
-    # One byte of each first, whose loads the processor makes side by side: the copies then find their pages known and
-    # their first lines near. At 3 KiB out of a map that is 0.79 of np.take from memory instead of 0.61.
-    source[starts]
-    if to is None and nbytes >= _POINTED:
-        step = max(1, _UNBROKEN // nbytes)
-        for at in range(0, len(starts), step):
-            join_rows(out[at * nbytes :], source, starts[at : at + step], nbytes)
-        return
+    source[starts]  # as in Rows.copy
     target, found = out.view(_value(nbytes)), _overlapping(source, nbytes)
     step = _PIECE // nbytes
     for at in range(0, len(starts), step):
-        stop = at + step
-        if to is None:
-            target[at:stop] = found[starts[at:stop]]
-        else:
-            target[to[at:stop]] = found[starts[at:stop]]
+        target[to[at : at + step]] = found[starts[at : at + step]]
 
 
 def put_rows(out: Bytes, starts: Int64s, rows: npt.NDArray[np.uint8]) -> None:

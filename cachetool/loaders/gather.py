@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -285,9 +285,9 @@ def gather(
     return copied(parts.locate(view, indices, schema), len(indices), schema, empty=empty)
 
 
-def copied(located: Located, count: int, schema: Schema, *, empty: Empty = new_array) -> dict[str, Column]:
+def copied(located: Located, count: int, fields: Iterable[Field], *, empty: Empty = new_array) -> dict[str, Column]:
     """The second half of :func:`gather`: the columns of ``count`` samples that were located."""
-    return {field.name: _column(field, count, located, empty) for field in schema}
+    return {field.name: _column(field, count, located, empty) for field in fields}
 
 
 def _copied(runs: Runs, field: Field) -> Runs:

@@ -30,6 +30,7 @@ from cachetool.extents import Extents, FieldExtents
 from cachetool.formats.files import missing_is_corrupt
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.arena import Arena, open_arena
+from cachetool.loaders.chunk import Chunk
 from cachetool.loaders.gather import (
     Empty,
     Located,
@@ -37,7 +38,6 @@ from cachetool.loaders.gather import (
     Runs,
     check_inside,
     check_shapes,
-    copied,
     evicted_errors,
     gather,
     new_array,
@@ -120,13 +120,13 @@ class MappedParts:
                 count += len(batches[stop])
                 stop += 1
             [(_, runs)] = self.locate(view, np.concatenate(batches[at:stop]), schema)
+            chunk = Chunk(runs, schema)
             turns, start, ahead = self._turns, 0, self._ahead
             while at < stop and turns == self._turns:  # else what was located may be unmapped by now
                 end = start + len(batches[at])
                 if ahead is not None:
                     ahead.gathering(end - start)
-                here: Located = [(None, {name: each.slice(start, end) for name, each in runs.items()})]
-                yield copied(here, end - start, schema, empty=empty)
+                yield chunk.take(start, end, empty=empty)
                 start, at = end, at + 1
 
     def expect(
