@@ -61,8 +61,7 @@ class Turns:
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._free: list[Subscription] = []
         self._view: View | None = None
-        self._rows: Sequence[Sequence[Any]] = ()
-        """Its parts."""
+        self._rows: Sequence[Sequence[Any]] = ()  # its parts
         self._short: tuple[View, NotYet] | None = None
         self._generation = 0
         self._current: _Turn | None = None

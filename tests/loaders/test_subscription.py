@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CorruptError, UsageError
+from cachetool.cache import CacheDir, open_cache, snapshots
+from cachetool.cache.catalog import Catalog
+from cachetool.cache.history import Delivered, history_of
+from cachetool.errors import CapBlocked, CorruptError, UsageError
 from cachetool.loaders.files import shards_at
 from cachetool.loaders.subscription import CacheSubscription, launched_run, subscribe
 from tests.loaders.numbered import leases, put
+
+
+def retire_one(cache: CacheDir) -> None:
+    """Take the oldest shard out of the snapshots to come."""
+    with pytest.raises(CapBlocked):
+        cache.evict(cache.usage().total - 1, wait=0)
 
 
 def test_one_lease_moves_along_with_the_newest_view(cache: CacheDir) -> None:
@@ -76,6 +86,94 @@ def test_served_epochs_are_counted_for_the_leased_shards(cache: CacheDir) -> Non
     subscription.served()
 
     assert [shard.epochs for shard in cache.shards()] == [1, 1, 1, 0]
+
+
+def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription = CacheSubscription(cache)
+    subscription.newest(epoch=7)
+    begun: list[str] = []
+    transaction = Catalog._transaction
+
+    def counted(self: Catalog, begin: str) -> Iterator[Any]:
+        if self._whole is None:
+            begun.append(begin)
+        return transaction(self, begin)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "_transaction", counted)
+        subscription.finish(Delivered(2.5, 7, 3, 0.5))
+        subscription.finish(Delivered(2.5, 7, 3, 0.5))
+        subscription.release()
+
+    assert begun == ["BEGIN IMMEDIATE"]
+    assert leases(cache) == []
+    assert [shard.epochs for shard in cache.shards()] == [1, 1, 1]
+    [told] = history_of(cache.catalog).epochs
+    assert told.items() >= {"epoch": 7, "shards": 3, "samples": 60, "batches": 7, "waited": 0.5}.items()
+    assert cache.stats().served == told["bytes"]
+
+
+def test_what_only_a_finished_epoch_kept_is_deleted(cache: CacheDir) -> None:
+    subscription = CacheSubscription(cache)
+    subscription.newest()
+    gone = cache.shards()[0].path
+    retire_one(cache)
+    assert gone.exists()
+    subscription.finish()
+
+    assert not gone.exists()
+    assert len(cache.shards(retiring=True)) == 2
+
+
+@pytest.mark.parametrize("pages", [0, 30])
+def test_an_epoch_ends_with_no_room_for_what_is_told_of_it(cache: CacheDir, pages: int) -> None:
+    """A catalog at its limit of pages; what would need one more is left out. With 30 pages left all has room once."""
+    subscription = CacheSubscription(cache, run="r" * 3000)
+    with cache.catalog.write() as connection:
+        count = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (count + 1 + pages,))
+    for epoch in range(20):
+        subscription.newest(epoch=epoch)
+        subscription.finish(Delivered(1.0, 1, 1, 0.1))
+        assert leases(cache) == []
+    assert [shard.epochs for shard in cache.shards()] == [20, 20, 20]
+    assert (len(history_of(cache.catalog).epochs) == 20) == bool(pages)
+
+
+def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    rows = snapshots._rows
+
+    def noted(*asked: Any, **more: Any) -> Any:
+        read.append(asked)
+        return rows(*asked, **more)
+
+    monkeypatch.setattr(snapshots, "_rows", noted)
+    subscription = CacheSubscription(cache)
+    view = subscription.newest()
+    assert subscription.newest() is view
+    subscription.finish()
+    assert subscription.newest(sparing=True) is view
+    assert len(read) == 1
+
+    put(cache, range(60, 80))
+    assert subscription.newest().samples == 80
+    retire_one(cache)
+    assert subscription.newest().samples == 60
+    assert len(read) == 3
+    subscription.close()
+
+
+def test_the_shards_of_a_known_version_are_looked_up_when_they_are_asked_for(cache: CacheDir) -> None:
+    with cache.snapshot() as first, cache.snapshot(known=first.version) as second:
+        assert (first.known, second.known) == (False, True)
+        retire_one(cache)
+        assert (second.samples, second.shards) == (60, tuple(cache.shards(version=first.version)))
+        assert [shard.id for shard in second.shards] == [shard.id for shard in first.shards]
+        with cache.snapshot(known=first.version) as third:
+            assert (third.known, third.samples) == (False, 40)
 
 
 def test_what_is_not_there_is_refused(cache: CacheDir, tmp_path: Path) -> None:

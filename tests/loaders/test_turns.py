@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cachetool.cache import CacheDir
+from cachetool.cache import CacheDir, Snapshot
 from cachetool.cache.history import Delivered
 from cachetool.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders import timing as module
@@ -168,7 +168,7 @@ def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
         raise CapacityError("no room on the disk")
 
     turns.delivered(1, DELIVERED)
-    monkeypatch.setattr(CacheSubscription, "served", full)
+    monkeypatch.setattr(Snapshot, "served", full)
     turns.settle()
 
     assert not turns.unsettled
