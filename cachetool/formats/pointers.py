@@ -7,7 +7,6 @@ a ``memcpy`` a row. The structure and the function belong to the stable ABI sinc
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +62,7 @@ class Pointed:
         at = [ctypes.addressof(each) for each in (self._shape, _STRIDES, _SUBOFFSETS)]
         self._rows = _Buffer(None, None, 0, 1, 1, 2, b"B", *at, None)
 
-    def join(self, out: npt.NDArray[Any], at: int, first: int, last: int) -> None:
+    def join(self, out: npt.NDArray[np.uint8], at: int, first: int, last: int) -> None:
         """Copy rows ``first`` to ``last - 1`` to byte ``at`` of ``out``, which is contiguous. Keeps the GIL.
 
         Raises IndexError when they do not lie inside ``out``.

@@ -102,12 +102,13 @@ class Rows:
         # One byte of each first, whose loads the processor makes side by side: the copies then find their pages known
         # and their first lines near. At 3 KiB out of a map that is 0.79 of np.take from memory instead of 0.61.
         self._source[starts]
+        flat = as_bytes(out)
         if self._pointed is not None:
             step = max(1, _UNBROKEN // nbytes)
             for at in range(first, last, step):
-                self._pointed.join(out, (at - first) * nbytes, at, min(at + step, last))
+                self._pointed.join(flat, (at - first) * nbytes, at, min(at + step, last))
             return
-        target, found = as_bytes(out).view(_value(nbytes)), _overlapping(self._source, nbytes)
+        target, found = flat.view(_value(nbytes)), _overlapping(self._source, nbytes)
         step = _PIECE // nbytes
         for at in range(0, len(starts), step):
             target[at : at + step] = found[starts[at : at + step]]

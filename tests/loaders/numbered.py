@@ -39,6 +39,7 @@ EVERY = Schema(
         *(Field(f"array {n}", d, (2, 3)) for n, d in zip(_NAMES, NUMERIC, strict=True)),
         *(Field(f"ragged {n}", d, (None, None)) for n, d in zip(_NAMES, NUMERIC, strict=True)),
         Field("deep", "<f4", (2, 1, 2, 1, 3)),
+        Field("wide", "<M8[us]", (150,)),
         Field("none", "<f4", (0, 3)),
         Field("line", "<u2", (None,)),
         Field("cube", "<f8", (None, None, None)),
@@ -46,7 +47,7 @@ EVERY = Schema(
         Field("raw", "bytes"),
     )
 )
-"""Every dtype as scalar, array and ragged array; empty shapes; five dimensions."""
+"""Every dtype as scalar, array and ragged array; empty shapes; five dimensions; more than 1 KiB."""
 
 
 def sample(schema: Schema, number: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from cachetool.loaders.gather import Parts, gather, open_by_extents
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
-from tests.loaders.numbered import SMALL, digest, put, sample
+from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 READ = Schema(
     (
@@ -98,6 +98,20 @@ def same(one: Block, two: Block) -> bool:
         if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in pairs):
             return False
     return True
+
+
+@pytest.mark.parametrize("name", format_names())
+def test_batches_of_every_kind_of_field_are_what_was_written(name: str, tmp_path: Path) -> None:
+    order = np.random.default_rng(2).integers(0, 30, 50)
+    asked = np.split(order, [1, 20, 20])
+    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
+        for at in (0, 12):
+            put(cache, range(at, at + 12 + at // 2), format=name, schema=EVERY)
+        parts = MappedParts()
+        found = [Block(EVERY, columns) for columns in parts.batches(view_of(cache), asked, EVERY)]
+        assert parts._whole
+    got = [[digest(EVERY, block.sample(i)) for i in range(block.samples)] for block in found]
+    assert got == [[digest(EVERY, sample(EVERY, n)) for n in numbers] for numbers in asked]
 
 
 @pytest.mark.parametrize("reads", [4_000, pytest.param(250_000, marks=pytest.mark.soak)])
