@@ -69,7 +69,7 @@ class Permutation:
     def _network(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         half, mask = self._half, (1 << self._half) - 1
         # Then a table of each round costs less than the rounds of a walk, or than the round.
-        if self._tables is None and (mask < _SMALL or values.size > 4 * mask):
+        if self._tables is None and values.size > (mask // 16 if mask < _SMALL else 4 * mask):
             every = np.arange(mask + 1, dtype=np.int64)
             self._tables = [self._mixed(number, every) for number in range(_ROUNDS)]
         left, right = values >> half, values & mask

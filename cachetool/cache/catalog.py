@@ -312,7 +312,14 @@ class Catalog:
 
 
 def bump(connection: sqlite3.Connection) -> int:
-    """Raise the catalog's version inside a transaction and give the new one."""
+    """Raise the catalog's version inside a transaction and give the new one.
+
+    With it comes a random number: a catalog that is made anew may reach the same version.
+    """
+    connection.execute(
+        "INSERT INTO meta VALUES ('stamp', random() & ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (2**62 - 1,),
+    )
     row = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'version' RETURNING value").fetchone()
     return int(row[0])
 

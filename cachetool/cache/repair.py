@@ -154,6 +154,7 @@ def correct_row(catalog: Catalog, id: str, value: Record) -> None:
             f"UPDATE shards SET {', '.join(f'{name} = :{name}' for name in columns)} WHERE id = :id",
             {**columns, "id": id},
         )
+        bump(connection)  # else who knows the shards of this version would not look again
 
 
 def charge(catalog: Catalog, id: str, nbytes: int) -> None:

@@ -209,13 +209,14 @@ class CacheDir:
 
     def snapshot(
         self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
-        sparing: bool = False, instead: Snapshot | None = None, known: int | None = None,
+        sparing: bool = False, instead: Snapshot | None = None,
+        known: tuple[int, int | None] | None = None,
     ) -> Snapshot:  # fmt: skip
         """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
 
         ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read. ``sparing``: in a full
         cache of which little was read, the newest shards may be left for the next one. ``instead``: one that goes back
-        unread at the same time. ``known``: the version whose shards the caller has already."""
+        unread at the same time. ``known``: version and stamp of the one whose shards the caller has already."""
         name = self.dataset(dataset)
         self.recover()
         return snapshots.take(

@@ -25,7 +25,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.renewal import top_up
-from cachetool.errors import CapacityError
+from cachetool.errors import CacheToolError, CapacityError
 from cachetool.schema import Schema
 
 __all__ = ["Shard", "Snapshot", "take", "visible"]
@@ -109,7 +109,7 @@ class Snapshot:
 
     def __init__(
         self, catalog: Catalog, layout: Layout, holder: Holder, *, lease: int, version: int, dataset: str,
-        schema: Schema, rows: Sequence[Row] | None, newest: int, seen: int | None,
+        schema: Schema, rows: Sequence[Row] | None, newest: int, stamp: int | None, seen: int | None,
     ) -> None:  # fmt: skip
         self.version = version
         self.newest = newest
@@ -117,10 +117,13 @@ class Snapshot:
         self.dataset = dataset
         self.schema = schema
         self.known = rows is None
-        """Whether it is of the version that its taker knew: then its shards are looked up when they are asked for."""
+        """Whether its taker had its shards already: then they are looked up when they are asked for."""
+        self.stamp = stamp
+        """With the version, what tells its shards from those of any other snapshot; None where nothing does."""
         if rows is not None:
             self._rows = rows
         self._lease: int | None = lease
+        self._trash: list[str] = []
         self._seen = seen
         self._catalog, self._layout, self._holder = catalog, layout, holder
 
@@ -156,8 +159,19 @@ class Snapshot:
     ) -> None:
         self.release()
 
-    def served(self, delivered: Delivered | None = None) -> None:
-        """Count one epoch for every shard of this snapshot: its last batch was delivered, as the loader tells."""
+    def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
+        """Count one epoch for every shard of this snapshot: its last batch was delivered, as the loader tells.
+
+        ``last``: the lease may end in the same transaction, which saves one; :meth:`release` is called next and does
+        the rest.
+        """
+        if last and (lease := self._held()) is not None:
+            with contextlib.suppress(CacheToolError, OSError):  # then one after the other
+                with self._catalog.together():
+                    self.served(delivered)
+                    trash = self._ended(lease)
+                self._lease, self._trash = None, trash
+                return
 
         def count(connection: Connection) -> dict[str, int]:
             own = "dataset = ? AND state IN ('ready', 'retiring') AND since <= ? AND (until IS NULL OR until > ?)"
@@ -183,48 +197,34 @@ class Snapshot:
 
         noting(self._catalog, count, note)
 
-    def finish(self, delivered: Delivered | None = None) -> None:
-        """:meth:`served` and :meth:`release`, waiting for the disk once."""
-        trash: list[str] = []
-        try:
-            try:
-                with self._catalog.together():
-                    self.served(delivered)
-                    if (lease := self._held()) is not None:
-                        trash = self._ended(lease, unread=False)
-            except CapacityError:
-                self.served(delivered)  # alone it may have room
-            else:
-                self._lease = None
-                self._delete(trash)
-        finally:
-            self.release()
-
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.
 
         If it went ``unread``, what it was the first to contain counts as not shown yet, unless others have it too.
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
-        lease = self._held()
-        self._lease = None
-        if lease is not None:
-            with contextlib.suppress(CapacityError):
-                self._delete(self._ended(lease, unread=unread))
+        lease, trash = self._held(), self._trash if self._own else []
+        self._lease, self._trash = None, []
+        with contextlib.suppress(CapacityError):
+            if lease is not None:
+                trash = self._ended(lease, unread=unread)
+            if trash:
+                delete_trash(self._catalog, self._layout, trash)
 
-    def _ended(self, lease: int, *, unread: bool) -> list[str]:
+    def _ended(self, lease: int, *, unread: bool = False) -> list[str]:
         """End a lease; gives what is to be deleted then."""
         with self._catalog.write() as connection:
             self._end(connection, lease, unread=unread)
             return sweep(connection, self._holder)
 
-    def _delete(self, trash: list[str]) -> None:
-        with contextlib.suppress(CapacityError):
-            delete_trash(self._catalog, self._layout, trash)
+    @property
+    def _own(self) -> bool:
+        """Whether it is this process's to give back: closing the cache takes the leases with it."""
+        return not self._holder.retired and self._holder.pid == os.getpid()
 
     def _held(self) -> int | None:
-        """The lease, if it is this process's to give back: closing the cache takes the leases with it."""
-        return None if self._holder.retired or self._holder.pid != os.getpid() else self._lease
+        """The lease that is to be given back."""
+        return self._lease if self._own else None
 
     def _end(self, connection: Connection, lease: int, *, unread: bool) -> None:
         connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
@@ -248,14 +248,15 @@ def take(
     peek: bool = False,
     sparing: bool = False,
     instead: Snapshot | None = None,
-    known: int | None = None,
+    known: tuple[int, int | None] | None = None,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
-    shards of the version ``known`` is not told them again while that is the present one: a thousand take 2 ms.
+    shards of a snapshot of the version and stamp ``known`` is not told them again while that is the present one: a
+    thousand take 2 ms.
     """
     trash: list[str] = []
     with catalog.write() as connection:
@@ -268,8 +269,11 @@ def take(
             shared = connection.execute(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
-        numbers = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'seen')").fetchall())
-        newest, seen = int(numbers["version"]), int(numbers.get("seen", 0))
+        numbers = dict(
+            connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'stamp', 'seen')").fetchall()
+        )
+        newest = present = int(numbers["version"])
+        seen = int(numbers.get("seen", 0))
         if shared is not None:
             version = newest = int(shared[0])
         else:
@@ -279,7 +283,8 @@ def take(
             (holder.id, run, epoch, version, dataset, time.time()),
         )
         # Of an earlier version some may be gone since.
-        rows = None if known == version == newest else _rows(connection, dataset, version)
+        stamp = numbers.get("stamp") if version == present else None
+        rows = None if stamp is not None and known == (version, stamp) else _rows(connection, dataset, version)
         if not peek:
             connection.execute(
                 "INSERT INTO meta VALUES ('seen', ?)"
@@ -288,12 +293,13 @@ def take(
             )
     taken = Snapshot(
         catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
-        rows=rows, newest=max(newest, version), seen=None if peek or seen >= version else seen,
+        rows=rows, newest=max(newest, version), stamp=stamp, seen=None if peek or seen >= version else seen,
     )  # fmt: skip
     if instead is not None:
         instead._lease = None
     try:
-        taken._delete(trash)
+        with contextlib.suppress(CapacityError):
+            delete_trash(catalog, layout, trash)
     except BaseException:  # nobody else knows of this lease
         taken.release(unread=True)
         raise

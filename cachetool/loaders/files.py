@@ -65,11 +65,8 @@ class FileSubscription:
         """Never."""
         return False
 
-    def served(self, delivered: Delivered | None = None) -> None:
+    def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
         """Nobody counts."""
-
-    def finish(self, delivered: Delivered | None = None) -> None:
-        """Nobody counts, and nothing to give back."""
 
     def release(self, *, unread: bool = False) -> None:
         """Nothing to give back."""

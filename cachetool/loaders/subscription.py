@@ -59,12 +59,9 @@ class Subscription(Protocol):
         """Whether there may be a newer view than this one. Takes no lease."""
         ...
 
-    def served(self, delivered: Delivered | None = None) -> None:
-        """Count one epoch for the parts of the leased view, and how it went where that is known."""
-        ...
-
-    def finish(self, delivered: Delivered | None = None) -> None:
-        """:meth:`served` and :meth:`release` together, which is quicker."""
+    def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
+        """Count one epoch for the parts of the leased view, and how it went where that is known. ``last``: what is
+        called next is :meth:`release`."""
         ...
 
     def release(self, *, unread: bool = False) -> None:
@@ -110,6 +107,7 @@ class CacheSubscription:
         self._cache: CacheDir | None = None
         self._snapshot: Snapshot | None = None
         self._view: View | None = None
+        self._known: tuple[int, int | None] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def _open(self) -> CacheDir:
@@ -129,7 +127,7 @@ class CacheSubscription:
         before = self._snapshot
         after = cache.snapshot(
             dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing, instead=before if anew else None,
-            known=None if self._view is None else self._view.version,
+            known=self._known,
         )  # fmt: skip
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -140,7 +138,7 @@ class CacheSubscription:
         if before is not None:
             before.release()
         if self._view is None or not after.known:
-            self._view = View.of_snapshot(after)
+            self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 
     def now(self) -> View:
@@ -153,10 +151,10 @@ class CacheSubscription:
         schema = cache.schema(self.dataset)
         return View.of_shards(version, self.dataset, schema, cache.shards(self.dataset, version=version))
 
-    def served(self, delivered: Delivered | None = None) -> None:
+    def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
         """Count one epoch for every shard of the leased snapshot."""
         if self._snapshot is not None and self._pid == os.getpid():
-            self._snapshot.served(delivered)
+            self._snapshot.served(delivered, last=last)
 
     def origins(self, view: View) -> list[dict[str, Any]]:
         """Rows of the catalog: what it takes to pull each shard again."""
@@ -177,11 +175,6 @@ class CacheSubscription:
         """Whether anything was committed or evicted since."""
         own = self._snapshot
         return self._open().version != (own.newest if own and own.version == view.version else view.version)
-
-    def finish(self, delivered: Delivered | None = None) -> None:
-        """Count one epoch for every shard of the leased snapshot, and give the lease back."""
-        if (snapshot := self._let_go()) is not None:
-            snapshot.finish(delivered)
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back, keeping the catalog open; in a forked copy it does nothing to the original."""

@@ -335,7 +335,7 @@ class Turns:
         told = False
         try:
             if pace is not None:
-                lease.finish(pace)
+                lease.served(pace, last=True)
         except CapacityError:
             pass  # on a full disk: it was delivered all the same
         except (CacheToolError, OSError) as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from cachetool.cache.history import Delivered, history_of
 from cachetool.errors import CapBlocked, CorruptError, UsageError
 from cachetool.loaders.files import shards_at
 from cachetool.loaders.subscription import CacheSubscription, launched_run, subscribe
+from cachetool.verify import verify
 from tests.loaders.numbered import leases, put
 
 
@@ -103,8 +107,8 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
 
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "_transaction", counted)
-        subscription.finish(Delivered(2.5, 7, 3, 0.5))
-        subscription.finish(Delivered(2.5, 7, 3, 0.5))
+        subscription.served(Delivered(2.5, 7, 3, 0.5), last=True)
+        subscription.release()
         subscription.release()
 
     assert begun == ["BEGIN IMMEDIATE"]
@@ -121,7 +125,8 @@ def test_what_only_a_finished_epoch_kept_is_deleted(cache: CacheDir) -> None:
     gone = cache.shards()[0].path
     retire_one(cache)
     assert gone.exists()
-    subscription.finish()
+    subscription.served(last=True)
+    subscription.release()
 
     assert not gone.exists()
     assert len(cache.shards(retiring=True)) == 2
@@ -136,7 +141,8 @@ def test_an_epoch_ends_with_no_room_for_what_is_told_of_it(cache: CacheDir, page
         connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (count + 1 + pages,))
     for epoch in range(20):
         subscription.newest(epoch=epoch)
-        subscription.finish(Delivered(1.0, 1, 1, 0.1))
+        subscription.served(Delivered(1.0, 1, 1, 0.1), last=True)
+        subscription.release()
         assert leases(cache) == []
     assert [shard.epochs for shard in cache.shards()] == [20, 20, 20]
     assert (len(history_of(cache.catalog).epochs) == 20) == bool(pages)
@@ -154,7 +160,8 @@ def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytes
     subscription = CacheSubscription(cache)
     view = subscription.newest()
     assert subscription.newest() is view
-    subscription.finish()
+    subscription.served(last=True)
+    subscription.release()
     assert subscription.newest(sparing=True) is view
     assert len(read) == 1
 
@@ -167,13 +174,79 @@ def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytes
 
 
 def test_the_shards_of_a_known_version_are_looked_up_when_they_are_asked_for(cache: CacheDir) -> None:
-    with cache.snapshot() as first, cache.snapshot(known=first.version) as second:
+    with cache.snapshot() as first, cache.snapshot(known=(first.version, first.stamp)) as second:
         assert (first.known, second.known) == (False, True)
         retire_one(cache)
         assert (second.samples, second.shards) == (60, tuple(cache.shards(version=first.version)))
         assert [shard.id for shard in second.shards] == [shard.id for shard in first.shards]
-        with cache.snapshot(known=first.version) as third:
+        with cache.snapshot(known=(first.version, first.stamp)) as third:
             assert (third.known, third.samples) == (False, 40)
+
+
+def test_a_cache_that_was_made_anew_is_read_again_though_it_reached_the_same_version(cache: CacheDir) -> None:
+    subscription = CacheSubscription(cache)
+    before = subscription.newest()
+    shutil.rmtree(cache.root)
+    with open_cache(cache.root, max_size="50MB") as other:
+        for at in (0, 20, 40):
+            put(other, range(at, at + 20))
+    after = subscription.newest()
+
+    assert after.version == before.version
+    assert [part.id for part in after.parts] == [shard.id for shard in cache.shards()]
+    subscription.close()
+
+
+def test_a_row_that_was_corrected_is_read_again(cache: CacheDir) -> None:
+    wrong = cache.shards()[1].id
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE shards SET samples = 19 WHERE id = ?", (wrong,))
+    subscription = CacheSubscription(cache)
+    assert subscription.newest().samples == 59
+    verify(cache.root, repair=True)
+    assert subscription.newest().samples == 60
+    subscription.close()
+
+
+def test_an_older_version_is_read_again_whoever_leased_it(cache: CacheDir) -> None:
+    """Of a version that only others lease now, something may have gone before they did."""
+    one, two = (CacheSubscription(cache, run="job") for _ in range(2))
+    known = one.newest(epoch=0)
+    one.release()
+    put(cache, range(60, 80))
+    cache.evict(cache.usage().total - 1, wait=0)
+    two.newest(epoch=1)
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE leases SET version = ?", (known.version,))
+    shared = one.newest(epoch=1)
+
+    assert (shared.version, shared.samples) == (known.version, 40)
+    for subscription in (one, two):
+        subscription.close()
+
+
+@pytest.mark.parametrize("part", ["count", "lease", "files"])
+def test_an_epoch_counts_and_its_lease_ends_as_far_as_each_can(
+    part: str, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise PermissionError(errno.EACCES, "no")
+
+    subscription = CacheSubscription(cache)
+    subscription.newest()
+    retire_one(cache)
+    name = {"count": "noting", "lease": "sweep", "files": "delete_trash"}[part]
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, name, fail)
+        with pytest.raises(PermissionError) if part == "count" else contextlib.nullcontext():
+            subscription.served(last=True)
+        with contextlib.nullcontext() if part == "count" else pytest.raises(PermissionError):
+            subscription.release()
+        subscription.release()
+
+    assert len(leases(cache)) == (part == "lease")
+    assert {shard.epochs for shard in cache.shards()} == {int(part != "count")}
+    subscription.close()
 
 
 def test_what_is_not_there_is_refused(cache: CacheDir, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snap
 def test_an_epoch_that_a_full_disk_cannot_count_ends_all_the_same(
     cache: CacheDir, turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise CapacityError("no room on the disk")
 
     turns.delivered(1, DELIVERED)
