@@ -41,9 +41,9 @@ _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _BLOCK = max(4096, mmap.PAGESIZE)
 _WRITEBACK = 2**20  # smaller writes are not worth a call of their own
 _VECTORS = 1024  # IOV_MAX of Linux and macOS
-_PIECE = 2**19
-"""Bytes written by one call at most. Calls of 16 MiB make the kernel look for 2 MiB of page cache in a row, which took
-five to ten times as long on a virtual machine that had given such pages back to its host (docs/decisions.md)."""
+_PIECE = 2**21
+"""One call writes up to the next multiple of these bytes: what Linux keeps of a file in one huge page, if one call writes
+all of it, and a loader then gathers from faster (docs/decisions.md)."""
 
 
 def allocated_bound(nbytes: int) -> int:
@@ -73,9 +73,9 @@ def _view(buffer: bytes | memoryview | Bytes) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def _first(views: Sequence[memoryview]) -> list[memoryview]:
-    """What one call writes of them."""
-    room, chosen = _PIECE, []
+def _first(views: Sequence[memoryview], offset: int) -> list[memoryview]:
+    """What one call writes of them, from ``offset``."""
+    room, chosen = _PIECE - offset % _PIECE, []
     for view in views[:_VECTORS]:
         chosen.append(view[:room])
         room -= view.nbytes
@@ -162,7 +162,7 @@ class BulkFile:
         done = 0
         with capacity_errors(self.path, sum(view.nbytes for view in views)):
             while views:
-                count = os.pwritev(self.fd, _first(views), offset + done)
+                count = os.pwritev(self.fd, _first(views, offset + done), offset + done)
                 done += count
                 # A short write is no error: drop what went out and carry on behind it.
                 whole = 0

@@ -61,6 +61,24 @@ def test_many_buffers_and_short_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "f").read_bytes() == b"head" + b"".join(parts)
 
 
+def test_whole_huge_pages_are_written_by_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, calls = os.pwritev, []
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = really(fd, buffers, offset)
+        calls.append((offset, count))
+        return count
+
+    monkeypatch.setattr("cachetool.formats.files.os.pwritev", pwritev)
+    data = np.random.default_rng(0).integers(0, 256, 5 * 2**20, dtype=np.uint8)
+    file = BulkFile.create(tmp_path / "f", 2**23)
+    file.append(b"abc")
+    file.append(data[: 2**20], data[2**20 :])
+    file.finish()
+    assert calls == [(0, 3), (3, 2**21 - 3), (2**21, 2**21), (2**22, 2**20 + 3)]
+    assert (tmp_path / "f").read_bytes() == b"abc" + data.tobytes()
+
+
 def test_finish_may_cut_or_grow(tmp_path: Path) -> None:
     """A size given wins over what was appended."""
     file = BulkFile.create(tmp_path / "f", 100)
