@@ -42,8 +42,8 @@ _BLOCK = max(4096, mmap.PAGESIZE)
 _WRITEBACK = 2**20  # smaller writes are not worth a call of their own
 _VECTORS = 1024  # IOV_MAX of Linux and macOS
 _PIECE = 2**21
-"""One call writes up to the next multiple of these bytes: what Linux keeps of a file in one huge page, if one call writes
-all of it, and a loader then gathers from faster (docs/decisions.md)."""
+"""One call writes up to the next multiple of these bytes: Linux keeps that much of a file in one huge page if one call
+writes all of it, and a loader then gathers from it faster (docs/decisions.md)."""
 
 
 def allocated_bound(nbytes: int) -> int:
