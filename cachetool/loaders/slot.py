@@ -4,7 +4,7 @@
 
     int64: bytes of text | arrays | offset, length | offset, length | ...
     text: {"fields": schema} or {"error": ...}
-    array | array | ...             each at a multiple of 64
+    array | array | ...             each at a multiple of 64, one of more than a page in the middle of one
 
 Arrays of a field: the values; for bytes, str and ragged fields behind them where each sample begins, and for ragged
 ones the shapes. All that is before the arrays is the form of the batch. A slot that is filled with a batch of the form
@@ -31,6 +31,7 @@ from cachetool.schema import Field, Schema
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
 _ALIGN = 64
+_PAGE = 4096
 _NUMBERS = 2
 _FORMS = 2**31 - 1
 READY_BYTES = 256 * 2**20
@@ -49,6 +50,18 @@ class Batch(NamedTuple):
     schema: Schema
     columns: Mapping[str, Column]
     """Memory that is this batch's alone as long as any of these arrays is seen."""
+
+
+def _start(used: int, nbytes: int) -> int:
+    """Where an array of so many bytes begins behind ``used`` bytes.
+
+    Files have large values at the beginning of a page, or 16 bytes behind it. Where source and target are that near to each
+    other in their pages, loads wait for stores to other pages, and memcpy goes backwards: samples of 1 MiB then came at a
+    third to a half of the rate on one machine (docs/decisions.md).
+    """
+    if nbytes <= _PAGE:
+        return -(-used // _ALIGN) * _ALIGN
+    return -(-(used - _PAGE // 2) // _PAGE) * _PAGE + _PAGE // 2
 
 
 def _parts(field: Field) -> list[tuple[str, tuple[int, ...]]]:
@@ -137,8 +150,9 @@ class SlotWriter:
                 return place, found
             self._used = arrays[number - 1][2] if number else self._form.stop
             del arrays[number:]
-        start = -(-self._used // _ALIGN) * _ALIGN
-        stop = start + math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
+        start = _start(self._used, nbytes)
+        stop = start + nbytes
         memory = self._ring.memory(self._slot)
         if stop > len(memory):
             # Room for the rest of a batch like the one before, so that the slot is not moved once a field.

@@ -156,3 +156,22 @@ def test_what_comes_out_of_a_slot_is_what_was_put_in_whatever_was_there_before(
                 np.testing.assert_array_equal(found, column)
         del batch, found
     ring.close()
+
+
+def test_large_arrays_begin_in_the_middle_of_a_page(ring: Ring) -> None:
+    """Values lie at the beginning of pages in files, and are copied slowly to the same place of another page."""
+    schema = Schema((Field("y", "<i8"), Field("x", "<f4", (4096,)), Field("z", "<u1", (3,)), Field("w", "<f4", (1024,))))
+    writer, reader = SlotWriter(RingWriter(ring.fd), ready=2), SlotReader(ring)
+    writer.open()
+    writer.begin(schema)
+    columns = {field.name: writer.values(field, (3, *field.sizes)) for field in schema}
+    for number, column in enumerate(columns.values()):
+        column[...] = number
+    writer.commit(1, 0, columns)
+    assert ring.poll()
+    batch = reader.take(1)
+    assert batch is not None
+    found = {name: np.asarray(column) for name, column in batch.columns.items()}
+    assert {name: column.ctypes.data % 4096 for name, column in found.items() if name in "xw"} == {"x": 2048, "w": 2048}
+    assert all(column.ctypes.data % 64 == 0 for column in found.values())
+    assert [np.unique(column).tolist() for column in found.values()] == [[0], [1], [2], [3]]
