@@ -55,9 +55,9 @@ class Batch(NamedTuple):
 def _start(used: int, nbytes: int) -> int:
     """Where an array of so many bytes begins behind ``used`` bytes.
 
-    Files have large values at the beginning of a page, or 16 bytes behind it. Where source and target are that near to each
-    other in their pages, loads wait for stores to other pages, and memcpy goes backwards: samples of 1 MiB then came at a
-    third to a half of the rate on one machine (docs/decisions.md).
+    Files have large values at the beginning of a page, or 16 bytes behind it. Where source and target are that near
+    to each other in their pages, loads wait for stores to other pages, and memcpy goes backwards: samples of 1 MiB
+    then came at a third to a half of the rate on one machine (docs/decisions.md).
     """
     if nbytes <= _PAGE:
         return -(-used // _ALIGN) * _ALIGN
