@@ -31,7 +31,7 @@ from cachetool.schema import Field, Schema
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 
 _ALIGN = 64
-_PAGE = 4096
+_PAGE = 4096  # not that of the machine: the bits of an address that a processor compares first are twelve anywhere
 _NUMBERS = 2
 _FORMS = 2**31 - 1
 READY_BYTES = 256 * 2**20
