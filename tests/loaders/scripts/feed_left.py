@@ -71,11 +71,14 @@ def killed_feeder() -> None:
 
 def measured(cache: CacheDir) -> dict[str, int]:
     """Processes, zombies among them; descriptors, threads; maps and segments of shared memory; leases."""
-    tasks = list(Path("/proc/self/task").iterdir())
+    tasks = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            tasks.append((task / "children").read_text().split())
     files = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
     shared = [*files, *_targets()]
     return {
-        "processes": sum(len((task / "children").read_text().split()) for task in tasks),
+        "processes": sum(map(len, tasks)),
         "threads": len(tasks),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "maps": sum(name.startswith(str(Path(root).resolve())) for name in files),
