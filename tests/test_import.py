@@ -49,6 +49,15 @@ def test_importing_the_library_loads_no_format_store_or_framework() -> None:
     assert loaded_after("import cachetool\ncachetool.open_cache") <= {"numpy", "sqlite3"}
 
 
+def test_what_feeds_a_trainer_loads_nothing_that_fills_or_empties_a_cache() -> None:
+    """Each of these is in the time that a loader's feeders need to start."""
+    script = "import cachetool.loaders.feeder, cachetool.loaders.leader, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("cachetool.cache.")}
+    assert {"catalog", "snapshots"} <= loaded
+    assert loaded.isdisjoint({"admission", "commit", "draws", "eviction", "jobs", "losses", "pullers", "stats"})
+
+
 def test_asking_the_command_line_for_help_loads_typer_and_what_it_needs_alone() -> None:
     assert loaded_after("from cachetool.cli.app import run\nrun(['pull', '--help'])") == {"typer", "pydantic"}
 

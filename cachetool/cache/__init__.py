@@ -1,14 +1,23 @@
-"""The bounded root directory: catalog, cap, commit, snapshots, eviction."""
+"""The bounded root directory: catalog, cap, commit, snapshots, eviction.
 
-from cachetool.cache.commit import Facts, Origin, Staging, commit_together
-from cachetool.cache.draws import Claim, SourceRow
-from cachetool.cache.opening import open_cache
-from cachetool.cache.policies import Victim, policy_names
-from cachetool.cache.removal import Removal
-from cachetool.cache.room import Room
-from cachetool.cache.root import CacheDir
-from cachetool.cache.snapshots import Shard, Snapshot
-from cachetool.cache.stats import Stats
+Names are loaded when first used: a process that only reads from a cache loads nothing that fills one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cachetool.cache.commit import Facts, Origin, Staging, commit_together
+    from cachetool.cache.draws import Claim, SourceRow
+    from cachetool.cache.opening import open_cache
+    from cachetool.cache.policies import Victim, policy_names
+    from cachetool.cache.removal import Removal
+    from cachetool.cache.room import Room
+    from cachetool.cache.root import CacheDir
+    from cachetool.cache.snapshots import Shard, Snapshot
+    from cachetool.cache.stats import Stats
 
 __all__ = [
     "CacheDir",
@@ -27,3 +36,22 @@ __all__ = [
     "open_cache",
     "policy_names",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("Facts", "Origin", "Staging", "commit_together"), "commit"),
+    **dict.fromkeys(("Claim", "SourceRow"), "draws"),
+    "open_cache": "opening",
+    **dict.fromkeys(("Victim", "policy_names"), "policies"),
+    "Removal": "removal",
+    "Room": "room",
+    "CacheDir": "root",
+    **dict.fromkeys(("Shard", "Snapshot"), "snapshots"),
+    "Stats": "stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cachetool.cache' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"cachetool.cache.{_HOMES[name]}"), name)
+    return value

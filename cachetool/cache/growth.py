@@ -1,6 +1,6 @@
-"""A source that grows: one more segment of its listing, charged before it is copied, in force with one transaction.
+"""A source that comes in or grows: its listing, or one more segment of it, charged before it is copied.
 
-::
+A segment is in force with one transaction::
 
     a folder elsewhere  -- charged, copied beside -->  transaction: the source is still what it was
                                                        -> renamed into place, units and cuts in its row, record written
@@ -17,15 +17,37 @@ from pathlib import Path
 
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Connection, bump, event
-from cachetool.cache.draws import SourceRow, source_row
+from cachetool.cache.draws import SourceRow, add_source, source_row
 from cachetool.cache.layout import remove_tree
-from cachetool.cache.listings import append_segment, copy_aside, listing_bound
+from cachetool.cache.listings import append_segment, copy_aside, listing_bound, take_in
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.room import Room
 from cachetool.cache.root import CacheDir
 from cachetool.errors import UsageError
 
-__all__ = ["grow_source"]
+__all__ = ["bring_in", "grow_source"]
+
+
+def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> None:
+    """See :meth:`CacheDir.add_source`."""
+    catalog, layout, holder = cache.catalog, cache.layout, cache.holder
+    declared = catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
+    record = record_bound(json.loads(declared["schema"]) if declared else [])
+    known = cache.source(row.id) is not None
+
+    def insert(connection: Connection) -> None:
+        if declared:  # who declared it too may have taken it back
+            connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
+        add_source(connection, row, listing_bound(listing) + record, new=new)
+
+    admit(catalog, layout, holder, listing_bound(listing) + record, insert, room=Room(wait=0))
+    if new and known and cache.listing(row.id).exists():
+        return  # the same, and workers of another process read it
+    real = take_in(layout, row.id, listing, holder.id)
+    with catalog.write() as connection:
+        connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
+        if known:  # what its shards say of it may no longer be so
+            write_source_record(connection, layout, row.id)
 
 
 def grow_source(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cachetool.cache.capping import refuse
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
 from cachetool.cache.layout import Layout, cache_option, root_of
@@ -92,6 +91,8 @@ def open_root(
                 cache.make_again(known)
             _recover(cache, notify, create=create)
             if size is not None and size != cache.catalog.meta("max_size"):
+                from cachetool.cache.capping import refuse
+
                 with cache.catalog.write() as connection:
                     refuse(connection, layout, size)
                     left = size - measure(connection, layout).total

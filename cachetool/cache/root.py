@@ -11,28 +11,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from cachetool.cache import holders, snapshots
-from cachetool.cache.admission import admit
-from cachetool.cache.capping import change
-from cachetool.cache.catalog import Catalog, Connection
-from cachetool.cache.commit import Staging, stage_together
-from cachetool.cache.draws import SourceRow, add_source, source_row
-from cachetool.cache.eviction import evict_to
+from cachetool.cache.catalog import Catalog
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
-from cachetool.cache.listings import listing_bound, take_in
 from cachetool.cache.marker import mark
-from cachetool.cache.records import record_bound, write_source_record
-from cachetool.cache.removal import Removal, recover, sign_out
-from cachetool.cache.room import Room
+from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
-from cachetool.cache.stats import Stats, collect
 from cachetool.cache.usage import Usage, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.schema import KEY, Schema
 from cachetool.units import format_size, parse_size
+
+if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a feeder only reads
+    from cachetool.cache.commit import Staging
+    from cachetool.cache.draws import SourceRow
+    from cachetool.cache.removal import Removal
+    from cachetool.cache.room import Room
+    from cachetool.cache.stats import Stats
 
 __all__ = ["CacheDir"]
 
@@ -117,6 +115,8 @@ class CacheDir:
             catalog.meta("version")  # makes it again, if that may be
         wanted = {key: value for key, value in self._wanted.items() if value is not None}
         if any(catalog.meta(key) != value for key, value in wanted.items()):
+            from cachetool.cache.capping import change
+
             with catalog.write() as connection:
                 change(connection, self.layout, wanted)
                 self._mark()
@@ -201,6 +201,8 @@ class CacheDir:
 
     def stats(self, dataset: str | None = None) -> Stats:
         """Counts, bytes, coverage, holders, events. Raises :class:`UsageError` for an unknown dataset."""
+        from cachetool.cache.stats import collect
+
         if dataset is not None:
             self.dataset(dataset)
         return collect(self.catalog, self.layout, dataset)
@@ -260,6 +262,9 @@ class CacheDir:
         room: Room | None = None, waiting: Callable[[str], None] | None = None,
     ) -> list[Staging]:  # fmt: skip
         """As :meth:`stage` for several shards that are committed together: room for all is reserved at once."""
+        from cachetool.cache.commit import stage_together
+        from cachetool.cache.room import Room
+
         return stage_together(
             self.catalog, self.layout, self.holder, dataset=dataset, schema=schema, format=format, bounds=bounds,
             job=job, room=room or Room(), waiting=waiting,
@@ -267,6 +272,8 @@ class CacheDir:
 
     def source(self, id: str) -> SourceRow | None:
         """The source with this id, if this cache has drawn from it."""
+        from cachetool.cache.draws import source_row
+
         if not self._exists:
             return None
         with self.catalog.read() as connection:
@@ -279,23 +286,9 @@ class CacheDir:
     def add_source(self, row: SourceRow, listing: Path, *, new: bool = False) -> None:
         """Take in a source: its listing and room for its record are charged, then it is copied beside the others.
         Raises :class:`UsageError` when a ``new`` one came in by another process meanwhile, listed otherwise."""
-        declared = self.catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
-        record = record_bound(json.loads(declared["schema"]) if declared else [])
-        known = self.source(row.id) is not None
+        from cachetool.cache.growth import bring_in
 
-        def insert(connection: Connection) -> None:
-            if declared:  # who declared it too may have taken it back
-                connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
-            add_source(connection, row, listing_bound(listing) + record, new=new)
-
-        admit(self.catalog, self.layout, self.holder, listing_bound(listing) + record, insert, room=Room(wait=0))
-        if new and known and self.listing(row.id).exists():
-            return  # the same, and workers of another process read it
-        real = take_in(self.layout, row.id, listing, self.holder.id)
-        with self.catalog.write() as connection:
-            connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
-            if known:  # what its shards say of it may no longer be so
-                write_source_record(connection, self.layout, row.id)
+        bring_in(self, row, listing, new=new)
 
     def evict(
         self,
@@ -313,6 +306,8 @@ class CacheDir:
         ``wait`` seconds the call waits for that. Raises :class:`CapBlocked` naming the readers when the target is not
         reached because of them, :class:`CapTooSmall` when even an empty cache is larger.
         """
+        from cachetool.cache.eviction import evict_to
+
         target = parse_size(max_size, what="--max-size")
         if dataset is not None:
             self.dataset(dataset)

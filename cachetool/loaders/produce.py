@@ -235,7 +235,9 @@ def drawn(
     """
     cut = plan.steps(settings)
     order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
-    at, ahead = 0, 1  # the first batches are waited for: little is computed ahead of them
+    most = max(1, _AHEAD // settings.batch_size)
+    at = 0
+    ahead = most if plan.follows else 1  # else the first batches are waited for: little is computed ahead of them
     while at < len(steps):
         now = steps[at : at + ahead]
         starts, stops = cut.bounds(now)
@@ -247,7 +249,7 @@ def drawn(
             indices = chosen[indices]
         yield now.tolist(), np.split(indices, ends[:-1])
         at += len(now)
-        ahead = min(4 * ahead, max(1, _AHEAD // settings.batch_size))
+        ahead = min(4 * ahead, most)
 
 
 def announced(

@@ -8,12 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import cache_option
-from cachetool.cache.pullers import PullState, pull_states
 from cachetool.errors import CacheToolError, SourceError, UsageError
 from cachetool.loaders.plan import Settings
+
+if TYPE_CHECKING:
+    from cachetool.cache.pullers import PullState
 
 __all__ = ["WAIT", "NotYet", "Talk", "failed_pull", "given_up", "require", "say", "wait_for_samples"]
 
@@ -84,7 +88,7 @@ def _who_pulls(root: Path) -> str:
     """The pulls that draw into a cache now, those in the foreground too, or how to begin one."""
     with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:  # recovers: who is in it lives
         with cache.catalog.read() as connection:
-            states = [state for state in pull_states(connection, cache.layout) if state.alive]
+            states = [state for state in _pulls(connection, cache, None) if state.alive]
             drawing = connection.execute(
                 "SELECT url, dataset FROM jobs j JOIN sources s ON s.id = j.source JOIN holders h ON h.id = j.holder"
             ).fetchall()
@@ -105,13 +109,13 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
     deadline, talk = time.monotonic() + wait, Talk(cache.root, wait)
     while True:
         with cache.catalog.read() as connection:
-            states = pull_states(connection, cache.layout, dataset=dataset)
             have = connection.execute(
                 "SELECT coalesce(sum(samples), 0) FROM shards WHERE state = 'ready' AND dataset = coalesce(?, dataset)",
                 (dataset,),
             ).fetchone()[0]
-        if have >= least:
-            return
+            if have >= least:
+                return
+            states = _pulls(connection, cache, dataset)
         working = [state for state in states if state.alive]
         if not working:
             if (error := _failure(states)) is not None:
@@ -126,7 +130,13 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
 def failed_pull(cache: CacheDir, dataset: str | None) -> SourceError | None:
     """The error of the background pull that was to fill ``dataset``, when none is at work any more."""
     with cache.catalog.read() as connection:
-        return _failure(pull_states(connection, cache.layout, dataset=dataset))
+        return _failure(_pulls(connection, cache, dataset))
+
+
+def _pulls(connection: Connection, cache: CacheDir, dataset: str | None) -> list[PullState]:
+    from cachetool.cache.pullers import pull_states  # most loaders wait for no pull: 15 ms of their start
+
+    return pull_states(connection, cache.layout, dataset=dataset)
 
 
 def _failure(states: Sequence[PullState]) -> SourceError | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pkgutil
 import socket
 import sys
 
@@ -21,10 +22,12 @@ DONE, FAILED = 0, 3
 
 
 def main() -> None:
+    import cachetool.cache
     from cachetool.disk import disk_error
     from tests.faults import world
 
     for module in (
+        *(f"cachetool.cache.{found.name}" for found in pkgutil.iter_modules(cachetool.cache.__path__)),
         "h5py",
         "lmdb",
         "zarr",
