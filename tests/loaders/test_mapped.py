@@ -114,7 +114,7 @@ def test_batches_of_every_kind_of_field_are_what_was_written(name: str, tmp_path
     assert got == [[digest(EVERY, sample(EVERY, n)) for n in numbers] for numbers in asked]
 
 
-@pytest.mark.parametrize("reads", [4_000, pytest.param(250_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("reads", [4_000, pytest.param(250_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize("name", format_names())
 def test_gathering_gives_what_the_formats_own_reader_gives(name: str, reads: int, tmp_path: Path) -> None:
     """Every sample, in random order, out of shards of several sizes: 1e6 reads over the four formats in the soak."""
