@@ -30,7 +30,7 @@ __all__ = ["bring_in", "grow_source"]
 
 def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> None:
     """See :meth:`CacheDir.add_source`."""
-    catalog, layout, holder = cache.catalog, cache.layout, cache.holder
+    catalog, layout = cache.catalog, cache.layout
     declared = catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
     record = record_bound(json.loads(declared["schema"]) if declared else [])
     known = cache.source(row.id) is not None
@@ -40,10 +40,10 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
             connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
         add_source(connection, row, listing_bound(listing) + record, new=new)
 
-    admit(catalog, layout, holder, listing_bound(listing) + record, insert, room=Room(wait=0))
+    admit(catalog, layout, cache.holder, listing_bound(listing) + record, insert, room=Room(wait=0))
     if new and known and cache.listing(row.id).exists():
         return  # the same, and workers of another process read it
-    real = take_in(layout, row.id, listing, holder.id)
+    real = take_in(layout, row.id, listing, cache.holder.id)
     with catalog.write() as connection:
         connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
         if known:  # what its shards say of it may no longer be so
