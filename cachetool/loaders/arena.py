@@ -20,11 +20,12 @@ import functools
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.formats.files import map_file, open_plain
 from cachetool.formats.runs import Bytes, Int64s
@@ -149,11 +150,16 @@ class Arena:
     def resident(self, positions: Int64s) -> bool:
         """Whether the pages of these positions are in memory. True where the kernel does not say, as of files of
         another user."""
+        return not any(self._asleep(positions))
+
+    def asleep(self, positions: Int64s) -> npt.NDArray[np.bool_]:
+        """Which of these positions have pages that are not in memory, as far as the kernel says: bool, one each."""
+        return np.fromiter(self._asleep(positions), np.bool_, len(positions))
+
+    def _asleep(self, positions: Int64s) -> Iterator[bool]:
         mincore, page = _libc("mincore"), ctypes.create_string_buffer(1)
         for at in positions.tolist():
-            if mincore(self._base + (at & -mmap.PAGESIZE), 1, page) == 0 and not page.raw[0] & 1:
-                return False
-        return True
+            yield mincore(self._base + (at & -mmap.PAGESIZE), 1, page) == 0 and not page.raw[0] & 1
 
     def will_need(self, starts: Int64s, sizes: Int64s, *, near: int) -> None:
         """Have the kernel read these runs, without waiting for it; what lies between them too where it is at most

@@ -17,7 +17,7 @@ does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from cachetool.loaders.gather import (
     new_array,
     open_by_extents,
 )
-from cachetool.loaders.readahead import NEAR, Readahead
+from cachetool.loaders.readahead import NEAR, Readahead, Windows
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
 
@@ -73,7 +73,7 @@ class MappedParts:
         self._open: dict[str, _Mapped] = {}
         self._tables: dict[str, _Table] = {}  # which refer to the maps as well
         self._view: View | None = None  # whose tables these are
-        self._ahead: Readahead | None = None
+        self._ahead: Readahead | Windows | None = None
         self._schema: Schema | None = None
         self._rest.close()
 
@@ -135,9 +135,14 @@ class MappedParts:
         """Batches that :meth:`batches` is asked for after those expected before (with ``first`` there are none): what
         of them is not in memory is read ahead, and what lies in between where it is at most ``near`` bytes."""
         if self._covers(view, schema) and self._arena is not None:
-            if first or self._ahead is None:
+            if first or not isinstance(self._ahead, Readahead):
                 self._ahead = Readahead(self._arena, schema, self._runs_of, near=near)
             self._ahead.expect(batches)
+
+    def expect_windows(self, view: View, them: Iterable[tuple[int, Int64s]], schema: Schema, reached: Int64s) -> None:
+        """Once for all batches, in place of :meth:`expect`: see :class:`~cachetool.loaders.readahead.Windows`."""
+        if self._covers(view, schema) and self._arena is not None:
+            self._ahead = Windows(self._arena, schema, self._runs_of, them, reached)
 
     def _covers(self, view: View, schema: Schema) -> bool:
         """Whether all parts of ``view`` can be mapped."""

@@ -34,6 +34,7 @@ Shuffle = Literal["full", "window", "no"]
 
 RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
 _WINDOW_RUNS = 256
+_OF_A_RUN = 128  # samples that say where a run lies
 
 
 def encode(version: int, index: int) -> int:
@@ -133,11 +134,12 @@ class Order:
     ) -> None:
         self._samples, self._seed, self._epoch = samples, seed, epoch
         self._permutation = Permutation(samples, seed=seed, turn=epoch) if shuffle == "full" else None
-        self._windows = shuffle == "window"
-        if not self._windows:
+        self.window = 0
+        """Samples of a window; 0: there are none."""
+        if shuffle != "window":
             return
         self._run = max(1, RUN_BYTES // max(1, nbytes))
-        self._window = self._run * _WINDOW_RUNS
+        self.window = self._run * _WINDOW_RUNS
         runs, self._rest = divmod(samples, self._run)
         self._runs = Permutation(runs + 1, seed=seed, turn=epoch)
         # The run at the end is a short one, which moves all that is behind it.
@@ -151,19 +153,38 @@ class Order:
         if self._permutation is not None:
             found: Int64s = self._permutation[positions]
             return found
-        return self._in_windows(positions) if self._windows else positions
+        return self._in_windows(positions) if self.window else positions
 
     def _in_windows(self, positions: Int64s) -> Int64s:
         at = np.empty_like(positions)
-        windows = positions // self._window
+        windows = positions // self.window
         for window in np.unique(windows).tolist():
-            chosen, first = windows == window, window * self._window
+            chosen, first = windows == window, window * self.window
             at[chosen] = first + self._within(window)[positions[chosen] - first]
-        at += (at >= self._short * self._run + self._rest) * (self._run - self._rest)
+        at = self._in_runs(at)
         out: Int64s = self._runs[at // self._run] * self._run + at % self._run
         return out
 
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, Int64s]]:
+        """Window after window of the positions from ``start`` to ``stop``: how many of them are in it, and the runs
+        that its samples are among, as they lie.
+
+        Each run is a row of its samples, int64 (runs, samples of a run). Of more than 128 there are 128, the first and
+        the last among them; of fewer, the last is repeated. Only where :attr:`window` is not 0.
+        """
+        those = np.linspace(0, self._run - 1, min(self._run, _OF_A_RUN)).astype(np.int64)
+        for first in range(start // self.window * self.window, stop, self.window):
+            behind = min(first + self.window, self._samples)
+            a, b = (self._in_runs(np.array([first, behind - 1])) // self._run).tolist()
+            runs = np.sort(self._runs[np.arange(a, b + 1)])
+            rows = np.minimum(runs[:, None] * self._run + those, self._samples - 1)
+            yield min(behind, stop) - max(first, start), rows
+
+    def _in_runs(self, at: Int64s) -> Int64s:
+        """Places among runs that are all of the same length, one behind the other."""
+        return at + (at >= self._short * self._run + self._rest) * (self._run - self._rest)
+
     def _within(self, window: int) -> Permutation:
-        size = min(self._window, self._samples - window * self._window)
+        size = min(self.window, self._samples - window * self.window)
         turn = int.from_bytes(hashlib.sha256(f"{self._epoch} {window}".encode()).digest()[:8], "little")
         return Permutation(size, seed=self._seed, turn=turn)

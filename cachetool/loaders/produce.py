@@ -27,15 +27,15 @@ from cachetool.loaders.checks import Checks
 from cachetool.loaders.failure import described
 from cachetool.loaders.gather import Empty, Parts, Places, gather, new_array
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.order import RUN_BYTES, Order, Shuffle
+from cachetool.loaders.order import RUN_BYTES, Order
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.readahead import NEAR
 from cachetool.loaders.split import Split
 from cachetool.loaders.transform import Transform
 from cachetool.loaders.view import View
-from cachetool.schema import Field, Schema
+from cachetool.schema import KEY, Field, Schema
 
-__all__ = ["Mailbox", "Sink", "announced", "batches", "drawn", "work"]
+__all__ = ["Mailbox", "Sink", "announced", "batches", "work"]
 
 _LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
@@ -174,8 +174,9 @@ class _Maker:
             empty = self._sink.values if direct else new_array
             chosen = None if self._split is None else self._split.chosen(view)
             steps = np.arange(number, count, feeders, dtype=np.int64)
-            chunks = drawn(plan, self._settings, steps, chosen=chosen)
-            for numbers, indices in announced(chunks, self._places, view, schema, shuffle=self._settings.shuffle):
+            for numbers, indices in announced(
+                plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
+            ):
                 found = batches(self._places, view, indices, schema, empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
@@ -226,15 +227,11 @@ class _Maker:
         return nothing
 
 
-def drawn(
-    plan: Plan, settings: Settings, steps: Int64s, *, chosen: Int64s | None = None
+def _drawn(
+    plan: Plan, settings: Settings, order: Order | Int64s, steps: Int64s, chosen: Int64s | None
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """Some of these steps of a plan at a time, and the indices of the samples of each.
-
-    ``chosen``: the indices of the samples that take part, where it is not all of them.
-    """
+    """Some of these steps of a plan at a time, and the indices of the samples of each."""
     cut = plan.steps(settings)
-    order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
     most = max(1, _AHEAD // settings.batch_size)
     at = 0
     ahead = most if plan.follows else 1  # else the first batches are waited for: little is computed ahead of them
@@ -253,14 +250,48 @@ def drawn(
 
 
 def announced(
-    chunks: Iterator[tuple[list[int], list[Int64s]]], places: Places, view: View, schema: Schema, *, shuffle: Shuffle
+    plan: Plan,
+    settings: Settings,
+    steps: Int64s,
+    places: Places,
+    schema: Schema,
+    *,
+    feeders: int,
+    chosen: Int64s | None = None,
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
-    """What :func:`drawn` gives, each once the one after it is known to ``places``, which then reads ahead."""
-    if not isinstance(places, MappedParts):
+    """Some of these steps of a plan at a time, and the indices of the samples of each. Before it gives them it tells
+    ``places`` what they need, which then reads ahead.
+
+    ``steps``: those of one feeder, every ``feeders``-th from its number on, or the last of them. ``chosen``: the
+    indices of the samples that take part, where it is not all of them.
+    """
+    view = plan.view
+    assert view is not None
+    order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
+    chunks = _drawn(plan, settings, order, steps, chosen)
+    if not isinstance(places, MappedParts) or not len(steps):
         yield from chunks
         return
-    # In a window whole runs are needed, if not by this feeder then by another one or a little later.
-    near = RUN_BYTES if shuffle == "window" else NEAR
+    small = view.schema.fixed_nbytes * settings.world_size <= NEAR and all(
+        field.kind == "fixed" or field.name == KEY for field in view.schema
+    )
+    if isinstance(order, Order) and order.window and small:
+        # All that lies between the samples of a window is read, by whichever feeder.
+        cut = plan.steps(settings)
+        sharers = min(feeders, cut.count)
+        start, stop = int(cut.bounds(steps[:1] // feeders * feeders)[0][0]), cut.reached(cut.count)
+        # As far as the others are with the same batch of theirs, and two windows; with the last one, all.
+        reached = np.minimum(cut.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
+        reached[-1] = stop
+        windows = (
+            (count, (rows if chosen is None else chosen[rows])[(int(steps[0]) + number) % sharers :: sharers])
+            for number, (count, rows) in enumerate(order.runs(start, stop))
+        )
+        places.expect_windows(view, windows, schema, reached - start)
+        yield from chunks
+        return
+    # Of samples of other sizes in a window as well others need what is near, or this feeder a little later.
+    near = RUN_BYTES if settings.shuffle == "window" else NEAR
     before: tuple[list[int], list[Int64s]] | None = None
     for chunk in chunks:
         places.expect(view, chunk[1], schema, first=before is None, near=near)

@@ -7,6 +7,13 @@
     asleep? of some of them, looked up    mincore; all in memory: nothing to do
     will_need(starts, sizes)              sorted, neighbours as one -> the kernel reads them, all at once
 
+Of an epoch of small samples in windows it is known without their order what will be read: all of every window. Each
+feeder of a process needs nearly every page of it, so they share: each asks for every n-th run and leaves the others to
+the others::
+
+    window   | run | run | run | run | run ...      256 of 256 KiB, from all over the files
+    feeder      0     1     0     1     0
+
 A map that is touched where nothing was read waits for one read after another. Told beforehand, the kernel has hundreds
 of reads under way and the copy finds its pages in memory; a window of shuffled neighbours is read as long runs.
 """
@@ -14,16 +21,17 @@ of reads under way and the copy finds its pages in memory; a window of shuffled 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.arena import Arena
 from cachetool.loaders.gather import Runs
+from cachetool.loaders.order import RUN_BYTES
 from cachetool.schema import Schema
 
-__all__ = ["NEAR", "Readahead"]
+__all__ = ["NEAR", "Readahead", "Windows"]
 
 NEAR = 2**14  # bytes between two samples that are rather read than left out: so many take as long as one request more
 BYTES = 2**26  # read ahead of the batch that is gathered
@@ -31,15 +39,34 @@ _LOOKED_AT = 8  # samples that say whether all of them are in memory
 _UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
 
 
-class Readahead:
-    """For the batches of one view, in the order in which they are going to be gathered."""
+_Locate = Callable[[Int64s], Mapping[str, Runs]]
 
-    def __init__(
-        self, arena: Arena, schema: Schema, locate: Callable[[Int64s], Mapping[str, Runs]], *, near: int
-    ) -> None:
+
+class _Asking:
+    """Where samples lie, and that they are wanted."""
+
+    def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
         self._arena, self._locate, self._near = arena, locate, near
         self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
         self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
+
+    def _read(self, indices: Int64s) -> None:
+        for name, runs in self._located(indices):
+            self._arena.will_need(*self._runs(runs, name), near=self._near)
+
+    def _located(self, indices: Int64s) -> list[tuple[str, Runs]]:
+        return [(name, runs) for name, runs in self._locate(indices).items() if name in self._sizes]
+
+    def _runs(self, runs: Runs, name: str) -> tuple[Int64s, Int64s]:
+        sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
+        return runs.starts, sizes
+
+
+class Readahead(_Asking):
+    """For the batches of one view, in the order in which they are going to be gathered."""
+
+    def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
+        super().__init__(arena, schema, locate, near=near)
         self._coming: deque[Int64s] = deque()
         self._ahead = 0
 
@@ -66,13 +93,38 @@ class Readahead:
         located = self._located(np.concatenate(some))
         return all(self._arena.resident(runs.starts) for _, runs in located)
 
-    def _read(self, indices: Int64s) -> None:
-        for name, runs in self._located(indices):
-            self._arena.will_need(*self._runs(runs, name), near=self._near)
 
-    def _located(self, indices: Int64s) -> list[tuple[str, Runs]]:
-        return [(name, runs) for name, runs in self._locate(indices).items() if name in self._sizes]
+class Windows(_Asking):
+    """For an epoch in windows.
 
-    def _runs(self, runs: Runs, name: str) -> tuple[Int64s, Int64s]:
-        sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
-        return runs.starts, sizes
+    ``windows``: of each one for how many positions of the order it is, and the samples that this feeder asks for, with
+    what lies between them: int64 (runs, samples of a run), a row for each run of neighbours. ``reached``, int64: for
+    each batch of this feeder, for how many positions windows are asked for by then.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        schema: Schema,
+        locate: _Locate,
+        windows: Iterable[tuple[int, Int64s]],
+        reached: Int64s,
+    ) -> None:
+        # As much as a run would bring in those that lie between two of a window and belong to others.
+        super().__init__(arena, schema, locate, near=RUN_BYTES // 2)
+        self._windows, self._reached = iter(windows), iter(reached.tolist())
+        self._asked = 0
+
+    def gathering(self, samples: int) -> None:
+        """The next batch, of so many samples, is gathered now: have it and as much as shall be ahead of it read."""
+        wanted = next(self._reached, 0)
+        while self._asked < wanted and (window := next(self._windows, None)) is not None:
+            count, rows = window
+            self._asked += count
+            asleep = np.zeros(len(rows), dtype=np.bool_)
+            # At two places: the kernel may have read the middle around a page that another feeder touched too early.
+            for at in (rows.shape[1] // 4, 3 * rows.shape[1] // 4):
+                for _, runs in self._located(rows[:, at]):
+                    asleep |= self._arena.asleep(runs.starts)
+            if asleep.any():
+                self._read(rows[asleep].ravel())

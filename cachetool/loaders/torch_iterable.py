@@ -32,7 +32,7 @@ from cachetool.loaders.base import SHUFFLES, CacheOrPaths
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import Steps
 from cachetool.loaders.plan import Plan, Settings, rows
-from cachetool.loaders.produce import announced, batches, drawn
+from cachetool.loaders.produce import announced, batches
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
@@ -242,8 +242,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         self._places.keep(plan.view)
         steps = np.arange(worker, plan.steps(settings).count, workers, dtype=np.int64)[at[0] :]
         made: dict[str, torch.Tensor] = {}
-        chunks = drawn(plan, settings, steps)
-        for _, indices in announced(chunks, self._places, plan.view, self.schema, shuffle=self._shuffle):
+        for _, indices in announced(plan, settings, steps, self._places, self.schema, feeders=workers):
             found = batches(self._places, plan.view, indices, self.schema, empty_tensors(made))
             for each in indices:
                 columns = next(found)

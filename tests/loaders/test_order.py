@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cachetool.errors import UsageError
@@ -124,6 +124,35 @@ def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shu
 
     assert np.array_equal(np.sort(found), positions)
     assert np.array_equal(order[positions[::-3]], found[::-3])  # any positions, in any cut
+
+
+@given(
+    samples=st.integers(1, 20_000),
+    epoch=st.integers(0, 1000),
+    nbytes=st.integers(1, 2**18),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+@example(samples=20_000, epoch=3, nbytes=2**14, cut=(0.3, 0.9))
+def test_runs_are_what_the_samples_of_a_window_are_among(
+    samples: int, epoch: int, nbytes: int, cut: tuple[float, float]
+) -> None:
+    order = Order(samples, shuffle="window", epoch=epoch, nbytes=nbytes)
+    start, stop = sorted(int(each * samples) for each in cut)
+    windows = list(order.runs(start, stop))
+
+    assert sum(count for count, _ in windows) == stop - start
+    position = start
+    for count, rows in windows:
+        assert rows.shape[1] <= 128
+        assert int(np.diff(rows, axis=1).max(initial=0)) <= max(1, order._run // 60)
+        assert 0 <= int(rows.min()) <= int(rows.max()) < samples
+        inside = np.zeros(samples, dtype=np.bool_)
+        for row in rows.tolist():
+            inside[row[0] : row[-1] + 1] = True
+            assert row == sorted(row)
+        assert inside[order[np.arange(position, position + count)]].all()
+        assert inside.sum() <= order.window + 2 * 2**18 // nbytes + 2  # and little else
+        position += count
 
 
 def test_a_window_reads_neighbours_together_and_mixes_them() -> None:

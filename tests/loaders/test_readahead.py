@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 from cachetool.cache import CacheDir
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
-from cachetool.loaders import readahead
+from cachetool.loaders import order, readahead
 from cachetool.loaders.arena import Arena, open_arena
 from cachetool.loaders.gather import Runs
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.readahead import Readahead
+from cachetool.loaders.plan import Plan, Settings
+from cachetool.loaders.produce import announced
+from cachetool.loaders.readahead import Readahead, Windows
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
@@ -82,6 +85,10 @@ class Notes:
         self.looked += len(positions)
         return self.awake
 
+    def asleep(self, positions: Any) -> Any:
+        self.looked += len(positions)
+        return np.full(len(positions), not self.awake)
+
     def will_need(self, starts: Any, sizes: Any, near: int) -> None:
         self.needed.append(list(zip(starts.tolist(), sizes.tolist(), strict=True)))
 
@@ -122,6 +129,115 @@ def test_nothing_is_asked_for_what_is_in_memory() -> None:
         ahead.gathering(1000)
     assert notes.needed == []
     assert 0 < notes.looked < 200  # of 50,000
+
+
+def windows(notes: Notes, them: Any, *reached: int) -> Windows:
+    locate = lambda at: {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)}  # noqa: E731
+    return Windows(notes, SCHEMA, locate, them, np.array(reached))  # type: ignore[arg-type]
+
+
+def test_windows_are_asked_for_in_their_order_so_far_ahead() -> None:
+    notes = Notes()
+    them = [(10, np.arange(20 * at, 20 * at + 20).reshape(4, 5)) for at in range(12)]
+    reached = (25, 25, 31, 60, 60, 115, 120)
+    ahead = windows(notes, them, *reached)
+    for wanted in reached:
+        ahead.gathering(3)
+        assert wanted <= 10 * len(notes.needed) < wanted + 10
+    assert [start // 1024 for group in notes.needed for start, _ in group] == list(range(240))
+
+
+def test_of_a_window_only_runs_that_are_not_in_memory_are_asked_for() -> None:
+    notes = Notes()
+    notes.asleep = lambda positions: positions // 1024 == 6  # type: ignore[method-assign]
+    windows(notes, [(10, np.arange(20).reshape(4, 5))], 5).gathering(1)
+    assert [start // 1024 for group in notes.needed for start, _ in group] == [5, 6, 7, 8, 9]
+    notes = Notes(awake=True)
+    windows(notes, [(10, np.arange(20).reshape(4, 5))] * 3, 100).gathering(1)
+    assert (notes.needed, notes.looked) == ([], 24)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one feeder": {"feeders": 1},
+    "two": {},
+    "three and a rest": {"feeders": 3, "samples": 2000},
+    "more feeders than runs in a window": {"feeders": 6, "runs": 4, "batch": 4},
+    "more feeders than batches": {"feeders": 4, "batch": 1024},
+    "batches of more than two windows": {"feeders": 3, "batch": 200},
+    "in the middle": {"position": 650},
+    "taken up in the middle": {"done": 40},
+    "two ranks": {"world": 2},
+    "with keys": {"schema": Schema((Field("__key__", "str"), Field("x", "<f4", (512,))))},
+    "a part of them": {"chosen": np.flatnonzero(np.arange(2048) % 20)},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_feeders_together_ask_for_windows_once_and_in_time(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
+) -> None:
+    """Windows of 16 runs of 4 samples, of 2 KiB each; feeders that gather in turns."""
+    monkeypatch.setattr(order, "RUN_BYTES", 2**13)
+    monkeypatch.setattr(order, "_WINDOW_RUNS", case.get("runs", 16))
+    asked: list[int] = []
+    monkeypatch.setattr(Arena, "asleep", lambda self, positions: np.ones(len(positions), dtype=np.bool_))
+    monkeypatch.setattr(Arena, "will_need", lambda self, starts, sizes, near: asked.extend(starts.tolist()))
+    feeders, world, chosen = case.get("feeders", 2), case.get("world", 1), case.get("chosen")
+    schema = case.get("schema", Schema((Field("x", "<f4", (512,)),)))
+    put(cache, range(2048), schema=schema, dataset="small", format="hdf5")
+    view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
+    samples = len(chosen) if chosen is not None else case.get("samples", 2048)
+    whole, position = schema.select(["x"]), case.get("position", 0)
+    gathered: set[int] = set()
+    everything: list[int] = []
+    for rank in range(world):
+        settings = Settings("", batch_size=case.get("batch", 8), shuffle="window", rank=rank, world_size=world)
+        plan = Plan(1, 0, view, samples=samples, position=position)
+        cut = plan.steps(settings)
+        steps = np.arange(cut.count, dtype=np.int64)
+        parts = [MappedParts() for _ in range(feeders)]
+        batches = []
+        for feeder, each in enumerate(parts):
+            mine = steps[feeder::feeders][case.get("done", 0) :]
+            found = announced(plan, settings, mine, each, whole, feeders=feeders, chosen=chosen)
+            batches.append((indices for _, several in found for indices in several))
+        asked.clear()
+        reached = position + case.get("done", 0) * feeders * 8
+        while rounds := [found for each in batches if (found := next(each, None)) is not None]:
+            for each, indices in zip(parts, rounds, strict=False):
+                ahead = each._ahead
+                assert isinstance(ahead, Windows)
+                ahead.gathering(len(indices))
+            places = [parts[0]._runs_of(indices)["x"].starts.tolist() for indices in rounds]
+            assert set(chain.from_iterable(places)) <= set(asked)
+            gathered |= set(chain.from_iterable(rounds))
+            reached += world * sum(map(len, rounds))
+            most = (
+                reached + world * (2 * 64 + feeders * 20) + world * sum(map(len, rounds)) + 64 + 4 * (samples // 64 + 2)
+            )
+            assert len(asked) <= most - (position + case.get("done", 0) * feeders * 8) // 64 * 64
+        # A run that reaches into two windows is asked for with both, a shorter one repeats its last sample.
+        assert len(asked) <= len(set(asked)) + 4 * (samples // 64 + 2)
+        everything += [int(at) for at in asked]
+        for each in parts:
+            each.close()
+    assert len(gathered) == samples - position - case.get("done", 0) * feeders * 8
+    assert len(everything) <= world * (samples - position + 64 + 4 * (samples // 64 + 2))
+
+
+def test_what_other_places_are_told_is_forgotten_with_the_next_plan(cache: CacheDir) -> None:
+    schema = Schema((Field("x", "<f4", (512,)),))
+    put(cache, range(64), schema=schema, dataset="small", format="hdf5")
+    view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
+    parts = MappedParts()
+    for generation, shuffle in enumerate(("window", "full", "window"), 1):
+        plan = Plan(generation, 0, view, samples=64)
+        settings = Settings("", batch_size=8, shuffle=shuffle)  # type: ignore[arg-type]
+        found = announced(plan, settings, np.arange(8), parts, schema, feeders=1)
+        indices = [at for _, several in found for at in several]
+        assert sorted(np.concatenate(indices).tolist()) == list(range(64))
+        assert isinstance(parts._ahead, Windows if shuffle == "window" else Readahead)
+    parts.close()
 
 
 def test_what_is_gathered_last_is_on_its_way_when_the_first_batch_is_there(tmp_path: Path, cache: CacheDir) -> None:
