@@ -48,7 +48,6 @@ class _Asking:
     def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
         self._arena, self._locate, self._near = arena, locate, near
         self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
-        self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
 
     def _read(self, indices: Int64s) -> None:
         for name, runs in self._located(indices):
@@ -67,6 +66,7 @@ class Readahead(_Asking):
 
     def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
         super().__init__(arena, schema, locate, near=near)
+        self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
         self._coming: deque[Int64s] = deque()
         self._ahead = 0
 
@@ -110,7 +110,7 @@ class Windows(_Asking):
         windows: Iterable[tuple[int, Int64s]],
         reached: Int64s,
     ) -> None:
-        # As much as a run would bring in those that lie between two of a window and belong to others.
+        # Less than a run: one of another window that lies between two of this one is not read with them.
         super().__init__(arena, schema, locate, near=RUN_BYTES // 2)
         self._windows, self._reached = iter(windows), iter(reached.tolist())
         self._asked = 0
