@@ -19,6 +19,8 @@ from cachetool.loaders.files import located
 from cachetool.loaders.order import Shuffle, Steps
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.ranks import given, launched
+from cachetool.loaders.resume import is_resume, is_whole, require_state
+from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import SIDES
 from cachetool.loaders.subscription import launched_run
@@ -34,6 +36,12 @@ CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 
 SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
 _STATE = 1
+_SAVED = {
+    "epoch": is_whole,
+    "taken": lambda value: value is None or is_whole(value),
+    "order": lambda value: value is None or isinstance(value, dict),
+    "resume": is_resume,
+}
 
 
 class BaseLoader(ABC, Generic[T]):
@@ -86,7 +94,7 @@ class BaseLoader(ABC, Generic[T]):
                 "world_size": (world_size >= 1, world_size, "at least 1"),
                 "rank": (0 <= rank < world_size, rank, f"0 to {world_size - 1}, below world_size"),
                 "workers": (workers >= 0, workers, "0 (a thread) or more feeder processes"),
-                "prefetch": (prefetch is None or prefetch >= 1, prefetch, "at least 1 batch"),
+                "prefetch": (prefetch is None or 1 <= prefetch <= MOST_KEPT, prefetch, f"1 to {MOST_KEPT} batches"),
                 "steps": (steps is None or steps >= 1, steps, "at least 1"),
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
                 "split": (split in (None, *SIDES), split, "'train' or 'validation'"),
@@ -272,19 +280,19 @@ class BaseLoader(ABC, Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
 
-        Raises :class:`UsageError` for the state of a loader with another seed, and in the middle of an epoch for that
-        of one with another ``shuffle``, ``split`` or ``validation``: it has other samples, or another order.
+        Raises :class:`UsageError` for what is no state of a loader or that of one with another seed, and in the middle
+        of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``: it has other samples, or
+        another order. The loader is then as before.
         """
-        if state.get("state") != _STATE:
-            raise UsageError("not a state of this version's loaders")
-        if state["seed"] != self._settings.seed:
-            raise UsageError(f"the state was made with seed={state['seed']}, this loader has {self._settings.seed}")
+        require_state(state, _STATE, _SAVED, of="loaders")
+        if state.get("seed") != self._settings.seed:
+            raise UsageError(f"the state was made with seed={state.get('seed')}, this loader has {self._settings.seed}")
         here = self._order()
-        for name, value in state.get("order", {}).items() if state["resume"] else ():
+        for name, value in (state.get("order") or {}).items() if state.get("resume") else ():
             if here.get(name) != value:
                 raise UsageError(f"the state was made with {name}={value!r}, this loader has {here.get(name)!r}")
         self._epoch = self._resumed = int(state["epoch"])
-        self._resume, self._taken = state["resume"], int(state.get("taken", 0))
+        self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
         before = None if self._iterator is None else self._iterator()
         if before is not None:
             before.replace()

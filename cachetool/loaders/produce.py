@@ -39,6 +39,7 @@ __all__ = ["Mailbox", "Sink", "announced", "batches", "work"]
 
 _LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
+_DENSE = 8  # of so many samples one is read, at least, where all that lies between them is read as well
 
 
 class Sink(Protocol):
@@ -275,23 +276,27 @@ def announced(
     small = view.schema.fixed_nbytes * settings.world_size <= NEAR and all(
         field.kind == "fixed" or field.name == KEY for field in view.schema
     )
-    if isinstance(order, Order) and order.window and small:
+    # Of a small side of a split, most of what lies between its samples is nobody's.
+    dense = chosen is None or _DENSE * len(chosen) >= view.samples
+    if isinstance(order, Order) and order.window and small and dense:
         # All that lies between the samples of a window is read, by whichever feeder.
         cut = plan.steps(settings)
         sharers = min(feeders, cut.count)
-        start, stop = int(cut.bounds(steps[:1] // feeders * feeders)[0][0]), cut.reached(cut.count)
+        feeder = int(steps[0]) % feeders
+        start, stop = int(cut.bounds(steps[:1] - feeder)[0][0]), cut.reached(cut.count)
         # As far as the others are with the same batch of theirs, and two windows; with the last one, all.
         reached = np.minimum(cut.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
         reached[-1] = stop
+        # Windows are numbered from the order's beginning, as by a feeder that goes on from another step of its own.
         windows = (
-            (count, (rows if chosen is None else chosen[rows])[(int(steps[0]) + number) % sharers :: sharers])
-            for number, (count, rows) in enumerate(order.runs(start, stop))
+            (count, (rows if chosen is None else chosen[rows])[(feeder + number) % sharers :: sharers])
+            for number, (count, rows) in enumerate(order.runs(start, stop), start // order.window)
         )
         places.expect_windows(view, windows, schema, reached - start)
         yield from chunks
         return
     # Of samples of other sizes in a window as well others need what is near, or this feeder a little later.
-    near = RUN_BYTES if settings.shuffle == "window" else NEAR
+    near = RUN_BYTES if settings.shuffle == "window" and dense else NEAR
     before: tuple[list[int], list[Int64s]] | None = None
     for chunk in chunks:
         places.expect(view, chunk[1], schema, first=before is None, near=near)

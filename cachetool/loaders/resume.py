@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
 
-__all__ = ["Resume", "asked_for", "found_again", "resumed"]
+__all__ = ["Resume", "are_rows", "asked_for", "found_again", "is_resume", "is_whole", "require_state", "resumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,51 @@ class Resume:
 def asked_for(value: Mapping[str, Any] | None) -> Resume | None:
     """What a loader's state says of an epoch in the middle of which it was taken; None of one at an edge."""
     return Resume(**value) if value else None
+
+
+def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any], bool]], *, of: str) -> None:
+    """Raise :class:`UsageError` unless ``state`` is one of ``version`` that the class ``of`` gave: each of ``kinds``
+    says whether what the state has of that name can be."""
+    if not isinstance(state, Mapping) or state.get("state") != version:
+        raise UsageError(f"not a state of this version's {of}; load what state_dict() gave")
+    for name, good in kinds.items():
+        if not good(state.get(name)):
+            raise UsageError(
+                f"not a state of {of}: its {name!r} is {state.get(name)!r:.60}; load what state_dict() gave"
+            )
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, 0 or more."""
+    try:
+        return operator.index(value) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def are_rows(value: object) -> bool:
+    """Whether they are parts as :func:`~cachetool.loaders.plan.rows` gives them."""
+    return isinstance(value, list | tuple) and all(
+        isinstance(row, list | tuple)
+        and len(row) >= 4
+        and isinstance(row[0], str)
+        and is_whole(row[2])
+        and isinstance(row[3], str)
+        for row in value
+    )
+
+
+def is_resume(value: object) -> bool:
+    """Whether it says where an epoch is taken up again, or is empty."""
+    if not value:
+        return value is None or value == {}
+    try:
+        resume = Resume(**value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    origins = isinstance(resume.origins, list | tuple) and all(isinstance(each, dict) for each in resume.origins)
+    inside = is_whole(resume.position) and is_whole(resume.samples) and resume.position <= resume.samples
+    return origins and inside and are_rows(resume.parts)
 
 
 def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:

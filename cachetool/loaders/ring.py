@@ -21,7 +21,7 @@ from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
 from cachetool.loaders.arena import HUGE, huge_pages
 from cachetool.loaders.forks import Inherited, watch
-from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, Head, Owner, library, wait
+from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, MOST_KEPT, Head, Owner, library, wait
 
 __all__ = ["Ring", "RingWriter", "Slot"]
 
@@ -195,7 +195,7 @@ class Ring:
 
     def _grant(self, kept: int) -> None:
         """Let the feeder fill as many slots more as are in use here. Raises :class:`UsageError` for thousands."""
-        if kept > MOST // 2:
+        if kept > MOST_KEPT:
             raise UsageError(f"{kept} batches of a loader are kept at once; copy what is to be kept")
         while self._granted < kept:
             self._post(self._head.free)

@@ -27,10 +27,12 @@ from cachetool.errors import UsageError
 from cachetool.formats.runs import Bytes
 from cachetool.loaders.arena import HUGE, map_at, reserve
 
-__all__ = ["HEAD", "IDLE", "IN_USE", "MOST", "Head", "Owner", "library", "supported", "wait"]
+__all__ = ["HEAD", "IDLE", "IN_USE", "MOST", "MOST_KEPT", "Head", "Owner", "library", "supported", "wait"]
 
 MOST = 16384
 """Slots a ring can have at most."""
+MOST_KEPT = MOST // 2
+"""Batches of a ring that may be kept at once, and as many that may be ready beside them."""
 
 _ENTRY = struct.Struct("4i")
 _FILLED, _FREE = 0, 64  # sem_t takes 32 bytes on 64-bit Linux

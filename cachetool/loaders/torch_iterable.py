@@ -33,7 +33,7 @@ from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import Steps
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.produce import announced, batches
-from cachetool.loaders.resume import Resume, found_again
+from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_state
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
@@ -43,6 +43,14 @@ from cachetool.units import parse_whole
 __all__ = ["CacheIterableDataset"]
 
 _STATE = 1
+_BEGUN = {
+    "epoch": is_whole,
+    "parts": are_rows,
+    "row": lambda value: is_whole(value) and value > 0,
+    "done": is_whole,
+    "within": is_whole,
+    "of": lambda value: isinstance(value, list | tuple) and len(value) == 4 and all(map(is_whole, value)),
+}
 _IN_A_ROW = 64  # samples that one worker gives before it is another's turn, at most
 _ROW_BYTES = 2**23
 _EACH = 4  # turns that each worker has at least, where there are samples enough
@@ -289,12 +297,12 @@ class CacheIterableDataset(IterableDataset[Sample]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called; after the last sample it gives none.
 
-        Raises :class:`UsageError` for the state of a dataset with another seed.
+        Raises :class:`UsageError` for what is no state of a dataset, and for that of one with another seed.
         """
-        if state.get("state") != _STATE:
-            raise UsageError("not a state of this version's datasets")
-        if state["seed"] != self._seed:
-            raise UsageError(f"the state was made with seed={state['seed']}, this dataset has {self._seed}")
+        begun = isinstance(state, dict) and "parts" in state
+        require_state(state, _STATE, _BEGUN if begun else {"epoch": is_whole}, of="datasets")
+        if state.get("seed") != self._seed:
+            raise UsageError(f"the state was made with seed={state.get('seed')}, this dataset has {self._seed}")
         self._resume, self._reading = dict(state), None
 
     def close(self) -> None:

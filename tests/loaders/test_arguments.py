@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ import cachetool
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.torch import CacheDataset, EpochSampler
+from cachetool.schema import Field, Schema
+from tests.loaders.numbered import put
 
 
 def numbers(batches: Any) -> list[int]:
@@ -59,6 +63,8 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"hold": "soon"}, "hold='soon' is not a duration"),
         ({"wait": None}, "wait=None is not a duration"),
         ({"validation": "much"}, "validation='much' is not a share"),
+        ({"prefetch": 0}, "prefetch=0 cannot be used: 1 to 8192 batches"),
+        ({"prefetch": 8193}, "prefetch=8193 cannot be used: 1 to 8192 batches"),
     ],
 )
 def test_what_is_no_such_value_is_refused_when_the_loader_is_made(
@@ -66,6 +72,15 @@ def test_what_is_no_such_value_is_refused_when_the_loader_is_made(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         Loader(cache, **{"batch_size": 4, **options})
+
+
+def test_as_many_batches_as_a_ring_has_room_for_are_ready_and_kept(cache: CacheDir) -> None:
+    put(cache, range(9000), schema=Schema((Field("number", "<i8"),)), dataset="many")
+    with Loader(cache, dataset="many", batch_size=1, workers=1, prefetch=MOST_KEPT, shuffle=False) as loader:
+        kept = [batch["number"] for batch in islice(loader, MOST_KEPT)]
+        assert [int(number[0]) for number in kept] == list(range(MOST_KEPT))
+        kept.clear()
+        assert sorted(numbers(loader)) == list(range(9000))
 
 
 @pytest.mark.parametrize("twice", [pickle.dumps, copy.copy, copy.deepcopy])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
 from cachetool.text import program
-from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put
+from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put, sample
 from tests.loaders.processes import alive, children, until
 
 FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), ("hdf5", "gzip"), ("zarr", "zstd"))
@@ -738,6 +739,36 @@ def test_an_epoch_goes_on_in_another_process_and_another_world(cache: CacheDir) 
             loader.load_state_dict(state)
             halves += numbers(loader)
     assert sorted(first + halves) == list(range(60))
+
+
+def test_an_epoch_in_windows_is_whole_and_goes_on_in_another_world(tmp_path: Path) -> None:
+    """Two windows, one of 64 MiB; both feeders read runs of both ahead."""
+    cache = tmp_path / "large"
+    schema = Schema((Field("x", "<f4", (3072,)), Field("number", "<i8")))
+    with open_cache(cache, max_size="1GB") as large:
+        for start in range(0, 7000, 3500):
+            put(large, range(start, start + 3500), schema=schema, format="hdf5")
+    options: dict[str, Any] = {"shuffle": "window", "workers": 2, "seed": 1}
+
+    def checked(batches: Any) -> list[int]:
+        found = []
+        for batch in batches:
+            for number, x in zip(batch["number"], batch["x"], strict=True):
+                assert x.tobytes() == sample(schema, int(number))["x"].tobytes()
+            found += batch["number"].tolist()
+        return found
+
+    with Loader(cache, batch_size=64, **options) as loader:
+        assert sorted(checked(loader)) == list(range(7000))
+        batches = iter(loader)
+        first = numbers(islice(batches, 101))  # type: ignore[arg-type]
+        state = loader.state_dict()
+    halves = []
+    for rank in range(2):
+        with Loader(cache, batch_size=50, rank=rank, world_size=2, run="again", **options) as loader:
+            loader.load_state_dict(state)
+            halves += checked(loader)
+    assert sorted(first + halves) == list(range(7000))
 
 
 def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(cache: CacheDir) -> None:

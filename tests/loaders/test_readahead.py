@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool.cache import CacheDir
+from cachetool.cache import CacheDir, open_cache
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
 from cachetool.loaders import order, readahead
@@ -223,6 +223,79 @@ def test_feeders_together_ask_for_windows_once_and_in_time(
             each.close()
     assert len(gathered) == samples - position - case.get("done", 0) * feeders * 8
     assert len(everything) <= world * (samples - position + 64 + 4 * (samples // 64 + 2))
+
+
+@pytest.mark.parametrize("done", [(9, 8), (8, 9), (15, 14), (16, 15)])
+def test_workers_that_go_on_from_different_steps_share_windows_all_the_same(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch, done: tuple[int, int]
+) -> None:
+    """Worker processes of a dataset know their own step each; a window of 64 samples ends after four steps of each."""
+    monkeypatch.setattr(order, "RUN_BYTES", 2**13)
+    monkeypatch.setattr(order, "_WINDOW_RUNS", 16)
+    asked: list[float] = []
+    monkeypatch.setattr(Arena, "asleep", lambda self, positions: np.ones(len(positions), dtype=np.bool_))
+    monkeypatch.setattr(Arena, "will_need", lambda self, starts, sizes, near: asked.extend(starts.tolist()))
+    schema = Schema((Field("x", "<f4", (512,)),))
+    put(cache, range(2048), schema=schema, dataset="small", format="hdf5")
+    view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
+    plan, settings = Plan(1, 0, view, samples=2048), Settings("", batch_size=8, shuffle="window")
+    needed: list[float] = []
+    for worker in range(2):
+        parts = MappedParts()
+        steps = np.arange(worker, plan.steps(settings).count, 2, dtype=np.int64)[done[worker] :]
+        for _, several in announced(plan, settings, steps, parts, schema, feeders=2):
+            for indices in several:
+                assert isinstance(parts._ahead, Windows)
+                parts._ahead.gathering(len(indices))
+                needed += parts._runs_of(indices)["x"].starts.tolist()
+        parts.close()
+    # Of the window in which one of them is alone, its own half.
+    assert len(set(needed) - set(asked)) <= 64 // 2
+    assert len(asked) <= len(set(asked)) + 4 * (2048 // 64 + 2)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.005])
+def test_all_samples_of_a_side_of_a_split_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Of a run of many samples some say where it lies; of a small side, other samples lie between them."""
+    wanted: list[tuple[int, int]] = []
+
+    def will_need(self: Arena, starts: np.ndarray, sizes: np.ndarray, near: int) -> None:
+        at, sizes = np.argsort(starts), np.broadcast_to(sizes, starts.shape)
+        for start, size in zip(starts[at].tolist(), sizes[at].tolist(), strict=True):
+            if wanted and 0 <= start - wanted[-1][1] <= near:
+                wanted[-1] = wanted[-1][0], start + size
+            else:
+                wanted.append((start, start + size))
+
+    monkeypatch.setattr(Arena, "asleep", lambda self, positions: np.ones(len(positions), dtype=np.bool_))
+    monkeypatch.setattr(Arena, "resident", lambda self, positions: False)
+    monkeypatch.setattr(Arena, "will_need", will_need)
+    schema = Schema((Field("x", "|u1", (512,)),))
+    with open_cache(tmp_path / "cache", max_size="100MB") as cache:
+        put(cache, range(40_000), schema=schema, dataset="small", format="hdf5")
+        view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
+    chosen = np.flatnonzero(np.random.default_rng(0).random(view.samples) < share)
+    plan, settings = Plan(1, 0, view, samples=len(chosen)), Settings("", batch_size=256, shuffle="window")
+    parts = MappedParts()
+    steps = np.arange(plan.steps(settings).count, dtype=np.int64)
+    needed: list[int] = []
+    for _, several in announced(plan, settings, steps, parts, schema, feeders=1, chosen=chosen):
+        for indices in several:
+            assert parts._ahead is not None
+            parts._ahead.gathering(len(indices))
+            needed += parts._runs_of(indices)["x"].starts.tolist()
+    parts.close()
+    assert len(needed) == len(chosen)
+    wanted.sort()
+    begins, ends = np.array(wanted).T
+    at = np.searchsorted(begins, np.array(needed), side="right") - 1
+    assert (at >= 0).all()
+    assert (np.array(needed) + 512 <= np.maximum.accumulate(ends)[at]).all()
+    read = sum(end - start for start, end in wanted)
+    if share < 0.1:  # what lies between is left to others
+        assert read < 512 * view.samples // 4
 
 
 def test_what_other_places_are_told_is_forgotten_with_the_next_plan(cache: CacheDir) -> None:

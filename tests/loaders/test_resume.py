@@ -80,6 +80,51 @@ def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: 
             loader.load_state_dict(start)  # a whole epoch may be another one
 
 
+WRONG: list[tuple[Any, str]] = [
+    (None, "not a state of this version's loaders"),
+    ([], "not a state of this version's loaders"),
+    ({"state": 0}, "not a state of this version's loaders"),
+    ({"state": 1}, "its 'epoch' is None"),
+    ({"epoch": "x"}, "its 'epoch' is 'x'"),
+    ({"epoch": -3}, "its 'epoch' is -3"),
+    ({"taken": -1}, "its 'taken' is -1"),
+    ({"order": 5}, "its 'order' is 5"),
+    ({"seed": None}, "made with seed=None"),
+    *(({"resume": value}, "its 'resume' is") for value in (5, [], {"x": 1}, [1, 2])),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG, ids=[str(change) for change, _ in WRONG])
+def test_what_is_no_state_is_refused_and_nothing_is_changed(change: Any, says: str, cache: CacheDir) -> None:
+    with opened(cache, workers=0) as loader:
+        whole = numbers(loader)
+        following = numbers(loader)
+    with opened(cache, workers=0) as loader:
+        first = iter(loader)
+        next(first)
+        state = loader.state_dict()
+        wrong = {**state, **change} if isinstance(change, dict) and "state" not in change else change
+        with pytest.raises(UsageError, match=says):
+            loader.load_state_dict(wrong)
+        assert numbers(first) == whole[4:]
+        assert numbers(loader) == following
+
+
+PARTS: list[Any] = [5, [5], [["id", "hdf5", "20", ""]]]
+MIDDLES = [{"position": 61}, {"position": -1}, {"samples": "60"}, {"origins": [1]}, {"more": 1}]
+
+
+@pytest.mark.parametrize("change", [*MIDDLES, *({"parts": parts} for parts in PARTS)], ids=str)
+def test_a_state_whose_middle_is_wrong_is_refused(change: dict[str, Any], cache: CacheDir) -> None:
+    with opened(cache, workers=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        with pytest.raises(UsageError, match=r"its 'resume' is .*; load what state_dict\(\) gave"):
+            loader.load_state_dict({**state, "resume": {**state["resume"], **change}})
+
+
 @pytest.mark.parametrize(("missing", "says"), [("error", "evicted since"), ("skip", "nobody knows which")])
 def test_a_side_of_a_split_without_its_shards_says_how_to_begin_anew(keyed: CacheDir, missing: str, says: str) -> None:
     options: dict[str, Any] = {"workers": 1, "split": "train", "missing": missing}

@@ -95,9 +95,9 @@ def test_an_epoch_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> No
     hand = found["by hand"]
     assert hand["fresh"] == {"state": 1, "seed": 4, "epoch": 0}
     assert all(hand[name] for name in ("kept until used", "the same rest", "disjoint", "epoch 7"))
-    for message, words in zip(
-        hand["refused"], ("seed=4", "not a state", "worker 0 of 2", "1 of 1 shards of the epoch"), strict=True
-    ):
+    wrong = ("'epoch' is 'x'", "'row' is 0", "'parts' is [5]")
+    refused = ("seed=4", "not a state", *wrong, "worker 0 of 2", "1 of 1 shards of the epoch")
+    for message, words in zip(hand["refused"], refused, strict=True):
         assert message.startswith("UsageError")
         assert words in message
     assert found["leases"] == 0

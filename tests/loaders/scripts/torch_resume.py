@@ -83,6 +83,9 @@ def by_hand(root: str) -> dict[str, Any]:
     out["refused"] = [
         refused(lambda: CacheIterableDataset(root, seed=5).load_state_dict(state)),
         refused(lambda: other.load_state_dict({})),
+        refused(lambda: other.load_state_dict({**state, "epoch": "x"})),
+        refused(lambda: other.load_state_dict({**state, "row": 0})),
+        refused(lambda: other.load_state_dict({**state, "parts": [5]})),
         refused(lambda: (other.load_state_dict({**state, "of": [0, 2, 0, 1]}), iter(other))),
         refused(lambda: (other.load_state_dict({**state, "parts": [gone]}), iter(other))),
     ]
