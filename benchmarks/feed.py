@@ -13,7 +13,8 @@ does not count: what was made ready beforehand is used up then. *Of fastest form
 the same round.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
-``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s;
+``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s for
+a second or more, when no other loader has feeders and this one's have made what they keep ready;
 *by touching alone* is the same with batches that were there before, so the rest of it is the loader's. Both once more
 with processors that do not halt when they are idle (*awake*; empty where that cannot be asked for, as by who is not
 root): what it takes to run a halted one again is in *blocked* too, on the tested virtual machine a quarter to a half.
@@ -26,8 +27,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +50,9 @@ from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
 from cachetool.schema import Field, Schema
 
+REST = 0.2
+"""Seconds before a paced measurement."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -63,6 +69,11 @@ class Case:
     def epochs(self) -> int:
         """How many are measured together."""
         return -(-beside.SUSTAINED // (self.samples * self.nbytes))
+
+    @property
+    def paced(self) -> int:
+        """How many are, at a paced rate: a second or more of them."""
+        return math.ceil(PACE / (self.samples * self.nbytes))
 
     def scaled(self, share: float) -> Case:
         """With a share of the samples: at least a batch, and one a shard."""
@@ -128,11 +139,18 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
     held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
     with awake() as there:
         ways = ["paced", "own", *(["paced awake", "own awake"] if there else [])]
-    for name, loader in turns():
-        for way in rng.permutation(ways).tolist():
-            with awake() if "awake" in way else contextlib.nullcontext(), Spinner() as spinner:
-                touched(loader if "paced" in way else held, PACE)
-            note(name, **{way: spinner.blocked})
+    for loader in loaders.values():
+        loader.close()
+    for name in rng.permutation(list(loaders)).tolist():
+        with loaders[name] as loader:
+            for _ in range(2):
+                touched(loader)
+            for way in [way for _ in range(rounds) for way in rng.permutation(ways).tolist()]:
+                time.sleep(REST)
+                with awake() if "awake" in way else contextlib.nullcontext(), Spinner() as spinner:
+                    for _ in range(case.paced):
+                        touched(loader if "paced" in way else held, PACE)
+                note(name, **{way: spinner.blocked})
     for number in range(rounds):
         fastest = max(each["idle"][number] for each in found.values())
         for name, each in found.items():

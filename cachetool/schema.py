@@ -69,8 +69,14 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Names of fields; of one alone when it is given without a list around it."""
-    return (names,) if isinstance(names, str) else tuple(names)
+    """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
+    what is no name and for one that comes twice."""
+    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    if not found or not all(isinstance(name, str) for name in found):
+        raise UsageError(f"fields={names!r} cannot be used: the name of a field, or a list of names")
+    if len(set(found)) < len(found):
+        raise UsageError(f"fields={names!r} cannot be used: a field is named twice")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -43,6 +44,7 @@ __all__ = [
 
 LAYOUT_VERSION = 1
 SHARD_FILE = "shard.json"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
 
 
@@ -58,9 +60,13 @@ def default_root() -> Path:
 
 def root_of(named: str | Path | None) -> Path:
     """The folder of the cache that was named; of None the default one. Raises :class:`UsageError` for a name that is
-    empty or too long."""
+    empty, too long or a URL."""
     if named is not None and not str(named).strip():
         raise UsageError("the name of the cache folder is empty; name one with --cache")
+    if (url := _URL.match(str(named))) is not None:  # not more of it: there may be a password in it
+        raise UsageError(
+            f"a cache is a folder, {url[0]}... is none; samples come from there with: cachetool pull URL --cache FOLDER"
+        )
     root = default_root() if named is None else Path(named)
     if too_long(root):
         raise UsageError(f"cache {str(root)!r} is longer than a name may be here; name a shorter one with --cache")

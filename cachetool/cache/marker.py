@@ -70,7 +70,9 @@ def look(layout: Layout) -> tuple[bool, str | None]:
     elif _evidence(layout, entries):
         # A cache that was being made while the folder was read has its marker by now.
         return True, None if layout.marker.exists() else "is missing, though there is a cache beside it"
-    raise UsageError(f"folder {layout.root} holds other things and is no cache; name an empty or a new folder")
+    raise UsageError(
+        f"folder {layout.root} holds other things and is no cache; a new cache needs an empty or a new folder"
+    )
 
 
 def _wrong(layout: Layout) -> str | None:

@@ -99,6 +99,8 @@ class BaseLoader(ABC, Generic[T]):
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
                 "split": (split in (None, *SIDES), split, "'train' or 'validation'"),
                 "validation": (0 < validation < 1, validation, "a share between 0 and 1"),
+                "transform": (transform is None or callable(transform), transform, "a function"),
+                "drop_last": (drop_last in (True, False), drop_last, "True or False"),
                 "missing": (missing in ("error", "skip", "refetch"), missing, "'error', 'skip' or 'refetch'"),
             }
         )
@@ -174,7 +176,9 @@ class BaseLoader(ABC, Generic[T]):
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        self._epoch, self._chosen = parse_whole(number, what="epoch="), True
+        number = parse_whole(number, what="epoch=")
+        _check({"epoch": (number >= 0, number, "0 or more")})
+        self._epoch, self._chosen = number, True
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -290,7 +294,10 @@ class BaseLoader(ABC, Generic[T]):
         here = self._order()
         for name, value in (state.get("order") or {}).items() if state.get("resume") else ():
             if here.get(name) != value:
-                raise UsageError(f"the state was made with {name}={value!r}, this loader has {here.get(name)!r}")
+                was, has = (False if each == "no" else each for each in (value, here.get(name)))
+                raise UsageError(
+                    f"the state was made with {name}={was!r}, this loader has {has!r}; make it with {name}={was!r}"
+                )
         self._epoch = self._resumed = int(state["epoch"])
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
         before = None if self._iterator is None else self._iterator()

@@ -22,18 +22,24 @@ class FeederTraceback(Exception):
 
 
 class TransformError(Exception):
-    """What the user's ``transform`` raised, as its ``__cause__``."""
+    """What the user's ``transform`` raised, as its ``__cause__``; its text says for which sample."""
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """The error as plain values."""
-    where = "".join(traceback.format_exception(error))
+    """The error as plain values, with a traceback where that helps: not for a wrong argument, which the message says;
+    of what a transform raised, the user's own part."""
     if isinstance(error, TransformError):
         cause = error.__cause__ or error
-        return {"error": UsageError.__name__, "message": f"transform= raised {_said(cause)}", "traceback": where}
+        # The first of its places is our call.
+        where = traceback.format_exception(type(cause), cause, cause.__traceback__ and cause.__traceback__.tb_next)
+        message = f"transform= raised {_said(cause)}{error}"
+        return {"error": UsageError.__name__, "message": message, "traceback": "".join(where)}
+    if isinstance(error, UsageError) and error.__cause__ is None:
+        return to_json(error)
+    where = traceback.format_exception(error)
     if isinstance(error, CacheToolError):
-        return {**to_json(error), "traceback": where}
-    return {"error": "CacheToolError", "message": f"a feeder failed: {_said(error)}", "traceback": where}
+        return {**to_json(error), "traceback": "".join(where)}
+    return {"error": "CacheToolError", "message": f"a feeder failed: {_said(error)}", "traceback": "".join(where)}
 
 
 def _said(error: BaseException) -> str:
@@ -51,7 +57,8 @@ def _said(error: BaseException) -> str:
 def rebuilt(value: Mapping[str, Any]) -> CacheToolError:
     """The error that :func:`described` gave, its traceback as the cause."""
     error = from_json(dict(value))
-    error.__cause__ = FeederTraceback(str(value.get("traceback", "")))
+    if "traceback" in value:
+        error.__cause__ = FeederTraceback(str(value["traceback"]))
     return error
 
 

@@ -12,13 +12,14 @@ They are read without a cache and never change: one view, nothing leased, nothin
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.layout import SHARD_FILE, Layout, root_of
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
@@ -91,15 +92,19 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
     if isinstance(cache_or_paths, CacheDir):
         return cache_or_paths.root.absolute(), ()
     if isinstance(cache_or_paths, str | Path):
-        path = Path(cache_or_paths).absolute()
+        path = root_of(cache_or_paths).absolute()
         if not is_shards(path):
             try:
                 check(Layout(path))
-            except UsageError:
-                _look(path)
-                raise
-            return path, ()
+            except UsageError as error:
+                refused = error
+            else:
+                return path, ()
+            _look(path)
+            raise refused
         cache_or_paths = [path]
+    if not isinstance(cache_or_paths, Sequence):
+        raise UsageError(f"{cache_or_paths!r} is no cache: give an open one, its folder, or a list of shards")
     paths = tuple(Path(path).absolute() for path in cache_or_paths)
     shards_at(paths)
     return paths[0], paths
@@ -154,9 +159,14 @@ def _look(path: Path) -> tuple[Schema, list[Part]]:
         raise UsageError(f"there is nothing at {path}")
     if Layout(path).marker.is_file():
         raise UsageError(f"{path} is a cache; give it alone, not in a list of shards")
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is neither a cache nor a shard; a cache is filled from it with: cachetool pull"
+            f" {shlex.quote(str(path))} --cache FOLDER"
+        )
     raise UsageError(
-        f"{path} is no shard: neither {DATASET_FILE} nor {SHARD_FILE} tells of it; cachetool convert {path.name} --to"
-        " lmdb --out DIR makes shards of it"
+        f"{path} is no shard: neither {DATASET_FILE} nor {SHARD_FILE} tells of it; shards are made of it with:"
+        f" cachetool convert {shlex.quote(str(path))} --to lmdb --out FOLDER"
     )
 
 

@@ -112,7 +112,7 @@ class Leader:
         _, until, talk = self._pending or (
             asked,
             now + self._settings.wait,
-            Talk(self._settings.root, self._settings.wait),
+            Talk(self._settings.root, self._settings.wait, dataset=self._settings.dataset),
         )
         if now >= until:
             self._pending = None

@@ -112,6 +112,11 @@ def resumed(
     remedy = "missing='refetch' pulls them again"
     if settings.missing == "refetch":  # which was done, without a lease on what came
         remedy = "pulled again, they had to make room for another process's pull; raise --max-size"
+    if lost and not view.parts and settings.missing != "skip":
+        raise UsageError(
+            f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
+            f" another cache, or they were evicted since; {remedy}, {next_one}"
+        )
     if lost and settings.missing != "skip":
         skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
         raise UsageError(

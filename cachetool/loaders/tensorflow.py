@@ -34,7 +34,7 @@ from cachetool.loaders.split import SIDES, Split
 from cachetool.loaders.subscription import CacheSubscription, subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
-from cachetool.units import parse_fraction
+from cachetool.units import parse_fraction, parse_whole
 
 try:
     import tensorflow as tf
@@ -87,6 +87,8 @@ def make_dataset(
     for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
     a dataset that was emptied since ends with an error that says so; with ``repeat`` so does one over an empty side.
     """
+    batch_size = parse_whole(batch_size, what="batch_size=")
+    shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
     if batch_size < 1 or shuffle_buffer < 0:
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
     share = parse_fraction(validation, what="validation=")

@@ -88,18 +88,19 @@ class Thread:
         return begun
 
     def _waited(self, attempt: Any) -> Begun:
-        until, talk = time.monotonic() + self._settings.wait, Talk(self._settings.root, self._settings.wait)
+        settings = self._settings
+        until, talk = time.monotonic() + settings.wait, Talk(settings.root, settings.wait, dataset=settings.dataset)
         while True:
             try:
                 with self._lock:
                     if self.closed:
                         raise closed()
                     if not self._duties.over:
-                        return Begun.of(attempt(), self._settings)
+                        return Begun.of(attempt(), settings)
                 raise self._failed()
             except NotYet as short:
                 if time.monotonic() >= until:
-                    raise given_up(self._settings, short) from None
+                    raise given_up(settings, short) from None
                 talk.tell(short)
             time.sleep(_POLL)
 

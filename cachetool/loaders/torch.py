@@ -219,6 +219,8 @@ class EpochSampler(Sampler[int]):
         world_size: int | None = None,
         drop_last: bool = True,
     ) -> None:
+        if not hasattr(dataset, "refresh"):
+            raise UsageError(f"an EpochSampler is of a CacheDataset or LMDBDataset, not of {type(dataset).__name__}")
         self._dataset = dataset
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.rank, self.world_size = world(rank, world_size)

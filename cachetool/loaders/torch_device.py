@@ -14,7 +14,30 @@ from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.torch_values import TensorList
 
-__all__ = ["DevicePrefetcher"]
+__all__ = ["DevicePrefetcher", "module_of", "parse_device"]
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """The device, which is not looked for. Raises :class:`UsageError` for what is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def module_of(device: torch.device) -> Any:
+    """PyTorch's module for a device. Raises :class:`UsageError` where PyTorch finds no such device."""
+    try:
+        module = torch.get_device_module(device)
+        there = getattr(module, "is_available", lambda: True)()
+    except RuntimeError:
+        there = False
+    if not there:
+        raise UsageError(
+            f"device={str(device)!r} cannot be used: PyTorch {torch.__version__} finds no such device here; leave out"
+            " device=, or install a PyTorch for it"
+        )
+    return module
 
 
 class DevicePrefetcher:
@@ -23,22 +46,23 @@ class DevicePrefetcher:
     Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
     copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
     host memory is kept until its copy is done. Of a loader of ours a batch counts, for ``state_dict()``, when it is
-    handed out. On the CPU batches pass through. Raises :class:`UsageError` for a ``depth`` below 1.
+    handed out. On the CPU batches pass through. Raises :class:`UsageError` for a ``depth`` below 1, what is no device,
+    and by ``iter()`` for a device that PyTorch does not find here.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
         if depth < 1:
             raise UsageError(f"depth={depth} cannot be used: at least 1")
-        self._loader, self._device, self._depth = loader, torch.device(device), depth
+        self._loader, self._device, self._depth = loader, parse_device(device), depth
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
         if self._device.type == "cpu":
-            return batches
-        module = torch.get_device_module(self._device)
+            return iter(self._loader)
+        module = module_of(self._device)
+        batches = iter(self._loader)
         if not isinstance(batches, Epoch):
             return _copied(batches, self._device, self._depth, module)
         return _counted(batches, _copied(batches.uncounted(), self._device, self._depth, module))

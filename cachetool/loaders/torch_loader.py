@@ -14,7 +14,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
 from cachetool.loaders.slot import Batch
-from cachetool.loaders.torch_device import DevicePrefetcher
+from cachetool.loaders.torch_device import DevicePrefetcher, module_of, parse_device
 from cachetool.loaders.torch_values import TensorList, world
 
 __all__ = ["Loader"]
@@ -42,7 +42,7 @@ class Loader(BaseLoader[dict[str, Any]]):
         agree: bool = False,
         **options: Any,
     ) -> None:
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else parse_device(device)
         running = distributed.is_available() and distributed.is_initialized()
         self._collective = running and (agree or options.get("rank") is None)
         self._fixed_steps = options.get("steps") is not None
@@ -74,8 +74,11 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
-        epoch = self._begin()
-        return epoch if self.device is None else iter(DevicePrefetcher(epoch, self.device))
+        if self.device is None:
+            return self._begin()
+        if self.device.type != "cpu":
+            module_of(self.device)  # before an epoch is begun
+        return iter(DevicePrefetcher(self._begin(), self.device))
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from cachetool.block import Block, Column, Ragged, masked
 from cachetool.errors import UsageError
 from cachetool.loaders.failure import TransformError
 from cachetool.loaders.order import Int64s
-from cachetool.schema import Field, Schema, storage_dtype
+from cachetool.schema import KEY, Field, Schema, storage_dtype
 
 __all__ = ["Function", "Transform", "dumps", "loads"]
 
@@ -98,13 +98,23 @@ class Transform:
         try:
             result = self._function(argument, **extra)
         except BaseException as error:  # SystemExit too, or what Rust's panics become: nothing would say so
-            raise TransformError from error
+            raise TransformError(self._which(argument, number)) from error
         if not isinstance(result, Mapping) or not result:
             less = "; to leave samples out use one over batches, which may give fewer" if result is None else ""
-            raise UsageError(f"transform= must give a dict of fields, it gave {type(result).__name__}{less}")
+            gave = "an empty one" if isinstance(result, Mapping) else type(result).__name__
+            where = self._which(argument, number)
+            raise UsageError(f"transform= must give a dict of fields, it gave {gave}{where}{less}")
         if others := [name for name in result if not isinstance(name, str)]:
             raise UsageError(f"transform= must name its fields by str, it gave {others[0]!r}")
         return result
+
+    def _which(self, argument: Mapping[str, Any], number: int) -> str:
+        """Of which sample, or that a batch begins with, it was called: by its key if it was given that."""
+        key = argument.get(KEY)
+        if self._batch and isinstance(key, Sequence) and not isinstance(key, str) and key:
+            key = key[0]
+        name = f"{key!r:.80}" if isinstance(key, str) else str(number)
+        return f" ({'batch from ' if self._batch else ''}sample {name}{' on' if self._batch else ''})"
 
     def _block(self, result: Mapping[str, Any], given: Schema, kept: Mapping[str, list[Any]]) -> Block:
         known = {field.name: field for field in self._schema or ()}

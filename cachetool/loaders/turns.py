@@ -30,7 +30,7 @@ from cachetool.loaders.split import Split
 from cachetool.loaders.subscription import Subscription, subscribe
 from cachetool.loaders.timing import Timing
 from cachetool.loaders.view import View
-from cachetool.loaders.waiting import NotYet, failed_pull, require, say
+from cachetool.loaders.waiting import NotYet, failed_pull, no_samples, require, say
 
 __all__ = ["Turns"]
 
@@ -315,8 +315,7 @@ class Turns:
                 if not known or not any(shard.samples for shard in cache.shards(dataset)):
                     if (error := failed_pull(cache, dataset)) is not None:
                         raise error
-                    there = f" (there is {', '.join(names)})" if names and not known else ""
-                    raise NotYet(f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}{there}")
+                    raise no_samples(root, dataset, [] if known else names)
         return subscribe(paths or root, dataset=dataset, run=self._settings.run)
 
     def _drop_current(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from cachetool.loaders.plan import Settings
 if TYPE_CHECKING:
     from cachetool.cache.pullers import PullState
 
-__all__ = ["WAIT", "NotYet", "Talk", "failed_pull", "given_up", "require", "say", "wait_for_samples"]
+__all__ = ["WAIT", "NotYet", "Talk", "failed_pull", "given_up", "no_samples", "require", "say", "wait_for_samples"]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
@@ -30,6 +31,11 @@ _FIRST, _AGAIN = 3.0, 60.0
 
 class NotYet(CacheToolError):
     """There are too few samples so far; the message says how many of how many."""
+
+    def __init__(self, text: str, *, less: str = "") -> None:
+        """``less``: the argument by which less would be asked for, such as ``min_samples=``."""
+        super().__init__(text)
+        self.less = less
 
 
 def require(settings: Settings, samples: int, *, grows: bool) -> None:
@@ -42,28 +48,38 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
         return
     side = f" for {settings.split}" if settings.split else ""
     text = f"{samples} of {need} samples{side} in {settings.root}"
+    less = "min_samples="
     if need == whole:
         text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
+        less = "batch_size="
+    elif settings.split and not samples:
+        less = "validation="
     if not grows:
         raise UsageError(f"{text}; more never come to plain files")
-    raise NotYet(text)
+    raise NotYet(text, less=less)
+
+
+def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
+    """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
+    text = f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}"
+    return NotYet(f"{text} (there is {', '.join(there)})", less="dataset=") if there else NotYet(text)
 
 
 class Talk:
     """Says on stderr what a loader waits for and who brings it, when that takes longer than a moment."""
 
-    def __init__(self, root: str | Path, wait: float) -> None:
-        """``wait``: seconds that it takes at most, from now on."""
-        self._root = Path(root)
+    def __init__(self, root: str | Path, wait: float, *, dataset: str | None = None) -> None:
+        """``wait``: seconds that it takes at most, from now on; ``dataset``: the one that was asked for by name."""
+        self._root, self._dataset = Path(root), dataset
         self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
         self._next = time.monotonic() + _FIRST
 
-    def tell(self, short: object) -> None:
+    def tell(self, short: NotYet) -> None:
         """``short`` says what there is too little of; called again and again."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _AGAIN
-        say(f"waiting for samples{self._most}: {short}; {_who_pulls(self._root)}")
+        say(f"waiting for samples{self._most}: {short}; {_who_pulls(self._root, self._dataset, short.less)}")
 
 
 def say(text: str) -> None:
@@ -73,18 +89,22 @@ def say(text: str) -> None:
             print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def given_up(settings: Settings, short: object) -> CacheToolError:
+def given_up(settings: Settings, short: NotYet) -> CacheToolError:
     """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
     text = f"waited {settings.wait:g} s for samples: {short}"
     with contextlib.suppress(CacheToolError), open_cache(settings.root, create=False) as cache:
         for event in cache.stats().errors[:1]:
             return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
-    command = f"cachetool pull SOURCE{cache_option(Path(settings.root))}"
-    less = "batch_size=" if settings.drop_last else "min_samples= and wait="
-    return UsageError(f"{text}; fill it with: {command}, or set {less}")
+    less = f", or set {short.less}" if short.less else ""
+    return UsageError(f"{text}; fill it with: {_command(Path(settings.root), settings.dataset)}{less}")
 
 
-def _who_pulls(root: Path) -> str:
+def _command(root: Path, dataset: str | None) -> str:
+    name = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
+    return f"cachetool pull SOURCE{name}{cache_option(root)}"
+
+
+def _who_pulls(root: Path, dataset: str | None, less: str) -> str:
     """The pulls that draw into a cache now, those in the foreground too, or how to begin one."""
     with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:  # recovers: who is in it lives
         with cache.catalog.read() as connection:
@@ -96,8 +116,8 @@ def _who_pulls(root: Path) -> str:
             return _described(states[0])
         if drawing:
             return f"the pull of {drawing[0]['url']} draws into dataset {drawing[0]['dataset']!r}"
-    start = f"start one with: cachetool pull SOURCE{cache_option(root)}"
-    return f"no pull is drawing into this cache; {start}, or ask for less: batch_size=, min_samples=, dataset="
+    start = f"start one with: {_command(root, dataset)}"
+    return f"no pull is drawing into this cache; {start}{f', or set {less}' if less else ''}"
 
 
 def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wait: float = WAIT) -> None:
@@ -123,7 +143,7 @@ def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wa
             return
         if time.monotonic() > deadline:
             raise SourceError(f"no samples to train on after {wait:.0f} s; {_described(working[0])}")
-        talk.tell(f"{have} of {least} in {cache.root}")
+        talk.tell(NotYet(f"{have} of {least} in {cache.root}"))
         time.sleep(_POLL)
 
 

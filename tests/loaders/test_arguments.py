@@ -21,7 +21,8 @@ from cachetool.cache import CacheDir
 from cachetool.errors import UsageError
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.ring_memory import MOST_KEPT
-from cachetool.loaders.torch import CacheDataset, EpochSampler
+from cachetool.loaders.torch import CacheDataset, DevicePrefetcher, EpochSampler
+from cachetool.loaders.torch import Loader as TorchLoader
 from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
 
@@ -63,6 +64,11 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"hold": "soon"}, "hold='soon' is not a duration"),
         ({"wait": None}, "wait=None is not a duration"),
         ({"validation": "much"}, "validation='much' is not a share"),
+        ({"transform": 3}, "transform=3 cannot be used: a function"),
+        ({"drop_last": "no"}, "drop_last='no' cannot be used: True or False"),
+        ({"fields": 3}, "fields=3 cannot be used: the name of a field, or a list of names"),
+        ({"fields": []}, r"fields=\[\] cannot be used: the name of a field"),
+        ({"fields": ["x", "x"]}, r"fields=\['x', 'x'\] cannot be used: a field is named twice"),
         ({"prefetch": 0}, "prefetch=0 cannot be used: 1 to 8192 batches"),
         ({"prefetch": 8193}, "prefetch=8193 cannot be used: 1 to 8192 batches"),
     ],
@@ -81,6 +87,31 @@ def test_as_many_batches_as_a_ring_has_room_for_are_ready_and_kept(cache: CacheD
         assert [int(number[0]) for number in kept] == list(range(MOST_KEPT))
         kept.clear()
         assert sorted(numbers(loader)) == list(range(9000))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wrong_argument_is_said_without_a_traceback_of_ours(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=4, workers=workers, fields=["nothing"]) as loader:
+        with pytest.raises(UsageError, match="no field 'nothing'; this dataset has x, number") as refused:
+            next(iter(loader))
+        assert refused.value.__cause__ is None
+        with pytest.raises(UsageError, match="epoch=-1 cannot be used: 0 or more"):
+            loader.epoch = -1
+        assert loader.epoch == 0
+
+
+@pytest.mark.parametrize(("device", "says"), [("gpu", "device='gpu' cannot be used: "), ("xpu", "no such device here")])
+def test_a_device_that_is_not_there_is_refused_before_an_epoch_begins(device: str, says: str, cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match=says):
+        list(DevicePrefetcher([], device))
+    with pytest.raises(UsageError, match=says), TorchLoader(cache, batch_size=4, workers=0, device=device) as loader:
+        iter(loader)
+    assert cache.stats().leases == []
+
+
+def test_an_order_is_of_a_dataset_of_ours(cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match="an EpochSampler is of a CacheDataset or LMDBDataset, not of str"):
+        EpochSampler(str(cache.root))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("twice", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -196,7 +227,7 @@ class Refuses:
         ({"x": [[1], [2, 3]]}, "transform= gave list for field 'x', of which NumPy makes no array"),
         ({"x": Refuses()}, "transform= gave Refuses for field 'x', .*BFloat16"),
         ({1: 1}, "transform= must name its fields by str, it gave 1"),
-        (None, "it gave NoneType; to leave samples out use one over batches"),
+        (None, r"it gave NoneType \(sample \d+\); to leave samples out use one over batches"),
     ],
 )
 def test_what_cannot_be_a_field_of_a_batch_is_named(gives: Any, says: str, cache: CacheDir) -> None:

@@ -374,8 +374,11 @@ def test_what_a_function_raises_is_raised_by_the_iterator_with_its_place(workers
     with Loader(cache, batch_size=4, workers=workers, transform=fails) as loader:
         with pytest.raises(UsageError, match="transform= raised ZeroDivisionError: no such number") as caught:
             list(loader)
+        assert str(caught.value).endswith("(sample 30)")
         assert isinstance(caught.value.__cause__, FeederTraceback)
-        assert "in fails" in str(caught.value.__cause__)
+        where = str(caught.value.__cause__)
+        assert "in fails" in where
+        assert "cachetool/loaders" not in where  # what is ours says nothing to its author
         with pytest.raises(UsageError, match="ZeroDivisionError"):  # the loader can still be used
             list(loader)
         assert loader.epoch == 0
@@ -552,7 +555,7 @@ def test_waiting_ends_with_an_error_that_says_what_there_was(workers: int, cache
         iter(loader)
 
 
-@pytest.mark.parametrize("more", [{"dataset": "nowhere"}, {"batch_size": 64, "drop_last": True}])
+@pytest.mark.parametrize("more", [{"dataset": "nowhere"}, {"batch_size": 64, "drop_last": True}, {"batch_size": 64}])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_waiting_says_for_what_and_that_nobody_pulls(
     workers: int, more: Any, cache: CacheDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -563,12 +566,14 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
     given = {"batch_size": 8, "wait": 3.5 if workers else 0.7, **more}
     with Loader(cache, workers=workers, **given) as loader, pytest.raises(UsageError) as raised:
         iter(loader)
-    says = rf"no samples of dataset 'nowhere' in {cache.root} (there is default)"
-    if "drop_last" in more:
-        says = f"60 of 64 samples in {cache.root}, where drop_last=True takes whole batches of 64 only"
-        assert str(raised.value).endswith("or set batch_size=")
-    who = f"no pull is drawing into this cache; start one with: cachetool pull SOURCE --cache {cache.root}"
-    who += ", or ask for less: batch_size=, min_samples=, dataset="
+    says, less = rf"60 of 64 samples in {cache.root}", "min_samples="
+    if "dataset" in more:
+        says, less = rf"no samples of dataset 'nowhere' in {cache.root} (there is default)", "dataset="
+    elif "drop_last" in more:
+        says, less = f"{says}, where drop_last=True takes whole batches of 64 only", "batch_size="
+    pull = f"cachetool pull SOURCE{' --dataset nowhere' * ('dataset' in more)} --cache {cache.root}"
+    assert str(raised.value).endswith(f"{says}; fill it with: {pull}, or set {less}")
+    who = f"no pull is drawing into this cache; start one with: {pull}, or set {less}"
     assert capfd.readouterr().err == f"cachetool: waiting for samples (for {given['wait']} s at most): {says}; {who}\n"
 
 
@@ -590,8 +595,8 @@ def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capf
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
-    talk.tell("1 of 2 samples")
-    talk.tell("1 of 2 samples")
+    talk.tell(waiting.NotYet("1 of 2 samples"))
+    talk.tell(waiting.NotYet("1 of 2 samples"))
 
     told = "cachetool: waiting for samples: 1 of 2 samples; the pull of s3://bucket/ draws into dataset 'default'\n"
     assert capfd.readouterr().err == told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,22 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
         ([lmdb, lmdb], "comes twice"),
         ([lmdb, min(lmdb.glob("part-*"))], "comes twice"),
         ([cache.root], "is a cache; give it alone"),
-        (other, f"{other} is no shard: .*cachetool convert other --to lmdb"),
-        (other / "notes.txt", "notes.txt is no shard"),
+        (other, f"{other} is neither a cache nor a shard; .*cachetool pull {other} --cache FOLDER"),
+        (other / "notes.txt", rf"notes\.txt is no shard: .*cachetool convert {other}/notes\.txt --to lmdb"),
+        (
+            "s3://key:secret@bucket/x",
+            r"s3:/\.\.\. is none; .*: cachetool pull URL --cache FOLDER",
+        ),
+        ("", "the name of the cache folder is empty"),
+        (5, "5 is no cache: give an open one, its folder, or a list of shards"),
+        (None, "None is no cache"),
         ([lmdb, tmp_path / "small"], "hold different fields"),
     ):
-        with pytest.raises(UsageError, match=message):
-            Loader(paths, batch_size=4)
+        with pytest.raises(UsageError, match=message) as refused:
+            Loader(paths, batch_size=4)  # type: ignore[arg-type]
+        said = "".join(traceback.format_exception(refused.value))
+        assert "During handling" not in said
+        assert "secret" not in str(refused.value)
     with pytest.raises(UsageError, match="leave out dataset="):
         Loader(lmdb, batch_size=4, dataset="default")
 

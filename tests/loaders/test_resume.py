@@ -69,7 +69,7 @@ def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: 
         state = json.loads(json.dumps(loader.state_dict()))
         del batches
     for other, says in (
-        ({"shuffle": False}, "made with shuffle='full', this loader has 'no'"),
+        ({"shuffle": False}, "made with shuffle='full', this loader has False; make it with shuffle='full'"),
         ({"split": "validation"}, "made with split='train', this loader has 'validation'"),
         ({"split": None}, "made with split='train', this loader has None"),
         ({"validation": 0.2}, r"made with validation=0\.3, this loader has 0\.2"),
@@ -78,6 +78,47 @@ def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: 
             with pytest.raises(UsageError, match=says):
                 loader.load_state_dict(state)
             loader.load_state_dict(start)  # a whole epoch may be another one
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_a_side_on_which_no_sample_is_says_what_decides_that(workers: int, keyed: CacheDir) -> None:
+    loader = opened(keyed, workers=workers, split="validation", validation=1e-9, wait=0.1)
+    with loader, pytest.raises(UsageError, match=r"0 of 1 samples for validation in .*, or set validation=$"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_a_state_of_another_cache_is_told_from_one_whose_shards_went(
+    workers: int, cache: CacheDir, keyed: CacheDir
+) -> None:
+    with opened(cache, workers=0) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with opened(keyed, workers=workers) as loader:
+        loader.load_state_dict(state)
+        says = f"none of the 3 shards of the epoch to resume is in {keyed.root}: the state is of another cache"
+        with pytest.raises(UsageError, match=says):
+            iter(loader)
+
+
+@pytest.mark.parametrize("each", ["sample", "batch"])
+@pytest.mark.parametrize("workers", EACH)
+def test_a_transform_that_fails_says_for_which_sample(workers: int, each: str, keyed: CacheDir) -> None:
+    def fails(given: dict[str, Any]) -> dict[str, Any]:
+        if 30 in np.atleast_1d(given["number"]):
+            raise ValueError("no")
+        return given
+
+    options: dict[str, Any] = {"workers": workers, "fields": None, "transform": fails, "transform_each": each}
+    which = r"sample 'scan30'" if each == "sample" else r"batch from sample 'scan28' on"
+    loader = opened(keyed, shuffle=False, **options)
+    with loader, pytest.raises(UsageError, match=rf"transform= raised ValueError: no \({which}\)$"):
+        numbers(loader)
+    loader = opened(keyed, shuffle=False, **{**options, "transform": lambda given: {}})
+    first = which.replace("30", "0").replace("28", "0")
+    with loader, pytest.raises(UsageError, match=rf"must give a dict of fields, it gave an empty one \({first}\)$"):
+        next(iter(loader))
 
 
 WRONG: list[tuple[Any, str]] = [

@@ -124,8 +124,8 @@ class Mute(Exception):
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (Mute, r"transform= raised Mute$"),
-        (lambda: ValueError("long " * 500), r"raised ValueError: (long ){90,120}\.\.\.$"),
+        (Mute, r"transform= raised Mute \(sample \d+\)$"),
+        (lambda: ValueError("long " * 500), r"raised ValueError: (long ){90,120}\.\.\. \(sample \d+\)$"),
     ],
 )
 def test_whatever_a_transform_raises_is_one_line(
