@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,9 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
             _look(path)
             raise refused
         cache_or_paths = [path]
-    if not isinstance(cache_or_paths, Sequence):
+    if not isinstance(cache_or_paths, Iterable):
         raise UsageError(f"{cache_or_paths!r} is no cache: give an open one, its folder, or a list of shards")
-    paths = tuple(Path(path).absolute() for path in cache_or_paths)
+    paths = tuple(root_of(path).absolute() for path in cache_or_paths)
     shards_at(paths)
     return paths[0], paths
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from cachetool.errors import UsageError
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
+from cachetool.units import parse_whole
 
 __all__ = ["Resume", "are_rows", "asked_for", "found_again", "is_resume", "is_whole", "require_state", "resumed"]
 
@@ -46,8 +46,8 @@ def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any
 def is_whole(value: object) -> bool:
     """Whether it is a whole number, 0 or more."""
     try:
-        return operator.index(value) >= 0  # type: ignore[arg-type]
-    except TypeError:
+        return parse_whole(value, what="") >= 0
+    except UsageError:
         return False
 
 
@@ -112,12 +112,12 @@ def resumed(
     remedy = "missing='refetch' pulls them again"
     if settings.missing == "refetch":  # which was done, without a lease on what came
         remedy = "pulled again, they had to make room for another process's pull; raise --max-size"
-    if lost and not view.parts and settings.missing != "skip":
-        raise UsageError(
-            f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
-            f" another cache, or they were evicted since; {remedy}, {next_one}"
-        )
     if lost and settings.missing != "skip":
+        if not view.parts:
+            raise UsageError(
+                f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
+                f" another cache, or they were evicted since; {remedy}, {next_one}"
+            )
         skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
         raise UsageError(
             f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {remedy}, {skip}"

@@ -14,7 +14,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.torch_values import TensorList
 
-__all__ = ["DevicePrefetcher", "module_of", "parse_device"]
+__all__ = ["DevicePrefetcher", "parse_device", "prefetched"]
 
 
 def parse_device(device: torch.device | str | int) -> torch.device:
@@ -25,7 +25,19 @@ def parse_device(device: torch.device | str | int) -> torch.device:
         raise UsageError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def module_of(device: torch.device) -> Any:
+def prefetched(begin: Callable[[], Iterator[Any]], device: torch.device, depth: int = 2) -> Iterator[Any]:
+    """The batches that ``begin`` gives an iterator of, on a device, as by :class:`DevicePrefetcher`. Raises
+    :class:`UsageError` before anything is begun where PyTorch finds no such device."""
+    if device.type == "cpu":
+        return begin()
+    module = _module(device)
+    batches = begin()
+    if not isinstance(batches, Epoch):
+        return _copied(batches, device, depth, module)
+    return _counted(batches, _copied(batches.uncounted(), device, depth, module))
+
+
+def _module(device: torch.device) -> Any:
     """PyTorch's module for a device. Raises :class:`UsageError` where PyTorch finds no such device."""
     try:
         module = torch.get_device_module(device)
@@ -59,13 +71,7 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        if self._device.type == "cpu":
-            return iter(self._loader)
-        module = module_of(self._device)
-        batches = iter(self._loader)
-        if not isinstance(batches, Epoch):
-            return _copied(batches, self._device, self._depth, module)
-        return _counted(batches, _copied(batches.uncounted(), self._device, self._depth, module))
+        return prefetched(lambda: iter(self._loader), self._device, self._depth)
 
 
 def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:

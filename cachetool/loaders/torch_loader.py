@@ -14,7 +14,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
 from cachetool.loaders.slot import Batch
-from cachetool.loaders.torch_device import DevicePrefetcher, module_of, parse_device
+from cachetool.loaders.torch_device import parse_device, prefetched
 from cachetool.loaders.torch_values import TensorList, world
 
 __all__ = ["Loader"]
@@ -74,11 +74,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
-        if self.device is None:
-            return self._begin()
-        if self.device.type != "cpu":
-            module_of(self.device)  # before an epoch is begun
-        return iter(DevicePrefetcher(self._begin(), self.device))
+        return self._begin() if self.device is None else prefetched(self._begin, self.device)
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -114,7 +114,7 @@ class Transform:
         if self._batch and isinstance(key, Sequence) and not isinstance(key, str) and key:
             key = key[0]
         name = f"{key!r:.80}" if isinstance(key, str) else str(number)
-        return f" ({'batch from ' if self._batch else ''}sample {name}{' on' if self._batch else ''})"
+        return f" (batch from sample {name} on)" if self._batch else f" (sample {name})"
 
     def _block(self, result: Mapping[str, Any], given: Schema, kept: Mapping[str, list[Any]]) -> Block:
         known = {field.name: field for field in self._schema or ()}

@@ -114,6 +114,7 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
             "s3://key:secret@bucket/x",
             r"s3:/\.\.\. is none; .*: cachetool pull URL --cache FOLDER",
         ),
+        (["s3://key:secret@bucket/x"], r"s3:/\.\.\. is none"),
         ("", "the name of the cache folder is empty"),
         (5, "5 is no cache: give an open one, its folder, or a list of shards"),
         (None, "None is no cache"),
@@ -124,6 +125,8 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
         said = "".join(traceback.format_exception(refused.value))
         assert "During handling" not in said
         assert "secret" not in str(refused.value)
+    with Loader(lmdb.glob("part-*"), batch_size=4, workers=0) as loader:  # type: ignore[arg-type]
+        assert sum(len(next(iter(batch.values()))) for batch in loader) == 40
     with pytest.raises(UsageError, match="leave out dataset="):
         Loader(lmdb, batch_size=4, dataset="default")
 

@@ -262,9 +262,9 @@ def test_all_samples_of_a_side_of_a_split_are_asked_for(
     wanted: list[tuple[int, int]] = []
 
     def will_need(self: Arena, starts: np.ndarray, sizes: np.ndarray, near: int) -> None:
-        at, sizes = np.argsort(starts), np.broadcast_to(sizes, starts.shape)
+        at, sizes, before = np.argsort(starts), np.broadcast_to(sizes, starts.shape), len(wanted)
         for start, size in zip(starts[at].tolist(), sizes[at].tolist(), strict=True):
-            if wanted and 0 <= start - wanted[-1][1] <= near:
+            if len(wanted) > before and 0 <= start - wanted[-1][1] <= near:
                 wanted[-1] = wanted[-1][0], start + size
             else:
                 wanted.append((start, start + size))
