@@ -73,9 +73,9 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     what is no name and for one that comes twice."""
     found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     if not found or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"fields={names!r} cannot be used: the name of a field, or a list of names")
-    if len(set(found)) < len(found):
-        raise UsageError(f"fields={names!r} cannot be used: a field is named twice")
+        raise UsageError(f"fields {names!r} cannot be used: the name of a field, or a list of names")
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise UsageError(f"field {twice[0]!r} is asked for twice; name it once")
     return found
 
 

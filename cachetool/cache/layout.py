@@ -44,7 +44,7 @@ __all__ = [
 
 LAYOUT_VERSION = 1
 SHARD_FILE = "shard.json"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
 
 
@@ -65,7 +65,7 @@ def root_of(named: str | Path | None) -> Path:
         raise UsageError("the name of the cache folder is empty; name one with --cache")
     if (url := _URL.match(str(named))) is not None:  # not more of it: there may be a password in it
         raise UsageError(
-            f"a cache is a folder, {url[0]}... is none; samples come from there with: cachetool pull URL --cache FOLDER"
+            f"a cache is a folder, {url[1]}://... is none; samples come from there with: cachetool pull URL --cache FOLDER"
         )
     root = default_root() if named is None else Path(named)
     if too_long(root):

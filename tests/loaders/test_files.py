@@ -112,9 +112,9 @@ def test_what_is_no_shard_is_refused_when_the_loader_is_made(
         (other / "notes.txt", rf"notes\.txt is no shard: .*cachetool convert {other}/notes\.txt --to lmdb"),
         (
             "s3://key:secret@bucket/x",
-            r"s3:/\.\.\. is none; .*: cachetool pull URL --cache FOLDER",
+            r"s3://\.\.\. is none; .*: cachetool pull URL --cache FOLDER",
         ),
-        (["s3://key:secret@bucket/x"], r"s3:/\.\.\. is none"),
+        (["s3://key:secret@bucket/x"], r"s3://\.\.\. is none"),
         ("", "the name of the cache folder is empty"),
         (5, "5 is no cache: give an open one, its folder, or a list of shards"),
         (None, "None is no cache"),
