@@ -65,7 +65,8 @@ def root_of(named: str | Path | None) -> Path:
         raise UsageError("the name of the cache folder is empty; name one with --cache")
     if (url := _URL.match(str(named))) is not None:  # not more of it: there may be a password in it
         raise UsageError(
-            f"a cache is a folder, {url[1]}://... is none; samples come from there with: cachetool pull URL --cache FOLDER"
+            f"a cache is a folder, {url[1]}://... is none; samples come from there with: cachetool pull URL --cache"
+            " FOLDER"
         )
     root = default_root() if named is None else Path(named)
     if too_long(root):
