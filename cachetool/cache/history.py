@@ -18,8 +18,8 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.layout import Layout
@@ -47,8 +47,7 @@ _AGE_SHARE = 100_000
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(NamedTuple):
     """How an epoch went for the process that trained, as its loader saw it."""
 
     seconds: float
@@ -132,7 +131,7 @@ def note_epoch(connection: Connection, lease: int | None, delivered: Delivered |
     if about is not None:
         row |= {"run": about["run"], "epoch": about["epoch"], "seconds": max(0.0, now - about["taken"])}
     if delivered is not None:
-        row |= asdict(delivered)
+        row |= delivered._asdict()
     newest = _insert(connection, "epochs", row)
     connection.execute("DELETE FROM epochs WHERE id <= ?", (newest - MOST_EPOCHS,))
 

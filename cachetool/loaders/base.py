@@ -22,11 +22,11 @@ from cachetool.loaders.ranks import given, launched
 from cachetool.loaders.resume import is_resume, is_whole, require_state
 from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.slot import Batch
-from cachetool.loaders.split import SIDES
+from cachetool.loaders.split import parse_split
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
 from cachetool.schema import names_of
-from cachetool.units import parse_duration, parse_fraction, parse_whole
+from cachetool.units import parse_duration, parse_whole
 
 __all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths"]
 
@@ -66,7 +66,7 @@ class BaseLoader(ABC, Generic[T]):
         dataset: str | None = None,
         run: str | None = None,
         split: str | None = None,
-        validation: float | str = 0.05,
+        validation: float | str | None = None,
         min_samples: int | None = None,
         wait: float | str = 600.0,
         hold: float | str = 60.0,
@@ -86,7 +86,7 @@ class BaseLoader(ABC, Generic[T]):
             )
         )  # fmt: skip
         wait, hold = parse_duration(wait, what="wait="), parse_duration(hold, what="hold=")
-        validation = parse_fraction(validation, what="validation=")
+        share = parse_split(split, validation)
         _check(
             {
                 "batch_size": (batch_size >= 1, batch_size, "at least 1"),
@@ -97,8 +97,7 @@ class BaseLoader(ABC, Generic[T]):
                 "prefetch": (prefetch is None or 1 <= prefetch <= MOST_KEPT, prefetch, f"1 to {MOST_KEPT} batches"),
                 "steps": (steps is None or steps >= 1, steps, "at least 1"),
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
-                "split": (split in (None, *SIDES), split, "'train' or 'validation'"),
-                "validation": (0 < validation < 1, validation, "a share between 0 and 1"),
+                "epochs": (epochs is None or epochs >= 1, epochs, "at least 1"),
                 "transform": (transform is None or callable(transform), transform, "a function"),
                 "drop_last": (drop_last in (True, False), drop_last, "True or False"),
                 "missing": (missing in ("error", "skip", "refetch"), missing, "'error', 'skip' or 'refetch'"),
@@ -126,7 +125,7 @@ class BaseLoader(ABC, Generic[T]):
             rank=rank,
             world_size=world_size,
             split=split,
-            validation=validation,
+            validation=share,
             min_samples=least if min_samples is None else min_samples,
             wait=wait,
             hold=hold,

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from cachetool.boot import boot
@@ -209,7 +208,7 @@ class Processes:
 
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`Feed`."""
-        self._tell("delivered", generation=generation, pace=asdict(self._pace.delivered(batches)))
+        self._tell("delivered", generation=generation, pace=self._pace.delivered(batches))
 
     def take(self, generation: int, step: int) -> list[Batch]:
         """See :class:`Feed`."""

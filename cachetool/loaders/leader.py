@@ -129,7 +129,7 @@ class Leader:
             case "prepare":
                 plan = self._turns.prepare(asked["epoch"], resume, surely=asked["surely"])
             case "delivered":
-                self._turns.delivered(asked["generation"], Delivered(**asked["pace"]))
+                self._turns.delivered(asked["generation"], Delivered(*asked["pace"]))
                 return None
             case "state":
                 return {"state": asdict(self._turns.state(asked["generation"], asked["reached"]))}

@@ -41,7 +41,8 @@ class Loader(BaseLoader[dict[str, Any]]):
       256 MiB of them shared by the feeders, at least 48 MiB and 2, at most 128; 8,192 at most).
     - ``transform``: a function over each sample, a dict, that gives another one, called in the feeders; over a dict of
       columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
-    - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` of the samples in the latter.
+    - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` (default: 5 %) of the samples
+      in the latter.
     - ``min_samples`` (default ``world_size`` x ``batch_size``) are waited for up to ``wait`` seconds.
     - The next epoch's snapshot is taken about a second before this one's end, or earlier when batches take long; if it
       begins after a pause, or this process used the catalog, anew where shards came. It is given up ``hold`` seconds

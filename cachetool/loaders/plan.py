@@ -12,7 +12,10 @@ from cachetool.loaders.order import Int64s, Order, Shuffle, Steps
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
 
-__all__ = ["Begun", "Plan", "Settings", "rows"]
+__all__ = ["SHARE", "Begun", "Plan", "Settings", "rows"]
+
+SHARE = 0.05
+"""Of the samples for validation, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Settings:
     rank: int = 0
     world_size: int = 1
     split: str | None = None
-    validation: float = 0.05
+    validation: float = SHARE
     min_samples: int = 1
     wait: float = 600.0
     hold: float = 60.0

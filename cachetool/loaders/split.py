@@ -13,19 +13,36 @@ import numpy as np
 from cachetool.errors import UsageError
 from cachetool.loaders.gather import Parts, gather, open_by_extents
 from cachetool.loaders.order import Int64s
+from cachetool.loaders.plan import SHARE
 from cachetool.loaders.view import Part, View
 from cachetool.schema import KEY, Schema
+from cachetool.units import parse_fraction
 
-__all__ = ["SIDES", "Split"]
+__all__ = ["Split", "parse_split"]
 
-SIDES = ("train", "validation")
+_SIDES = ("train", "validation")
+
+
+def parse_split(split: str | None, validation: float | str | None) -> float:
+    """The share of the keys that is for validation, of the arguments ``split`` and ``validation`` of a loader.
+
+    Raises :class:`UsageError`, also for a share without a side: what is held out would be trained on unnoticed.
+    """
+    share = SHARE if validation is None else parse_fraction(validation, what="validation=")
+    if split not in (None, *_SIDES):
+        raise UsageError(f"split={split!r} cannot be used: 'train' or 'validation'")
+    if not 0 < share < 1:
+        raise UsageError(f"validation={validation!r} cannot be used: a share between 0 and 1")
+    if split is None and validation is not None:
+        raise UsageError(f"validation={validation!r} holds nothing out without split='train' or split='validation'")
+    return share
 
 
 class Split:
     """One side of a dataset; ``share`` of the keys, between 0 and 1, are for validation."""
 
     def __init__(self, side: str, share: float) -> None:
-        self._side, self._bound = SIDES.index(side), int(share * 2**64)
+        self._side, self._bound = _SIDES.index(side), int(share * 2**64)
         self._known: dict[tuple[str, int], Int64s] = {}
 
     def chosen(self, view: View) -> Int64s:

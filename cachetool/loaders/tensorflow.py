@@ -30,11 +30,11 @@ from cachetool.cache import CacheDir
 from cachetool.errors import UsageError, without
 from cachetool.formats.example import shape_name, storage_kind
 from cachetool.loaders.order import order
-from cachetool.loaders.split import SIDES, Split
+from cachetool.loaders.split import Split, parse_split
 from cachetool.loaders.subscription import CacheSubscription, subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
-from cachetool.units import parse_fraction, parse_whole
+from cachetool.units import parse_whole
 
 try:
     import tensorflow as tf
@@ -64,7 +64,7 @@ def make_dataset(
     drop_remainder: bool = False,
     run: str | None = None,
     split: str | None = None,
-    validation: float | str = 0.05,
+    validation: float | str | None = None,
 ) -> tf.data.Dataset:
     """Batches of the samples that are in the cache when an epoch begins.
 
@@ -72,7 +72,8 @@ def make_dataset(
     cache. With a ``shuffle_buffer`` of so many records the files are shuffled too, by ``seed`` and epoch; without one
     the samples come oldest first. ``repeat`` goes on for ever. ``run`` names a training run of several processes: they
     get the same snapshot for the same epoch. ``split`` is ``"train"`` or ``"validation"`` by a hash of ``__key__``,
-    ``validation`` of the samples in the latter: the sides of every loader, and a sample never changes sides.
+    ``validation`` (default: 5 %) of the samples in the latter: the sides of every loader, and a sample never changes
+    sides.
 
     Its length is unknown to TensorFlow. Keras takes the number of batches of the first epoch for that of all: to see a
     growing cache whole, call ``model.fit(..., initial_epoch=k, epochs=k + 1)`` for each epoch, or repeat the dataset
@@ -91,9 +92,7 @@ def make_dataset(
     shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
     if batch_size < 1 or shuffle_buffer < 0:
         raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
-    share = parse_fraction(validation, what="validation=")
-    if split not in (None, *SIDES) or not 0 < share < 1:
-        raise UsageError(f"split is 'train' or 'validation', validation a share between 0 and 1: {split}, {validation}")
+    share = parse_split(split, validation)
     sides = None if split is None else Split(split, share)
     subscription = subscribe(cache, dataset=dataset, run=run)
     where = f" --cache {shlex.quote(str(subscription.root))}" if isinstance(subscription, CacheSubscription) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,16 @@ class Loader(BaseLoader[dict[str, Any]]):
                 values = column.values.view("<i8") if field.numpy.kind in "mM" else column.values
                 out[field.name] = TensorList(torch.from_numpy(values), column.offsets, column.shapes)
         return out
+
+
+def _signature() -> inspect.Signature:
+    """All arguments, for help() and notebooks, which would only see ``**options``."""
+    own, base = (inspect.signature(each.__init__) for each in (Loader, BaseLoader))
+    added = [own.parameters[name] for name in own.parameters if name not in (*base.parameters, "options")]
+    return base.replace(parameters=[*base.parameters.values(), *added])
+
+
+Loader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _numbers(*values: int) -> torch.Tensor:

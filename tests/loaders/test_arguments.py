@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -64,6 +65,10 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"hold": "soon"}, "hold='soon' is not a duration"),
         ({"wait": None}, "wait=None is not a duration"),
         ({"validation": "much"}, "validation='much' is not a share"),
+        ({"validation": 1, "split": "train"}, "validation=1 cannot be used: a share between 0 and 1"),
+        ({"validation": 0.2}, r"validation=0\.2 holds nothing out without split='train' or split='validation'"),
+        ({"split": "test"}, "split='test' cannot be used: 'train' or 'validation'"),
+        ({"epochs": 0}, "epochs=0 cannot be used: at least 1"),
         ({"transform": 3}, "transform=3 cannot be used: a function"),
         ({"drop_last": "no"}, "drop_last='no' cannot be used: True or False"),
         ({"fields": 3}, "fields 3 cannot be used: the name of a field, or a list of names"),
@@ -98,6 +103,12 @@ def test_a_wrong_argument_is_said_without_a_traceback_of_ours(workers: int, cach
         with pytest.raises(UsageError, match="epoch=-1 cannot be used: 0 or more"):
             loader.epoch = -1
         assert loader.epoch == 0
+
+
+def test_notebooks_and_help_show_all_arguments_of_the_loader_for_torch() -> None:
+    shown, base = (inspect.signature(loader).parameters for loader in (TorchLoader, Loader))
+    assert [*shown] == [*base, "device", "agree"]
+    assert all(shown[name] == base[name] for name in base)
 
 
 @pytest.mark.parametrize(("device", "says"), [("gpu", "device='gpu' cannot be used: "), ("xpu", "no such device here")])

@@ -71,7 +71,7 @@ def test_a_state_in_the_middle_of_an_epoch_belongs_to_its_order_and_side(keyed: 
     for other, says in (
         ({"shuffle": False}, "made with shuffle='full', this loader has False; make it with shuffle='full'"),
         ({"split": "validation"}, "made with split='train', this loader has 'validation'"),
-        ({"split": None}, "made with split='train', this loader has None"),
+        ({"split": None, "validation": None}, "made with split='train', this loader has None"),
         ({"validation": 0.2}, r"made with validation=0\.3, this loader has 0\.2"),
     ):
         with opened(keyed, workers=1, **{"split": "train", "validation": 0.3, **other}) as loader:

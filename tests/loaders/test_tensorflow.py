@@ -73,7 +73,7 @@ def test_training_and_validation_are_disjoint_and_whole_and_those_of_the_numpy_l
     assert seen["sides leases"] == 0
     assert seen["empty side"] == []
     assert "is of split 'validation'" in seen["empty side for ever"]
-    assert "split is 'train' or 'validation'" in seen["bad split"][0]
+    assert "split='test' cannot be used: 'train' or 'validation'" in seen["bad split"][0]
     assert "a share between 0 and 1" in seen["bad split"][1]
     assert "split= needs the field __key__" in seen["no keys"]
 
