@@ -3,6 +3,9 @@
 A POSIX record lock (``fcntl.lockf``) is gone the moment its process is, however it ended, and a forked child does not
 inherit it, while it would keep a ``flock`` alive. Its one trap: closing *any* descriptor of the file in the owning
 process drops the lock. So the file is opened once per process, here, and a process never tests its own.
+
+All open :class:`~cachetool.cache.root.CacheDir` of a process share one holder of a cache; the last one that is closed
+takes it out. Whatever of that may happen in two threads at once, or in a signal's handler, happens in :func:`leave`.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Holder:
             fd = _make_locked(self.path)
             if fd is not None:
                 self._fd = fd
+                _ours.add((self.pid, self.id))
                 return
 
     def register(self, connection: Connection) -> None:
@@ -63,6 +67,7 @@ class Holder:
         with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
             self.path.unlink()
         os.close(self._fd)
+        _ours.discard((self.pid, self.id))
 
 
 def _make_locked(path: Path) -> int | None:
@@ -86,13 +91,41 @@ def _make_locked(path: Path) -> int | None:
 _TAKEN = (BlockingIOError, PermissionError)
 """What POSIX lets ``fcntl`` answer when another process has the lock: EAGAIN or EACCES."""
 
-_holders: dict[tuple[int, str], Holder] = {}
-_lock = threading.Lock()
+_Key = tuple[int, str]
+_holders: dict[_Key, Holder] = {}
+_users: dict[_Key, set[object]] = {}
+"""Who shares each of them."""
+_ours: set[_Key] = set()
+"""Process and id of every holder that has a lock, of those that are on their way out too."""
+_lock = threading.RLock()  # a signal's handler may close a cache while its thread makes a holder
+
+
+def _key(folder: Path) -> _Key:
+    return os.getpid(), str(folder.resolve())
+
+
+def enter(folder: Path) -> object:
+    """Somebody of this process uses the cache whose lock files lie in ``folder``, until :func:`leave` of what this
+    gives."""
+    user = object()
+    with _lock:
+        _users.setdefault(_key(folder), set()).add(user)
+    return user
+
+
+def leave(folder: Path, user: object) -> Holder | None:
+    """The end of a use. Gives the last one the holder, to be signed out and retired: nobody gets it any more, and
+    whoever comes meanwhile another one."""
+    key = _key(folder)
+    with _lock:
+        users = _users.get(key, set())  # none in a forked child, whose parent's they are
+        users.discard(user)
+        return None if users else _holders.pop(key, None)
 
 
 def holder_of(folder: Path) -> Holder:
     """This process's holder for the cache whose lock files lie in ``folder``: made at first use, one per process."""
-    key = (os.getpid(), str(folder.resolve()))
+    key = _key(folder)
     with _lock:
         if key not in _holders:
             try:
@@ -119,13 +152,15 @@ def _unwritable(folder: Path, error: OSError) -> CacheToolError:
 
 def existing_holder(folder: Path) -> Holder | None:
     """The holder that this process already has for a cache, or None."""
-    return _holders.get((os.getpid(), str(folder.resolve())))
+    return _holders.get(_key(folder))
 
 
-def forget(folder: Path) -> None:
-    """Drop this process's holder of a cache from the table, after it retired."""
+def retire_ours(folder: Path) -> None:
+    """Let go of what this process holds in a cache whose folder was taken away, with the catalog."""
     with _lock:
-        _holders.pop((os.getpid(), str(folder.resolve())), None)
+        own = _holders.pop(_key(folder), None)
+    if own is not None:
+        own.retire()
 
 
 def dead_holders(connection: Connection, folder: Path) -> list[str]:
@@ -134,11 +169,10 @@ def dead_holders(connection: Connection, folder: Path) -> list[str]:
     Judged by the kernel's lock. Only where the lock file itself was deleted by somebody, by whether the process that
     registered still runs here: its pid, started before it registered.
     """
-    own = existing_holder(folder)
     dead = []
     for row in connection.execute("SELECT id, pid, host, started FROM holders"):
         path = folder / f"{row['id']}.lock"
-        if own is not None and row["id"] == own.id:
+        if _is_ours(row["id"]):
             continue
         alive = (
             _alive(path) if path.exists() else row["host"] == socket.gethostname() and _runs(row["pid"], row["started"])
@@ -177,9 +211,7 @@ def live_locks(folder: Path) -> list[int]:
 def lock_states(folder: Path) -> dict[str, bool]:
     """Every holder that has a lock file here, and whether its process is alive; this process always is."""
     with _lock:
-        own = existing_holder(folder)
-        states = {path.stem: _alive(path) for path in _others(folder)}
-        return states if own is None else {**states, own.id: True}
+        return {path.stem: _is_ours(path.stem) or _alive(path) for path in folder.glob("*.lock")}
 
 
 def locks_work(folder: Path) -> bool:
@@ -218,8 +250,11 @@ def _other_gets(path: Path) -> bool:
 
 
 def _others(folder: Path) -> list[Path]:
-    own = existing_holder(folder)
-    return [path for path in folder.glob("*.lock") if own is None or path.name != own.path.name]
+    return [path for path in folder.glob("*.lock") if not _is_ours(path.stem)]
+
+
+def _is_ours(id: str) -> bool:
+    return (os.getpid(), id) in _ours
 
 
 def _alive(path: Path, *, remove: bool = False) -> bool:

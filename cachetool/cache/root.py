@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,9 +32,6 @@ if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a fee
     from cachetool.cache.stats import Stats
 
 __all__ = ["CacheDir"]
-
-_users: dict[tuple[int, Path], int] = {}
-"""How many open CacheDir objects of this process share one holder."""
 
 _open: weakref.WeakSet[CacheDir] = weakref.WeakSet()
 
@@ -69,8 +65,7 @@ class CacheDir:
         self._notify = notify
         self._catalog = Catalog(self.layout.catalog)
         self.closed = False
-        key = (os.getpid(), self.root.resolve())
-        _users[key] = _users.get(key, 0) + 1
+        self._user = holders.enter(self.layout.holders)
         if not _open:
             atexit.register(_close_all)
         _open.add(self)
@@ -321,14 +316,11 @@ class CacheDir:
         if self.closed:
             return
         self.closed = True
-        key = (os.getpid(), self.root.resolve())
-        _users[key] = _users.get(key, 1) - 1
-        own = holders.existing_holder(self.layout.holders)
-        if own is not None and _users[key] <= 0:
+        own = holders.leave(self.layout.holders, self._user)
+        if own is not None:
             # What cannot be written now is finished by the next process, which finds this one's lock free.
             with contextlib.suppress(CapacityError, CatalogError):
                 sign_out(self._catalog, self.layout, own)
-            holders.forget(self.layout.holders)
             own.retire()
         self._catalog.close()
 

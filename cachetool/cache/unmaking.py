@@ -87,9 +87,7 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
         # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a new
         # one, to read it says that the cache is gone.
         os.rename(layout.root, aside)
-    if own is not None:
-        holders.forget(layout.holders)
-        own.retire()
+    holders.retire_ours(layout.holders)
     cache.renew(wanted)
     remove_tree(aside)
     for path in made[1:]:
