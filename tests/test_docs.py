@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from cachetool.cli.app import app
+from cachetool.cli.app import program
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -16,7 +16,7 @@ LINES = [line.strip() for line in re.findall(r"^    (.+)$", README, flags=re.MUL
 
 
 def test_every_command_is_in_the_table_of_readme() -> None:
-    for name in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+    for name in typer.main.get_command(program()).commands:  # type: ignore[attr-defined]
         assert re.search(rf"^\| .*`cachetool {name}\b", README, flags=re.MULTILINE), name
 
 

@@ -62,6 +62,14 @@ def test_asking_the_command_line_for_help_loads_typer_and_what_it_needs_alone() 
     assert loaded_after("from cachetool.cli.app import run\nrun(['pull', '--help'])") == {"typer", "pydantic"}
 
 
+def test_a_command_loads_none_of_the_others() -> None:
+    from cachetool.cli.app import VERBS
+
+    script = "import sys; from cachetool.cli.app import run; run(['ls', '--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert {f"cachetool.cli.{verb}" for verb in VERBS} & {*done.stdout.split()} == {"cachetool.cli.ls"}
+
+
 def test_every_public_name_is_there_and_listed() -> None:
     assert sorted(dir(cachetool)) == sorted(cachetool.__all__)
     for name in cachetool.__all__:

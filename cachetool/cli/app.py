@@ -2,7 +2,7 @@
 
 Typer's own error pages are longer than two lines, so the app runs with ``standalone_mode=False`` and :func:`run` prints
 whatever comes out of it. Command modules import Typer and plain values only; what does the work is imported when the
-command runs, which keeps ``--help`` as fast as a bare Typer app.
+command runs, which keeps ``--help`` as fast as a bare Typer app. A line that names its command loads that one alone.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 import cachetool
-from cachetool.cli.bench import bench
-from cachetool.cli.convert import convert
-from cachetool.cli.demo import demo
-from cachetool.cli.doctor import doctor
-from cachetool.cli.evict import evict
-from cachetool.cli.ls import ls
 from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
-from cachetool.cli.pull import pull
-from cachetool.cli.show import show
-from cachetool.cli.stats import stats
-from cachetool.cli.verify import verify
 from cachetool.disk import known_error
 from cachetool.errors import CacheToolError, Interrupted
 
-__all__ = ["app", "run"]
+__all__ = ["VERBS", "program", "run"]
 
-app = typer.Typer(
-    name="cachetool",
-    help="A size-capped local cache of training samples, fed from remote stores while training runs.",
-    epilog="To begin: cachetool demo. Exit codes: 0 done, 2 usage, 3 source or store, 4 no room, 5 corrupt data,"
-    " 6 catalog, 130 interrupted.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+VERBS = ("pull", "convert", "evict", "stats", "ls", "show", "verify", "doctor", "bench", "demo")
+"""In the order of ``--help``; the command ``x`` is the function ``x`` of ``cachetool.cli.x``."""
 
 
-@app.callback(invoke_without_command=True)
+def program(verbs: Sequence[str] = VERBS) -> typer.Typer:
+    """The program with these of its commands."""
+    app = typer.Typer(
+        name="cachetool",
+        help="A size-capped local cache of training samples, fed from remote stores while training runs.",
+        epilog="To begin: cachetool demo. Exit codes: 0 done, 2 usage, 3 source or store, 4 no room, 5 corrupt data,"
+        " 6 catalog, 130 interrupted.",
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for verb in verbs:
+        app.command()(getattr(import_module(f"cachetool.cli.{verb}"), verb))
+    return app
+
+
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -57,11 +57,6 @@ def _root(
         raise typer.Exit(2)
 
 
-_VERBS = (pull, convert, evict, stats, ls, show, verify, doctor, bench, demo)
-for _verb in _VERBS:
-    app.command()(_verb)
-
-
 def run(args: Sequence[str]) -> int:
     """Run one command line and give its exit code; every error is printed, none is raised."""
     prepare_streams()
@@ -71,7 +66,8 @@ def run(args: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         try:
-            code = app(args=list(args), prog_name="cachetool", standalone_mode=False)
+            named = [verb for verb in VERBS if verb in args[:1]]
+            code = program(named or VERBS)(args=list(args), prog_name="cachetool", standalone_mode=False)
         except CacheToolError as error:
             _trace()
             return fail_with(known_error(error) or error, as_json=as_json)
@@ -98,7 +94,7 @@ def _usage(error: typer.TyperException, args: Sequence[str], *, as_json: bool) -
     if context is not None:
         where = context.command_path
     else:  # an option without its value
-        where = " ".join(["cachetool", *(verb.__name__ for verb in _VERBS if verb.__name__ in args[:1])])
+        where = " ".join(["cachetool", *(verb for verb in VERBS if verb in args[:1])])
     what = " ".join(error.format_message().split())
     refused = getattr(error.__cause__, "errors", None)  # of pydantic, which Typer checks values with
     if refused is not None:

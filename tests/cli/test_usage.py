@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from cachetool.cli.app import app
+from cachetool.cli.app import program
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -172,7 +172,7 @@ def test_the_help_of_a_command_has_examples_and_fits_80_columns(here: Run, comma
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_of_a_help_page_parse(here: Run, command: str) -> None:
-    page = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    page = typer.main.get_command(program()).commands[command]  # type: ignore[attr-defined]
     for line in re.findall(rf"^    cachetool {command}\b(.*)$", here(command, "--help").stdout, flags=re.MULTILINE):
         assert page.make_context(command, shlex.split(line)).params
 
