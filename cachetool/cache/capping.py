@@ -8,7 +8,7 @@ from pathlib import Path
 from cachetool.cache.admission import FOLDER_SLACK, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import folder_bound
-from cachetool.cache.holders import dead_holders, existing_holder
+from cachetool.cache.holders import dead_holders, is_ours
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.listings import listing_bound
 from cachetool.cache.records import record_bound
@@ -38,9 +38,9 @@ def refuse(connection: Connection, layout: Layout, size: int) -> None:
     present = connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0]
     if size == present:
         return
-    dead, own = dead_holders(connection, layout.holders), existing_holder(layout.holders)
+    dead = dead_holders(connection, layout.holders)
     for row in connection.execute("SELECT id, pid, what FROM holders").fetchall():
-        if row["id"] not in dead and (own is None or row["id"] != own.id):
+        if row["id"] not in dead and not is_ours(row["id"]):
             raise UsageError(
                 f"the cap of {layout.root} is {format_size(present)} and cannot become {format_size(size)} while"
                 f" pid {row['pid']} ({row['what']}) uses it; leave --max-size out"

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.connection import connect, failure
+from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.errors import CapacityError, CatalogError
@@ -72,17 +73,20 @@ class Catalog:
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
+        self._inside = False
+        """Whether a transaction is under way: in the thread that has the turn."""
         self._whole: sqlite3.Connection | None = None
         """In a transaction of :meth:`together`."""
         self._undone: Exception | None = None
         """Why SQLite gave up that transaction by itself, as it does when the disk is full."""
         self.make_again: Callable[[], None] | None = None
         """Called when the folder is found gone, in place of an error: makes it, and calls :meth:`create`."""
+        forks_wait_for(self)
 
-    def _turn(self) -> threading.RLock:
+    def turn(self) -> threading.RLock:
         """The lock of this process: an inherited one may have been held by a thread that does not exist here."""
         if self._owner != os.getpid():
-            self._lock, self._owner = threading.RLock(), os.getpid()
+            self._lock, self._owner, self._inside, self._whole = threading.RLock(), os.getpid(), False, None
         return self._lock
 
     def create(self, *, max_size: int, min_free: int, pages: int = FIRST_PAGES) -> None:
@@ -94,7 +98,7 @@ class Catalog:
 
     def close(self) -> None:
         """Close the connection of this process."""
-        with self._turn():
+        with self.turn():
             if self._connection is not None and self._pid == os.getpid():
                 connection, self._connection = self._connection, None
                 with contextlib.suppress(sqlite3.Error):  # nothing is written by this: what was, is committed
@@ -157,7 +161,7 @@ class Catalog:
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self._turn():
+        with self.turn():
             try:
                 if self._connection is not None and self._pid == os.getpid() and not self._is_there():
                     self.close()
@@ -204,11 +208,14 @@ class Catalog:
                 self._whole = None
 
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        with self._turn():
+        with self.turn():
             if self._whole is not None:
                 yield from self._part(self._whole)
                 return
+            if self._inside:  # whose own transaction must not be undone by this one's error
+                raise CatalogError(f"catalog {self.path}: a signal's handler interrupted its use; do this afterwards")
             connection: sqlite3.Connection | None = None
+            self._inside = True
             try:
                 connection = self._open()
                 connection.execute(begin)
@@ -229,6 +236,8 @@ class Catalog:
             except BaseException:  # a signal's exception too, which may come between any two lines
                 self._rollback(connection)
                 raise
+            finally:
+                self._inside = False
 
     def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         if self._undone is not None:  # else what comes now would be a transaction of its own
@@ -256,8 +265,9 @@ class Catalog:
 
     @staticmethod
     def _rollback(connection: sqlite3.Connection | None) -> None:
-        if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
-            connection.execute("ROLLBACK")
+        with contextlib.suppress(sqlite3.ProgrammingError):  # closed by a signal's handler, which rolls back as well
+            if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
+                connection.execute("ROLLBACK")
 
     def _open(self, *, meta: Mapping[str, int] | None = None) -> sqlite3.Connection:
         """This process's connection; ``meta`` is what a new catalog begins with."""

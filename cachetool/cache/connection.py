@@ -60,6 +60,8 @@ def connect(path: Path) -> sqlite3.Connection:
 def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str) -> CatalogError | CapacityError:
     """What went wrong with the catalog at ``path``; ``mend`` is what to do about a file that is no catalog."""
     name = getattr(error, "sqlite_errorname", "")
+    if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
+        return CatalogError(f"catalog {path} was closed in the middle of a call; open the cache again")
     if os.path.isdir(path):
         return CatalogError(f"catalog {path} is a folder; remove it, then {mend}")
     if name == "SQLITE_FULL":

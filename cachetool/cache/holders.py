@@ -25,7 +25,7 @@ from pathlib import Path
 
 from cachetool.cache.catalog import Connection
 from cachetool.disk import disk_error, permission_denied
-from cachetool.errors import CacheToolError, CapacityError, CatalogError
+from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.text import program
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
@@ -53,21 +53,27 @@ class Holder:
 
         A lock file that somebody deleted is made again: until then others go by the pid (:func:`dead_holders`).
         """
-        if not self.path.exists() and (fd := _make_locked(self.path)) is not None:
-            self._fd, gone = fd, self._fd
-            os.close(gone)
+        with _lock:
+            if self.retired:  # by another thread or a signal's handler, in the middle of the call
+                raise _closed(self.path.parent)
+            if not self.path.exists() and (fd := _make_locked(self.path)) is not None:
+                self._fd, gone = fd, self._fd
+                os.close(gone)
         connection.execute(
             "INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?, ?)",
             (self.id, self.pid, socket.gethostname(), program(), time.time()),
         )
 
-    def retire(self) -> None:
-        """Let the lock go and remove its file; the row is the caller's."""
-        self.retired = True
-        with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
-            self.path.unlink()
-        os.close(self._fd)
-        _ours.discard((self.pid, self.id))
+    def retire(self, *, signed_out: bool = True) -> None:
+        """Let the lock go and remove its file; the row is the caller's. Where that is still there, not ``signed_out``,
+        the file stays: by its free lock the next process knows that this holder is gone, while its pid still runs."""
+        with _lock:
+            self.retired = True
+            if signed_out:
+                with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
+                    self.path.unlink()
+            os.close(self._fd)
+            _ours.discard((self.pid, self.id))
 
 
 def _make_locked(path: Path) -> int | None:
@@ -93,40 +99,65 @@ _TAKEN = (BlockingIOError, PermissionError)
 
 _Key = tuple[int, str]
 _holders: dict[_Key, Holder] = {}
-_users: dict[_Key, set[object]] = {}
+_users: dict[_Key, set[User]] = {}
 """Who shares each of them."""
 _ours: set[_Key] = set()
 """Process and id of every holder that has a lock, of those that are on their way out too."""
 _lock = threading.RLock()  # a signal's handler may close a cache while its thread makes a holder
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # the other one may have been held by a thread that does not exist here
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _key(folder: Path) -> _Key:
     return os.getpid(), str(folder.resolve())
 
 
-def enter(folder: Path) -> object:
-    """Somebody of this process uses the cache whose lock files lie in ``folder``, until :func:`leave` of what this
-    gives."""
-    user = object()
+class User:
+    """A use of a cache, from :func:`enter` to :func:`leave`."""
+
+    left = False
+
+
+def enter(folder: Path) -> User:
+    """Somebody of this process uses the cache whose lock files lie in ``folder``."""
+    user = User()
     with _lock:
         _users.setdefault(_key(folder), set()).add(user)
     return user
 
 
-def leave(folder: Path, user: object) -> Holder | None:
+def leave(folder: Path, user: User) -> Holder | None:
     """The end of a use. Gives the last one the holder, to be signed out and retired: nobody gets it any more, and
     whoever comes meanwhile another one."""
     key = _key(folder)
     with _lock:
-        users = _users.get(key, set())  # none in a forked child, whose parent's they are
+        user.left = True
+        users = _users.get(key, set())  # none in a forked child that made no use of it: they are its parent's
         users.discard(user)
         return None if users else _holders.pop(key, None)
 
 
-def holder_of(folder: Path) -> Holder:
-    """This process's holder for the cache whose lock files lie in ``folder``: made at first use, one per process."""
+def _closed(folder: Path) -> UsageError:
+    return UsageError(f"cache {folder.parent} is closed; open it again with cachetool.open_cache")
+
+
+def holder_of(folder: Path, user: User | None = None) -> Holder:
+    """This process's holder for the cache whose lock files lie in ``folder``: made at first use, one per process.
+
+    Raises :class:`UsageError` when this ``user`` has left.
+    """
     key = _key(folder)
     with _lock:
+        if user is not None:
+            if user.left:
+                raise _closed(folder)
+            _users.setdefault(key, set()).add(user)  # a forked child's own use begins here
         if key not in _holders:
             try:
                 _holders[key] = Holder(folder)
@@ -172,7 +203,7 @@ def dead_holders(connection: Connection, folder: Path) -> list[str]:
     dead = []
     for row in connection.execute("SELECT id, pid, host, started FROM holders"):
         path = folder / f"{row['id']}.lock"
-        if _is_ours(row["id"]):
+        if is_ours(row["id"]):
             continue
         alive = (
             _alive(path) if path.exists() else row["host"] == socket.gethostname() and _runs(row["pid"], row["started"])
@@ -211,7 +242,7 @@ def live_locks(folder: Path) -> list[int]:
 def lock_states(folder: Path) -> dict[str, bool]:
     """Every holder that has a lock file here, and whether its process is alive; this process always is."""
     with _lock:
-        return {path.stem: _is_ours(path.stem) or _alive(path) for path in folder.glob("*.lock")}
+        return {path.stem: is_ours(path.stem) or _alive(path) for path in folder.glob("*.lock")}
 
 
 def locks_work(folder: Path) -> bool:
@@ -250,10 +281,11 @@ def _other_gets(path: Path) -> bool:
 
 
 def _others(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.lock") if not _is_ours(path.stem)]
+    return [path for path in folder.glob("*.lock") if not is_ours(path.stem)]
 
 
-def _is_ours(id: str) -> bool:
+def is_ours(id: str) -> bool:
+    """Whether a holder is this process, or was until a moment ago."""
     return (os.getpid(), id) in _ours
 
 

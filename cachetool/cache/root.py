@@ -116,7 +116,7 @@ class CacheDir:
                 change(connection, self.layout, wanted)
                 self._mark()
         self._wanted = dict.fromkeys(self._wanted)
-        return holders.holder_of(self.layout.holders)
+        return holders.holder_of(self.layout.holders, self._user)
 
     def renew(self, wanted: dict[str, int]) -> None:
         """Be a cache that is not on disk yet: its folder is gone. ``wanted`` is what the next one begins with."""
@@ -131,7 +131,7 @@ class CacheDir:
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""
         # Inside of a transaction, where :attr:`holder` could not put a new cap in force.
-        return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders))
+        return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders, self._user))
 
     # -- what is in it -------------------------------------------------------------------------------------------------
 
@@ -318,10 +318,14 @@ class CacheDir:
         self.closed = True
         own = holders.leave(self.layout.holders, self._user)
         if own is not None:
-            # What cannot be written now is finished by the next process, which finds this one's lock free.
-            with contextlib.suppress(CapacityError, CatalogError):
-                sign_out(self._catalog, self.layout, own)
-            own.retire()
+            signed_out = False
+            try:
+                # What cannot be written now is finished by the next process, which finds this one's lock free.
+                with contextlib.suppress(CapacityError, CatalogError):
+                    sign_out(self._catalog, self.layout, own)
+                    signed_out = True
+            finally:
+                own.retire(signed_out=signed_out)
         self._catalog.close()
 
     def __enter__(self) -> Self:

@@ -71,7 +71,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
 
 
 def _unmake(cache: CacheDir, made: list[Path]) -> None:
-    layout, own = cache.layout, holders.existing_holder(cache.layout.holders)
+    layout = cache.layout
     aside = layout.root.with_name(f".{layout.root.name}.{os.getpid()}.empty")
     if any(not stray.ours for stray in strays(cache.catalog, layout)):  # somebody else's file: the folder stays
         return
@@ -79,7 +79,7 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
         for table in ("shards", "sources", "datasets"):
             if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
                 return
-        if connection.execute("SELECT 1 FROM holders WHERE id != ?", (own.id if own else "",)).fetchone():
+        if any(not holders.is_ours(row["id"]) for row in connection.execute("SELECT id FROM holders").fetchall()):
             return
         if holders.live_locks(layout.holders):
             return

@@ -153,13 +153,13 @@ class Environment:
 
 
 _open: dict[tuple[int, int], Environment] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may close a reader while its thread opens another
 
 
 def _after_fork() -> None:
     """LMDB opens a file once per process and counts what a fork copied: let go of it before anything is opened."""
     global _lock
-    _lock = threading.Lock()  # the other one may have been held by a thread that does not exist here
+    _lock = threading.RLock()  # the other one may have been held by a thread that does not exist here
     inherited = list(_open.values())
     _open.clear()
     for environment in inherited:

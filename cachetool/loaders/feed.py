@@ -344,4 +344,5 @@ class Processes:
                 ring.close()
             for process in processes:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a poll() that we interrupt reaps it
+                    process.wait(_GRACE)

@@ -9,12 +9,15 @@ at hand and has not handed out is let go of in the child.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
+
+from cachetool.weak import members
 
 __all__ = ["Inherited", "drop_in_child", "watch"]
 
@@ -50,10 +53,10 @@ class Inherited:
         for pipe, _ in self.children:
             poll.register(pipe, select.POLLIN)
         over = [pipe for pipe, _ in poll.poll(0)]
-        for pipe in over:
-            os.close(pipe)
         for child in [child for child in self.children if child[0] in over]:
-            self.children.remove(child)  # in place: another thread may fork and add one
+            with contextlib.suppress(ValueError):  # close(), in a signal's handler, was first
+                self.children.remove(child)  # in place: another thread may fork and add one
+                os.close(child[0])
         free = [slot for slot in self._kept if not any(slot in slots for _, slots in self.children)]
         self._kept.difference_update(free)
         return free
@@ -73,7 +76,7 @@ _forking: dict[int, tuple[int, int, list[tuple[Inherited, frozenset[int]]]]] = {
 
 
 def _before() -> None:
-    found = [(each, slots) for each in list(_all) if (slots := each.held())]
+    found = [(each, slots) for each in members(_all) if (slots := each.held())]
     if found:
         _forking[threading.get_ident()] = (*os.pipe(), found)
 
@@ -102,7 +105,7 @@ def drop_in_child(iterator: _HasBatches) -> None:
 
 
 def _in_child() -> None:
-    for iterator in list(_dropped):
+    for iterator in members(_dropped):
         iterator.drop()
     _dropped.clear()
     for thread, (reading, writing, _) in _forking.items():
@@ -110,7 +113,7 @@ def _in_child() -> None:
         if thread != threading.get_ident():
             os.close(writing)  # is for another child; its own stays open for as long as this process is what it is
     _forking.clear()
-    for each in list(_all):
+    for each in members(_all):
         each.close()
     _all.clear()
 

@@ -184,7 +184,7 @@ class CacheSubscription:
     def abandon(self) -> None:
         """Give the lease back, from the middle of whatever this thread does."""
         if (snapshot := self._let_go()) is not None and not sys.is_finalizing():
-            _beside(snapshot.release)
+            beside(snapshot.release)
 
     def _let_go(self) -> Snapshot | None:
         """The snapshot that this process has leased, which is to be released."""
@@ -226,10 +226,10 @@ def _give_back(pid: int, snapshot: Snapshot, cache: CacheDir) -> None:
         snapshot.release()
         cache.close()
 
-    _beside(release)
+    beside(release)
 
 
-def _beside(release: Callable[[], None]) -> None:
+def beside(release: Callable[[], None]) -> None:
     """Call it in a thread, which is done when this returns unless the garbage collector runs in the middle of a
     transaction of this very thread: that must end first."""
     thread = threading.Thread(target=release, name="cachetool-release", daemon=True)

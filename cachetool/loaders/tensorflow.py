@@ -17,6 +17,7 @@ here imports the ``tfrecord`` package, which cannot be loaded beside TensorFlow.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import secrets
 import shlex
@@ -31,7 +32,7 @@ from cachetool.errors import UsageError, without
 from cachetool.formats.example import shape_name, storage_kind
 from cachetool.loaders.order import order
 from cachetool.loaders.split import Split, parse_split
-from cachetool.loaders.subscription import CacheSubscription, subscribe
+from cachetool.loaders.subscription import CacheSubscription, beside, subscribe
 from cachetool.loaders.view import View
 from cachetool.schema import Field, Schema
 from cachetool.units import parse_whole
@@ -110,6 +111,7 @@ def make_dataset(
 
     def epoch() -> Iterator[tuple[list[Any], ...]]:
         number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
+        close = mine.close
         try:
             view = mine.newest(epoch=None if run is None else number, sparing=True)
             columns = _files(view, sides, where)
@@ -119,8 +121,11 @@ def make_dataset(
             at = [int(i) for block in turns for i in block]
             yield tuple([column[i] for i in at] for column in columns)
             mine.served()
+        except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
+            close = functools.partial(beside, mine.close)
+            raise
         finally:
-            mine.close()
+            close()
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         return parse_batch(records, schema)

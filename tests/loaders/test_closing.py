@@ -4,6 +4,7 @@ while a transform lets go of nothing."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders import threads
+from cachetool.formats import lmdb
+from cachetool.formats.lmdb import open_environment
+from cachetool.loaders import feed, forks, threads
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
@@ -164,3 +167,61 @@ def test_a_second_interrupt_while_feeders_are_stopped_leaves_none_of_them(script
     process.wait()
     process.stdout.close()
     process.stderr.close()
+
+
+def test_the_pipe_of_a_child_that_ended_is_closed_once_by_a_loader_that_a_handler_closes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inherited = forks.Inherited(list)
+    reading, writing = os.pipe()
+    inherited.note(reading, frozenset({0}))
+    os.close(writing)  # the child's: it ended
+    files: list[int] = []
+
+    class Interrupted:
+        def register(self, *_: int) -> None: ...
+
+        def poll(self, _: int) -> list[tuple[int, int]]:
+            inherited.close()
+            files.append(os.open(os.devnull, os.O_RDONLY))  # which gets the number that is free now
+            return [(reading, 0)]
+
+    monkeypatch.setattr(forks.select, "poll", Interrupted)
+    assert inherited.ended() == []
+    assert files == [reading]
+    os.close(files[0])  # it is still ours
+
+
+def test_an_lmdb_file_may_be_closed_by_a_handler_while_its_thread_opens_another(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (shard.data for shard in cache.shards()[:2])
+    opened = open_environment(first)
+    really = lmdb.lmdb.open
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        opened.close()
+        return really(*arguments, **more)
+
+    monkeypatch.setattr(lmdb.lmdb, "open", interrupted)
+    other = open_environment(second)
+    assert other.env.stat()["entries"] > 0
+    other.close()
+    with pytest.raises(Exception, match="closed"):
+        opened.env.stat()
+
+
+def test_a_handler_may_close_a_loader_while_it_looks_whether_its_feeders_live(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``Popen.poll`` has a lock then, without which ``wait`` waits for ever."""
+    monkeypatch.setattr(feed, "_GRACE", 0.2)
+    loader = Loader(cache, batch_size=4, workers=1, fields=["number"])
+    batches = iter(loader)
+    next(batches)
+    process = loader._feed._processes[0]  # type: ignore[union-attr]
+    with process._waitpid_lock:
+        loader.close()
+    assert process.wait(60) is not None
+    with pytest.raises(CacheToolError):
+        list(batches)
