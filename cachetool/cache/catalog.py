@@ -67,14 +67,12 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pid = 0
-        self._inode = 0
+        self._pid = self._inode = 0
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        self._inside = False
-        """Whether a transaction is under way: in the thread that has the turn."""
+        self._inside = False  # whether a transaction is under way, in the thread that has the turn
         self._whole: sqlite3.Connection | None = None
         """In a transaction of :meth:`together`."""
         self._undone: Exception | None = None
@@ -265,7 +263,7 @@ class Catalog:
 
     @staticmethod
     def _rollback(connection: sqlite3.Connection | None) -> None:
-        with contextlib.suppress(sqlite3.ProgrammingError):  # closed by a signal's handler, which rolls back as well
+        with contextlib.suppress(sqlite3.ProgrammingError):  # a signal's handler closed it, which rolls back as well
             if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
                 connection.execute("ROLLBACK")
 

@@ -8,14 +8,15 @@ have them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from cachetool.weak import members
+__all__ = ["forks_wait_for", "members"]
 
-__all__ = ["forks_wait_for"]
+T = TypeVar("T")
 
 _PATIENCE = 10.0
 """Seconds: a transaction takes milliseconds, and now and then as long as the disk needs. A thread that waits for what
@@ -29,6 +30,13 @@ class _TakesTurns(Protocol):
 _all: weakref.WeakSet[_TakesTurns] = weakref.WeakSet()
 _taken: dict[int, list[threading.RLock]] = {}
 """By the thread that forks, since two may at the same time."""
+
+
+def members(of: weakref.WeakSet[T]) -> list[T]:
+    """Those that are there now, also when another thread adds one just then."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # it changed its size
+            return list(of)
 
 
 def forks_wait_for(catalog: _TakesTurns) -> None:

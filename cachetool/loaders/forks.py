@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from cachetool.weak import members
+from cachetool.cache.forking import members
 
 __all__ = ["Inherited", "drop_in_child", "watch"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, connection, forking, holders, open_cache, root
+from cachetool.cache.forking import members
 from cachetool.errors import CapacityError, CatalogError, UsageError
-from cachetool.weak import members
 
 from .conftest import put_shard
 
