@@ -112,7 +112,7 @@ class Catalog:
         if not self.path.exists():
             return True
         try:
-            with contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), contextlib.closing(connect(self.path)) as connection:
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     return True
                 tables = ("datasets", "sources", "shards")
@@ -124,7 +124,7 @@ class Catalog:
         """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
         bring them; else None."""
         try:
-            with contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), contextlib.closing(connect(self.path)) as connection:
                 found = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
@@ -136,8 +136,7 @@ class Catalog:
         if not self.path.exists():
             return "it is missing"
         try:
-            connection = connect(self.path)
-            try:
+            with self.turn(), contextlib.closing(connect(self.path)) as connection:
                 schema = connection.execute("PRAGMA user_version").fetchone()[0]
                 if schema > SCHEMA_VERSION:
                     return None
@@ -145,8 +144,6 @@ class Catalog:
                     return "it is empty"
                 found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
-            finally:
-                connection.close()
         except _FAILURES as error:
             name = getattr(error, "sqlite_errorname", "")
             if name in ("", "SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):

@@ -181,11 +181,6 @@ def _unwritable(folder: Path, error: OSError) -> CacheToolError:
     return CapacityError(f"cache {folder.parent} takes no new reader or writer, which must leave a lock there: {why}")
 
 
-def existing_holder(folder: Path) -> Holder | None:
-    """The holder that this process already has for a cache, or None."""
-    return _holders.get(_key(folder))
-
-
 def retire_ours(folder: Path) -> None:
     """Let go of what this process holds in a cache whose folder was taken away, with the catalog."""
     with _lock:

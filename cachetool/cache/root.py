@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from cachetool.cache import holders, snapshots
 from cachetool.cache.catalog import Catalog
+from cachetool.cache.forking import members
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.marker import mark
@@ -38,7 +39,7 @@ _open: weakref.WeakSet[CacheDir] = weakref.WeakSet()
 
 def _close_all() -> None:
     """At the end of a program that closed nothing: leases and locks go back now, not when the next process looks."""
-    for cache in list(_open):
+    for cache in members(_open):
         with contextlib.suppress(CacheToolError):
             cache.close()
 

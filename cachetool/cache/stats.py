@@ -11,7 +11,7 @@ from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
 from cachetool.cache.draws import SourceRow, drawn
-from cachetool.cache.holders import dead_holders, existing_holder
+from cachetool.cache.holders import dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.losses import losses, quarantined
 from cachetool.cache.pullers import STOPPED, pull_states
@@ -114,8 +114,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         ).fetchall()
         fetched = sum(each["fetched"] for each in sources)
         served = meta["served"] if dataset is None else meta.get(f"served:{dataset}", 0)
-        own, gone = existing_holder(layout.holders), dead_holders(connection, layout.holders)
-        apart = [*gone, own.id] if own is not None else gone
+        gone = dead_holders(connection, layout.holders)
         return Stats(
             root=str(layout.root),
             version=meta["version"],
@@ -140,7 +139,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             holders=[
                 {name: row[name] for name in ("pid", "host", "what", "started")}
                 for row in connection.execute("SELECT * FROM holders ORDER BY started")
-                if row["id"] not in apart
+                if row["id"] not in gone and not is_ours(row["id"])
             ],
             leases=[
                 {name: row[name] for name in ("pid", "what", "run", "epoch", "version", "dataset", "taken")}

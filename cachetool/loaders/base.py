@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
+from cachetool.cache.forking import members
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed, Processes
@@ -322,7 +323,7 @@ class BaseLoader(ABC, Generic[T]):
 
     def close(self) -> None:
         """Stop the feeders and give the lease back; iterating again starts anew. Batches stay as they are."""
-        for beside in list(self._beside):
+        for beside in members(self._beside):
             beside.replace()
             beside.end()
         before = None if self._iterator is None else self._iterator()

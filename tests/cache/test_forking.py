@@ -177,6 +177,20 @@ def test_a_childs_lease_of_an_inherited_cache_outlives_another_use_of_it(cache: 
     assert in_child(leased)
 
 
+def test_a_child_that_closes_the_cache_of_its_parent_keeps_its_own(cache: CacheDir) -> None:
+    put_shard(cache)
+    cache.snapshot()
+
+    def closes() -> bool:
+        with CacheDir(cache.root) as own:
+            own.snapshot()
+            cache.close()
+            return len(own.stats().leases) == 2
+
+    assert in_child(closes)
+    assert [row["pid"] for row in cache.stats().leases] == [os.getpid()]
+
+
 def test_what_a_handler_asks_in_the_middle_of_a_transaction_does_not_undo_it(
     cache: CacheDir, interrupted: Callable[[Callable[[], object]], None]
 ) -> None:
@@ -264,6 +278,35 @@ def test_what_a_closing_process_cannot_sign_out_is_taken_back_by_the_next_one(
         with contextlib.nullcontext() if isinstance(error, Exception) else pytest.raises(KeyboardInterrupt):
             cache.close()
     assert leases(cache) == 0, "though the pid that had it still runs"
+
+
+def test_a_cache_opened_while_the_last_one_is_closed_keeps_its_lease_and_its_lock(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_shard(cache)
+    cache.snapshot()
+    first, sign_out = cache.holder, root.sign_out
+    opened: list[CacheDir] = []
+
+    def meanwhile(*arguments: Any) -> None:
+        monkeypatch.setattr(root, "sign_out", sign_out)
+        opened.append(open_cache(cache.root))
+        opened[0].snapshot()
+        with open_cache(cache.root) as another:
+            assert another.holder is opened[0].holder is not first
+        assert opened[0].stats().holders == []
+        sign_out(*arguments)
+
+    monkeypatch.setattr(root, "sign_out", meanwhile)
+    cache.close()
+    assert first.retired
+    assert not first.path.exists()
+    assert not opened[0].holder.retired
+    assert leases(cache) == 1, "another process finds the lock taken, and keeps the lease"
+    opened[0].close()
+    assert os.listdir(cache.root / "holders") == []
+    with open_cache(cache.root) as again:
+        assert again.catalog.rows("SELECT * FROM leases") == []
 
 
 def test_a_new_cap_beside_a_closing_use_of_this_process_is_taken(

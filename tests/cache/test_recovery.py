@@ -9,11 +9,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache, root
+from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
 from cachetool.cache.losses import losses, reopen
 from cachetool.errors import CatalogError, UsageError
 
@@ -193,55 +192,6 @@ def test_two_open_caches_of_one_process_share_one_holder(cache: CacheDir) -> Non
     assert len(cache.stats().leases) == 1, "the first is still open"
     snapshot.release()
     assert cache.stats().leases == []
-
-
-def test_a_cache_opened_while_the_last_one_is_closed_keeps_its_lease_and_its_lock(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By another thread or a signal's handler; both gave back the same holder before, and closed its file twice."""
-    put_shard(cache)
-    cache.snapshot()
-    first, sign_out = cache.holder, root.sign_out
-    opened: list[CacheDir] = []
-
-    def meanwhile(*arguments: Any) -> None:
-        monkeypatch.setattr(root, "sign_out", sign_out)
-        opened.append(open_cache(cache.root))
-        opened[0].snapshot()
-        with open_cache(cache.root) as another:
-            assert another.holder is opened[0].holder is not first
-        sign_out(*arguments)
-
-    monkeypatch.setattr(root, "sign_out", meanwhile)
-    cache.close()
-    assert first.retired
-    assert not first.path.exists()
-    assert not opened[0].holder.retired
-
-    look = "import sys, cachetool; cache = cachetool.open_cache(sys.argv[1]); print(len(cache.stats().leases))"
-    found = subprocess.run([sys.executable, "-c", look, cache.root], capture_output=True, text=True, check=True)
-    assert found.stdout == "1\n", "another process finds the lock taken, and keeps the lease"
-    opened[0].close()
-    assert os.listdir(cache.root / "holders") == []
-    with open_cache(cache.root) as again:
-        assert again.catalog.rows("SELECT * FROM leases") == []
-
-
-def test_a_child_that_closes_the_cache_of_its_parent_keeps_its_own(cache: CacheDir) -> None:
-    put_shard(cache)
-    cache.snapshot()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            with CacheDir(cache.root) as own:
-                own.snapshot()
-                cache.close()
-                code = 0 if len(own.stats().leases) == 2 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert [row["pid"] for row in cache.stats().leases] == [os.getpid()]
 
 
 def test_an_open_that_finds_nothing_dead_writes_nothing(cache: CacheDir) -> None:

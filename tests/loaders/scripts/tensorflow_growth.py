@@ -25,6 +25,7 @@ from cachetool.loaders.numpy import Loader
 from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
 from cachetool.schema import Field, Schema
 from tests.loaders.numbered import EVERY, KEYED, SMALL, leases, put, sample
+from tests.loaders.processes import until
 
 
 def plain(value: Any) -> Any:
@@ -109,6 +110,11 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     held = len(leases(cache))
     del iterator
     out["abandoned"] = [held, len(leases(cache))]
+    iterator = iter(dataset)
+    next(iterator)
+    with cache.catalog.write():  # where the garbage collector may run as well
+        del iterator
+    until(lambda: not leases(cache))
 
     # An epoch reads to its end what is evicted meanwhile; the next one does without.
     found = []
