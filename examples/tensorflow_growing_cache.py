@@ -53,10 +53,11 @@ def main(folder: Path) -> None:
         pull()
         dataset = make_dataset(cache, batch_size=32, fields=["image", "label"], shuffle_buffer=300, seed=0)
         for epoch in range(1, EPOCHS + 1):
-            more = background.submit(pull)
             samples = 0
             model.reset_metrics()
             for batch in dataset:  # takes a new snapshot of the cache
+                if samples == 0:
+                    more = background.submit(pull)  # what arrives from here on is for the next epoch
                 model.train_on_batch(batch["image"], batch["label"])
                 samples += len(batch["label"])
             accuracy = float(model.get_metrics_result()["accuracy"])

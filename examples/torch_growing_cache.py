@@ -59,9 +59,10 @@ def main(folder: Path) -> None:
                 multiprocessing_context="forkserver",  # this program has threads, which do not survive a fork
             )
             for epoch in range(1, EPOCHS + 1):
-                more = background.submit(pull)
                 samples = right = 0
                 for batch in loader:
+                    if samples == 0:
+                        more = background.submit(pull)  # what arrives from here on is for the next epoch
                     scores = model(batch["image"])
                     loss = torch.nn.functional.cross_entropy(scores, batch["label"])
                     optimizer.zero_grad()

@@ -35,6 +35,8 @@ _CLOUDS = (
 
 # Each of some thousand processes would begin by starting threads for linear algebra, which none of them does.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# And, where containers forbid to keep what was compiled, by compiling all of this package again: 60 to 100 ms.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -2,11 +2,12 @@
 
 ::
 
-    Feed -- begin, delivered --> leader -- plans --> other feeders
-         <-- ring of each ------------------------------'
+    Feed -- begin, delivered --> leader -- forks, plans --> other feeders
+         <-- ring of each -------------------------------------'
 
-Feeders are plain child processes: the interpreter and a module of ours. They start the same way from scripts without
-a main guard, notebooks and ``python -``, inherit nothing of the training process, and end when their stdin does.
+The leader is a plain child process: the interpreter and a module of ours. It starts the same way from scripts without
+a main guard, notebooks and ``python -``, inherits nothing of the training process, and ends when its stdin does; the
+other feeders end with it.
 No thread runs here; :meth:`Feed.take` gets batches that are ready without letting go of the GIL.
 """
 
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
 from typing import Any, Protocol
 
 from cachetool.boot import boot
@@ -123,57 +124,48 @@ class Processes:
             raise UsageError("feeder processes need Linux on 64 bits; use workers=0")
         keep_standard_streams()
         self.pid, self.closed, self.unsure = os.getpid(), False, False
+        self.pids: list[int] = []
+        """Of the feeders, the leader first, once it has said so."""
+        self._leader: subprocess.Popen[bytes] | None = None
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = self._statements = self._generation = 0
-        self._rest = b""
+        self._rest, self._said = b"", deque[dict[str, Any]]()
         self._telling, self._left = False, 0
         self._pace = Pace()
         self._answers, answers = os.pipe()
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
         self._poll.register(self._answers, select.POLLIN)
-        plans = [os.pipe() for _ in range(feeders - 1)]
-        leader = [answers, *(write for _, write in plans)]
         try:
-            for number in range(feeders):
-                own = leader if number == 0 else [plans[number - 1][0]]
-                self._start(number, feeders, settings, transform, own)
+            for _ in range(feeders):
+                self._rings.append(Ring())
+                self._readers.append(SlotReader(self._rings[-1], self._schemas))
+            self._start(settings, transform, answers)
         except BaseException:
             self.close()
             raise
         finally:
-            for fd in (answers, *(fd for pair in plans for fd in pair)):
-                os.close(fd)
+            os.close(answers)
 
-    def _start(self, number: int, feeders: int, settings: Settings, transform: bytes, fds: Sequence[int]) -> None:
-        ring = Ring()
-        self._rings.append(ring)
-        self._readers.append(SlotReader(ring, self._schemas))
-        process = subprocess.Popen(
+    def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
+        rings = [ring.fd for ring in self._rings]
+        self._leader = subprocess.Popen(
             [sys.executable, "-c", boot("cachetool.loaders.feeder")],
             stdin=subprocess.PIPE,
-            pass_fds=(ring.fd, *fds),
+            pass_fds=(answers, *rings),
             start_new_session=True,  # a terminal's Ctrl-C reaches the training process alone
             env=_environment(),
         )
-        self._processes.append(process)
-        own = {"answers": fds[0], "followers": fds[1:]} if number == 0 else {"plans": fds[0]}
         hello = {
             "settings": settings.to_json(),
-            "number": number,
-            "feeders": feeders,
             "parent": self.pid,
             "main": threading.current_thread() is threading.main_thread(),
-            "ring": ring.fd,
+            "rings": rings,
+            "answers": answers,
             "transform": len(transform),
-            **own,
         }
-        assert process.stdin is not None
-        with self._death_of(process):
-            process.stdin.write(json.dumps(hello).encode() + b"\n" + transform)
-            process.stdin.flush()
+        self._write(json.dumps(hello).encode() + b"\n" + transform)
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`Feed`."""
@@ -199,7 +191,7 @@ class Processes:
             return
         line = json.dumps({"id": 0, "do": "left", "generation": generation}).encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
-            os.write(self._processes[0].stdin.fileno(), line)  # type: ignore[union-attr]
+            os.write(self._leader.stdin.fileno(), line)  # type: ignore[union-attr]
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`Feed`."""
@@ -257,41 +249,46 @@ class Processes:
 
     def _check(self) -> None:
         """Raise when a feeder is dead, or the feed was closed meanwhile: by a signal's handler, or another thread."""
-        if self.closed:
+        leader = self._leader
+        if self.closed or leader is None:
             raise closed()
-        for process in self._processes:
-            code = process.poll()
-            if code is not None:
-                self.close()
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                hint = _HINTS.get(-code, "")
-                raise CacheToolError(f"a feeder (pid {process.pid}) {how}{hint}; iterate again to start new ones")
+        if (code := leader.poll()) is not None:
+            self._ended(leader.pid, code)
+        self._hear(0.0)
+
+    def _ended(self, pid: int, code: int) -> None:
+        self.close()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        raise CacheToolError(f"a feeder (pid {pid}) {how}{_HINTS.get(-code, '')}; iterate again to start new ones")
 
     def _tell(self, what: str, **values: Any) -> None:
         self._asked += 1
         if self.closed:
             raise closed()
-        leader = self._processes[0]
-        assert leader.stdin is not None
         self._telling = True
         try:
-            with self._death_of(leader):
-                leader.stdin.write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
-                leader.stdin.flush()
+            self._write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
         finally:
             self._telling = False
         if self._left:
             self.left(self._left)
 
-    @contextlib.contextmanager
-    def _death_of(self, process: subprocess.Popen[bytes]) -> Any:
+    def _write(self, data: bytes) -> None:
+        assert self._leader is not None
+        assert self._leader.stdin is not None
         try:
-            yield
+            self._leader.stdin.write(data)
+            self._leader.stdin.flush()
         except (BrokenPipeError, ValueError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            self._check()
+            self._check_end()
             raise
+
+    def _check_end(self) -> None:
+        """Raise for the end of the leader, whose pipes have ended."""
+        if self._leader is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._leader.wait(1.0)
+        self._check()
 
     def _ask(self, what: str, **values: Any) -> dict[str, Any]:
         self._tell(what, **values)
@@ -304,20 +301,26 @@ class Processes:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        while b"\n" not in self._rest:
-            if not self._poll.poll(1000 * _LOOK) or self.closed:
+        while not self._said:
+            if not self._hear(_LOOK):
                 self._check()
-                continue
-            data = os.read(self._answers, 1 << 20)
-            if not data:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._processes[0].wait(1.0)
-                self._check()
-                raise CacheToolError("a feeder closed its pipe")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return self._said.popleft()
+
+    def _hear(self, seconds: float) -> bool:
+        """Wait so long for the leader to say something; raises when that is that a feeder died."""
+        if not self._poll.poll(1000 * seconds) or self.closed:
+            return False
+        data = os.read(self._answers, 1 << 20)
+        if not data:
+            self._check_end()
+            raise CacheToolError("a feeder closed its pipe")
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for said in map(json.loads, lines):
+            if "died" in said:
+                self._ended(*said["died"])
+            self.pids = said.pop("feeders", self.pids)
+            self._said.append(said)
+        return True
 
     def close(self) -> None:
         """See :class:`Feed`."""
@@ -327,22 +330,19 @@ class Processes:
         fd, self._answers = self._answers, -1
         if fd >= 0:
             os.close(fd)
-        processes, self._processes = self._processes, []  # a signal's handler closes in the middle of a loop over them
+        leader, self._leader = self._leader, None  # a signal's handler may close in the middle of this
         rings, self._rings, self._readers = self._rings, [], []
         try:
-            for process in processes:
-                assert process.stdin is not None
+            if leader is not None and leader.stdin is not None:
                 with contextlib.suppress(OSError, ValueError):  # it died
-                    os.write(process.stdin.fileno(), _STOP)
-                    process.stdin.close()
-            deadline = time.monotonic() + _GRACE
-            for process in processes:
+                    os.write(leader.stdin.fileno(), _STOP)
+                    leader.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, deadline - time.monotonic()))
+                    leader.wait(_GRACE)
         finally:  # a second Ctrl-C does not wait, and leaves nothing behind
             for ring in rings:
                 ring.close()
-            for process in processes:
-                process.kill()
+            if leader is not None:
+                leader.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a poll() that we interrupt reaps it
-                    process.wait(_GRACE)
+                    leader.wait(_GRACE)

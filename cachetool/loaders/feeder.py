@@ -2,15 +2,16 @@
 
 ::
 
-    stdin    {"settings": ..., "number": 0, "feeders": 2, ...}, then the transform's bytes     from the training process
-             {"id": 1, "do": "begin", "epoch": 0} ...        to the leader only
+    stdin    {"settings": ..., "rings": [5, 6], ...}, then the transform's bytes               from the training process
+             {"id": 1, "do": "begin", "epoch": 0} ...
              {"id": 0, "do": "stop"}, or its end
-    plans    a plan a line                                                                      from the leader
-    answers  {"id": 1, "steps": 16, ...} or {"id": 1, "error": ...}                             from the leader
-    ring     batches
+    answers  {"id": 0, "feeders": [812, 813]}, then, when one died, {"id": 0, "died": [813, -9]}
+             {"id": 1, "steps": 16, ...} or {"id": 1, "error": ...}
+    rings    batches, of each feeder in its own
 
-The main thread makes batches. A second one listens; that of the first feeder, the leader, runs the transactions of the
-catalog and tells the other feeders what each epoch reads. Nothing here imports a framework or the user's program.
+What the training process starts is the first feeder, the leader, from which the others are forked: to them it tells
+what each epoch reads. The main thread of each makes batches. A second one listens; that of the leader runs the
+transactions of the catalog. Nothing here imports a framework or the user's program.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import threading
 import traceback
 from typing import Protocol
 
+from cachetool.loaders.followers import fork
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.pipes import Lines, end_with, parent_fd
 from cachetool.loaders.plan import Plan, Settings
@@ -48,8 +50,8 @@ _SOON = 0.03
 class Listener(Protocol):
     """What a feeder's second thread does."""
 
-    def run(self, parent: int) -> None:
-        """Listen until the training process, whose pid is given, ends."""
+    def run(self, gone: list[int]) -> None:
+        """Listen until the training process ends: a descriptor that is given, if any, becomes readable then."""
         ...
 
     def exhausted(self, generation: int) -> None:
@@ -60,36 +62,49 @@ class Listener(Protocol):
 def main() -> None:
     """Serve the training process that holds the other end of stdin, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides; it ends our stdin
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for other feeders, and that is inherited
     _yield_to_training()
     keep_standard_streams()
     os.dup2(2, 1)  # what a transform prints is no answer
-    lines = Lines(0)
+    lines = Lines(_standard_input_apart())
     hello = json.loads(lines.whole())
-    settings = Settings.from_json(hello["settings"])
+    settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
     function = lines.exactly(hello["transform"])
     if function and hello["main"]:
         end_with(hello["parent"])
+    gone = parent_fd(hello["parent"])
+    number, plans, followers = fork(len(rings))
+    for fd in [*rings[:number], *rings[number + 1 :], *([answers, lines.fd] if number else [])]:
+        os.close(fd)
     mailbox = Mailbox()
     listener: Listener
-    if hello["number"] == 0:
+    if number == 0:
         from cachetool.loaders.leader import Leader  # the catalog, which the others do not need: 60 ms to import
 
-        listener = Leader(settings, mailbox, lines, hello["answers"], hello["followers"])
+        listener = Leader(settings, mailbox, lines, answers, followers)
     else:
-        listener = _Follower(settings, mailbox, lines, hello["plans"])
-    threading.Thread(target=_listen, args=(listener, hello["parent"]), daemon=True).start()
+        listener = _Follower(mailbox, Lines(plans))
+    threading.Thread(target=_listen, args=(listener, gone), daemon=True).start()
     transform = Transform(loads(function), each=settings.each, seed=settings.seed) if function else None
     work(
         settings,
         mailbox,
-        SlotWriter(RingWriter(hello["ring"]), ready=settings.prefetch, feeders=hello["feeders"]),
+        SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings)),
         MappedParts(),
         transform=transform,
-        number=hello["number"],
-        feeders=hello["feeders"],
+        number=number,
+        feeders=len(rings),
         exhausted=listener.exhausted,
         soon=_SOON,
     )
+
+
+def _standard_input_apart() -> int:
+    """A descriptor of what the training process says; a transform, or a program it runs, finds nothing to read."""
+    said = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return said
 
 
 def _yield_to_training() -> None:
@@ -112,10 +127,10 @@ def _schedule(policy: str) -> None:
             os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
-def _listen(listener: Listener, parent: int) -> None:
+def _listen(listener: Listener, gone: list[int]) -> None:
     _as_usual()
     try:
-        listener.run(parent)
+        listener.run(gone)
     except BaseException:  # noqa: BLE001 - without its listener a feeder would never end
         traceback.print_exc()
         os._exit(1)
@@ -124,19 +139,17 @@ def _listen(listener: Listener, parent: int) -> None:
 class _Follower:
     """Listens for plans."""
 
-    def __init__(self, settings: Settings, mailbox: Mailbox, lines: Lines, plans: int) -> None:
-        self._settings, self._mailbox = settings, mailbox
-        self._control, self._plans = lines, Lines(plans)
+    def __init__(self, mailbox: Mailbox, plans: Lines) -> None:
+        self._mailbox, self._plans = mailbox, plans
         self._told: View | None = None
 
-    def run(self, parent: int) -> None:
+    def run(self, gone: list[int]) -> None:
         """Until the training process or the leader ends."""
         poll = select.poll()
-        for fd in (self._control.fd, self._plans.fd, *parent_fd(parent)):
+        for fd in (self._plans.fd, *gone):
             poll.register(fd, select.POLLIN)
         while True:
-            # Whatever comes after the greeting means: stop.
-            if self._control.next() is not None or any(fd != self._plans.fd for fd, _ in poll.poll()):
+            if any(fd != self._plans.fd for fd, _ in poll.poll()):
                 os._exit(0)
             self._plans.receive()
             if self._plans.ended:

@@ -8,13 +8,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cachetool.cache.history import Delivered
 from cachetool.loaders.failure import described
-from cachetool.loaders.pipes import Lines, parent_fd, write_line
+from cachetool.loaders.followers import Followers
+from cachetool.loaders.pipes import Lines, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
 from cachetool.loaders.resume import asked_for
@@ -34,9 +34,7 @@ _GRACE = 0.5
 class Leader:
     """Does what the training process asks for, and what is due by itself."""
 
-    def __init__(
-        self, settings: Settings, mailbox: Mailbox, lines: Lines, answers: int, followers: Sequence[int]
-    ) -> None:
+    def __init__(self, settings: Settings, mailbox: Mailbox, lines: Lines, answers: int, followers: Followers) -> None:
         self._settings, self._mailbox, self._lines = settings, mailbox, lines
         self._answers, self._followers = answers, followers
         self._turns = Turns(settings, self._publish)
@@ -55,16 +53,16 @@ class Leader:
         if self._followers:
             value = plan.to_json(self._told)
             self._told = plan.view or self._told
-            for fd in self._followers:
-                with contextlib.suppress(BrokenPipeError):  # a dead follower is noticed by whoever waits for its batch
-                    write_line(fd, value)
+            self._followers.tell(value)
 
-    def run(self, parent: int) -> None:
+    def run(self, gone: list[int]) -> None:
         """Until the training process ends."""
+        self._say({"id": 0, "feeders": [os.getpid(), *self._followers.pids]})
         poll = select.poll()
-        gone = parent_fd(parent)
         for fd in (self._lines.fd, self._woken, *gone):
             poll.register(fd, select.POLLIN)
+        for fd in self._followers.fds:
+            poll.register(fd, 0)
         while True:
             while (line := self._lines.next()) is not None:
                 asked = json.loads(line)
@@ -83,6 +81,9 @@ class Leader:
             ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
             if not ready and self._turns.unsettled:
                 self._turns.settle()
+            for fd in ready.intersection(self._followers.fds):
+                poll.unregister(fd)
+                self._say({"id": 0, "died": self._followers.ended(fd)})
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._turns.exhausted(self._made)
@@ -101,11 +102,14 @@ class Leader:
             result = {"error": described(error)}
         self._pending = None
         if result is not None:
-            with contextlib.suppress(BrokenPipeError):
-                write_line(self._answers, {"id": asked["id"], **result})
+            self._say({"id": asked["id"], **result})
         if asked["do"] == "begin":
             self._turns.settle()
             self._turns.exhausted(self._made)  # an epoch that was made, or nearly, while the one before was delivered
+
+    def _say(self, value: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the training process is gone, which is noticed by other means
+            write_line(self._answers, value)
 
     def _later(self, asked: dict[str, Any], short: NotYet) -> None:
         now = time.monotonic()
@@ -116,7 +120,7 @@ class Leader:
         )
         if now >= until:
             self._pending = None
-            write_line(self._answers, {"id": asked["id"], "error": described(given_up(self._settings, short))})
+            self._say({"id": asked["id"], "error": described(given_up(self._settings, short))})
             return
         talk.tell(short)
         self._pending = asked, until, talk
@@ -141,5 +145,7 @@ class Leader:
         """Give the leases back, if that is quick: they end with this process in any case."""
         threading.Timer(_GRACE, os._exit, (0,)).start()
         with contextlib.suppress(Exception):
+            self._followers.kill()
             self._turns.close()
+            self._followers.wait()
         os._exit(0)

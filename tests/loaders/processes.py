@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def children() -> list[int]:
-    """Feeders of this process."""
-    found = []
+    """Feeders of this process: leaders, and then what was forked from each."""
+    parents = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"loaders.feeder" in (entry / "cmdline").read_bytes():
-                found.append(pid)
-    return found
+            if b"loaders.feeder" in (entry / "cmdline").read_bytes():
+                parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    leaders = sorted(pid for pid, parent in parents.items() if parent == os.getpid())
+    return leaders + sorted(pid for pid, parent in parents.items() if parent in leaders)
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

@@ -123,7 +123,7 @@ def test_an_iterator_whose_feeders_died_says_so_also_after_state_dict_did(cache:
     with Loader(cache, batch_size=4, workers=2, prefetch=1) as loader:
         iterator = iter(loader)
         next(iterator)
-        leader = loader._feed._processes[0]  # type: ignore[union-attr]
+        leader = loader._feed._leader  # type: ignore[union-attr]
         leader.kill()
         leader.wait()
         with pytest.raises(CacheToolError, match="was killed by signal 9"):

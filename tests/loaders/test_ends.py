@@ -34,7 +34,7 @@ def test_nothing_is_left_however_iterating_ended(workers: int, cache: CacheDir) 
     assert running["leases"] in (1, 2)  # of the epoch that comes too
     assert [running["processes"], running["threads"]] == [workers, 0 if workers else 1]
     assert (running["segments"] > 0) == (workers > 0)
-    assert list(found) == [*ENDS, *(["killed_feeder"] if workers else [])]
+    assert list(found) == [*ENDS, *(["killed_leader", "killed_follower"] if workers else [])]
     for end, left in found.items():
         assert left == dict.fromkeys(running, 0), end
 
@@ -133,7 +133,7 @@ def test_a_killed_feeder_is_an_error_within_a_second(
         with Loader(cache, batch_size=2, workers=2, prefetch=1, transform=stands_still if waits else None) as loader:
             batches = iter(loader)
             assert loader._feed is not None
-            pids = [process.pid for process in loader._feed._processes]  # type: ignore[attr-defined]
+            pids = loader._feed.pids  # type: ignore[attr-defined]
             if waits:
                 killer = threading.Thread(target=kill, args=(pids,))
                 killer.start()
@@ -163,7 +163,7 @@ TRAINS = """
 
     loader = Loader(root, batch_size=2, workers=2, transform=stands_still if notes else None)
     batches = iter(loader)
-    print(*(process.pid for process in loader._feed._processes), flush=True)
+    print(*loader._feed.pids, flush=True)
     while True:
         for batch in batches:
             pass

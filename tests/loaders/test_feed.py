@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -203,9 +204,11 @@ def test_feeders_end_at_once_beside_a_forked_child(workers: int, cache: CacheDir
         os.close(write)
         os.read(read, 1)
         os._exit(0)
-    processes = loader._feed._processes[:]  # type: ignore[union-attr]
+    leader, pids = loader._feed._leader, loader._feed.pids  # type: ignore[union-attr]
+    assert len(pids) == workers
     loader.close()
-    assert [process.returncode for process in processes] == [0] * workers
+    assert leader.returncode == 0
+    assert not any(map(alive, pids))
     assert leases(cache) == []
     os.close(write)
     os.waitpid(child, 0)
@@ -504,17 +507,34 @@ def test_a_feeder_killed_for_a_file_that_was_cut_short_says_so(cache: CacheDir) 
             list(batches)
 
 
-def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(cache: CacheDir) -> None:
-    with Loader(cache, batch_size=2, workers=2, prefetch=1) as loader:
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=2, workers=3, prefetch=1) as loader:
         batches = iter(loader)
         next(batches)
-        victim = children()[0]
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(CacheToolError, match=rf"a feeder \(pid {victim}\) was killed by signal 9"):
+        feeders = children()
+        os.kill(feeders[number], signal.SIGKILL)
+        with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[number]}\) was killed by signal 9"):
             list(batches)
-        assert children() == []
+        until(lambda: not any(map(alive, feeders)))
         assert len(list(loader)) == 30
     assert leases(cache) == []
+
+
+def test_feeders_do_not_draw_the_same_numbers_nor_read_the_same_input(cache: CacheDir) -> None:
+    """They are forked from one, as the workers are whose augmentations were all alike in many a training."""
+
+    def draw(sample: dict[str, Any]) -> dict[str, Any]:
+        drawn = [random.random(), np.random.random()]
+        return {"number": sample["number"], "drawn": np.array(drawn), "pid": os.getpid(), "said": len(sys.stdin.read())}
+
+    with Loader(cache, batch_size=2, workers=3, transform=draw) as loader:
+        batches = list(loader)
+    pids = {pid for batch in batches for pid in batch["pid"].tolist()}
+    drawn = np.concatenate([batch["drawn"] for batch in batches])
+    assert len(pids) == 3
+    assert drawn.shape == (60, 2)
+    assert len(np.unique(drawn)) == drawn.size
 
 
 def test_nothing_is_left_of_a_loader_that_was_forgotten(cache: CacheDir) -> None:
@@ -677,7 +697,7 @@ RUNS = """
     batch = next(batches)
     if len(sys.argv) > 2 and os.fork() == 0:
         time.sleep(1000)          # outlives the trainer, with all its descriptors
-    print(*(process.pid for process in loader._feed._processes), flush=True)
+    print(*loader._feed.pids, flush=True)
     while True:
         for batch in loader:
             pass

@@ -411,9 +411,9 @@ def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(
         deliver = feed.delivered
 
         def dead(generation: int, count: int) -> None:
-            for process in feed._processes:  # type: ignore[attr-defined]
-                process.kill()
-                process.wait()
+            leader = feed._leader  # type: ignore[attr-defined]
+            leader.kill()
+            leader.wait()
             deliver(generation, count)
 
         monkeypatch.setattr(feed, "delivered", dead)

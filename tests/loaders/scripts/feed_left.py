@@ -16,7 +16,7 @@ from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import leases
-from tests.loaders.processes import children
+from tests.loaders.processes import alive, children, until
 
 root, workers = sys.argv[1], int(sys.argv[2])
 
@@ -60,31 +60,48 @@ def failed_and_forgotten() -> None:
         raise AssertionError
 
 
-def killed_feeder() -> None:
-    with loader(prefetch=1) as opened, contextlib.suppress(CacheToolError):
+def killed(number: int) -> None:
+    with loader(prefetch=1) as opened:
         batches = iter(opened)
         next(batches)
-        os.kill(children()[0], signal.SIGKILL)
-        list(batches)
-        raise AssertionError
+        feeders = children()
+        os.kill(feeders[number], signal.SIGKILL)
+        with contextlib.suppress(CacheToolError):
+            list(batches)
+            raise AssertionError
+    until(lambda: not any(map(alive, feeders)))  # those that were forked from one that is dead are nobody's children
+
+
+def killed_leader() -> None:
+    killed(0)
+
+
+def killed_follower() -> None:
+    killed(-1)
 
 
 def measured(cache: CacheDir) -> dict[str, int]:
     """Processes, zombies among them; descriptors, threads; maps and segments of shared memory; leases."""
-    tasks = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-            tasks.append((task / "children").read_text().split())
+    tasks = _children("self")
     files = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
     shared = [*files, *_targets()]
     return {
-        "processes": sum(map(len, tasks)),
+        "processes": sum(1 + sum(map(len, _children(pid))) for task in tasks for pid in task),
         "threads": len(tasks),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "maps": sum(name.startswith(str(Path(root).resolve())) for name in files),
         "segments": sum(name.startswith(("/memfd:", "/dev/shm/", "/dev/zero")) for name in shared),
         "leases": len(leases(cache)),
     }
+
+
+def _children(pid: str) -> list[list[str]]:
+    """Of each thread of a process, the processes that it started."""
+    tasks = []
+    for task in Path("/proc").glob(f"{pid}/task/*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended since
+            tasks.append((task / "children").read_text().split())
+    return tasks
 
 
 def _targets() -> Iterator[str]:
@@ -95,7 +112,7 @@ def _targets() -> Iterator[str]:
 
 def main() -> None:
     ends: list[Callable[[], None]] = [exhausted, abandoned, broken_off, failed, failed_and_forgotten]
-    ends += [killed_feeder] if workers else []
+    ends += [killed_leader, killed_follower] if workers else []
     out: dict[str, Any] = {}
     with open_cache(root) as cache:
         for end in (exhausted, failed):

@@ -44,7 +44,7 @@ def main(root: str, workers: int, descriptors: int) -> None:
                     break
             del batch, kept
             if epoch == 9:  # by then all slots and buffers have the size that they need
-                pids = [os.getpid(), *(p.pid for p in getattr(loader._feed, "_processes", []))]
+                pids = [os.getpid(), *getattr(loader._feed, "pids", [])]
                 before = measured(pids)
         after = measured(pids)
     print(json.dumps({"read": len(read), "grown": {name: after[name] - before[name] for name in before}}))
