@@ -103,8 +103,9 @@ def starts(folder: Path, workers: int, rounds: int, imports: str) -> dict[str, f
     """Medians, in seconds."""
     found: list[dict[str, float]] = []
     for _ in range(rounds):
-        command = [sys.executable, "-c", START.format(imports=imports), str(folder / "cache"), str(workers)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", START.format(imports=imports), str(folder.resolve() / "cache"), str(workers)]
+        # Elsewhere than in a checkout, whose modules would come first and may have to be compiled at each start.
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     return {name: statistics.median(each[name] for each in found) for name in found[0]}
 
