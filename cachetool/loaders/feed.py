@@ -2,12 +2,11 @@
 
 ::
 
-    Feed -- begin, delivered --> leader -- forks, plans --> other feeders
-         <-- ring of each -------------------------------------'
+    Feed -- begin, delivered --> leader -- plans --> other feeders
+         <-- ring of each ------------------------------'
 
-The leader is a plain child process: the interpreter and a module of ours. It starts the same way from scripts without
-a main guard, notebooks and ``python -``, inherits nothing of the training process, and ends when its stdin does; the
-other feeders end with it.
+Feeders are forked from a plain child process: the interpreter and a module of ours. It starts the same way from scripts
+without a main guard, notebooks and ``python -``, inherits nothing of the training process, and ends with it.
 No thread runs here; :meth:`Feed.take` gets batches that are ready without letting go of the GIL.
 """
 
@@ -20,9 +19,7 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from typing import Any, Protocol
 
 from cachetool.boot import boot
@@ -126,12 +123,12 @@ class Processes:
         self.pid, self.closed, self.unsure = os.getpid(), False, False
         self.pids: list[int] = []
         """Of the feeders, the leader first, once it has said so."""
-        self._leader: subprocess.Popen[bytes] | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
         self._rings: list[Ring] = []
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
         self._asked = self._statements = self._generation = 0
-        self._rest, self._said = b"", deque[dict[str, Any]]()
+        self._rest = b""
         self._telling, self._left = False, 0
         self._pace = Pace()
         self._answers, answers = os.pipe()
@@ -150,17 +147,17 @@ class Processes:
 
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]
-        self._leader = subprocess.Popen(
+        self._keeper = subprocess.Popen(
             [sys.executable, "-c", boot("cachetool.loaders.feeder")],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             pass_fds=(answers, *rings),
             start_new_session=True,  # a terminal's Ctrl-C reaches the training process alone
             env=_environment(),
         )
         hello = {
             "settings": settings.to_json(),
-            "parent": self.pid,
-            "main": threading.current_thread() is threading.main_thread(),
+            "trainer": self.pid,
             "rings": rings,
             "answers": answers,
             "transform": len(transform),
@@ -191,7 +188,7 @@ class Processes:
             return
         line = json.dumps({"id": 0, "do": "left", "generation": generation}).encode() + b"\n"
         with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
-            os.write(self._leader.stdin.fileno(), line)  # type: ignore[union-attr]
+            os.write(self._keeper.stdin.fileno(), line)  # type: ignore[union-attr]
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`Feed`."""
@@ -249,15 +246,17 @@ class Processes:
 
     def _check(self) -> None:
         """Raise when a feeder is dead, or the feed was closed meanwhile: by a signal's handler, or another thread."""
-        leader = self._leader
-        if self.closed or leader is None:
+        keeper = self._keeper
+        if self.closed or keeper is None:
             raise closed()
-        if (code := leader.poll()) is not None:
-            self._ended(leader.pid, code)
-        self._hear(0.0)
-
-    def _ended(self, pid: int, code: int) -> None:
+        if keeper.poll() is None:
+            return
+        assert keeper.stdout is not None
+        report = json.loads(keeper.stdout.read() or b"{}")
         self.close()
+        if "error" in report:
+            raise CacheToolError(report["error"])
+        pid, code = report.get("died", (keeper.pid, keeper.returncode))
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         raise CacheToolError(f"a feeder (pid {pid}) {how}{_HINTS.get(-code, '')}; iterate again to start new ones")
 
@@ -274,20 +273,20 @@ class Processes:
             self.left(self._left)
 
     def _write(self, data: bytes) -> None:
-        assert self._leader is not None
-        assert self._leader.stdin is not None
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
         try:
-            self._leader.stdin.write(data)
-            self._leader.stdin.flush()
+            self._keeper.stdin.write(data)
+            self._keeper.stdin.flush()
         except (BrokenPipeError, ValueError):
-            self._check_end()
+            self._await_end()
             raise
 
-    def _check_end(self) -> None:
-        """Raise for the end of the leader, whose pipes have ended."""
-        if self._leader is not None:
+    def _await_end(self) -> None:
+        """Raise for the end of feeders, since pipes of theirs have ended."""
+        if self._keeper is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._leader.wait(1.0)
+                self._keeper.wait(1.0)
         self._check()
 
     def _ask(self, what: str, **values: Any) -> dict[str, Any]:
@@ -301,26 +300,19 @@ class Processes:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        while not self._said:
-            if not self._hear(_LOOK):
+        while b"\n" not in self._rest:
+            if not self._poll.poll(1000 * _LOOK) or self.closed:
                 self._check()
-        return self._said.popleft()
-
-    def _hear(self, seconds: float) -> bool:
-        """Wait so long for the leader to say something; raises when that is that a feeder died."""
-        if not self._poll.poll(1000 * seconds) or self.closed:
-            return False
-        data = os.read(self._answers, 1 << 20)
-        if not data:
-            self._check_end()
-            raise CacheToolError("a feeder closed its pipe")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for said in map(json.loads, lines):
-            if "died" in said:
-                self._ended(*said["died"])
-            self.pids = said.pop("feeders", self.pids)
-            self._said.append(said)
-        return True
+                continue
+            data = os.read(self._answers, 1 << 20)
+            if not data:
+                self._await_end()
+                raise CacheToolError("a feeder closed its pipe")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        self.pids = answer.pop("feeders", self.pids)
+        return answer
 
     def close(self) -> None:
         """See :class:`Feed`."""
@@ -330,19 +322,21 @@ class Processes:
         fd, self._answers = self._answers, -1
         if fd >= 0:
             os.close(fd)
-        leader, self._leader = self._leader, None  # a signal's handler may close in the middle of this
+        keeper, self._keeper = self._keeper, None  # a signal's handler may close in the middle of this
         rings, self._rings, self._readers = self._rings, [], []
         try:
-            if leader is not None and leader.stdin is not None:
-                with contextlib.suppress(OSError, ValueError):  # it died
-                    os.write(leader.stdin.fileno(), _STOP)
-                    leader.stdin.close()
+            if keeper is not None and keeper.stdin is not None:
+                with contextlib.suppress(OSError, ValueError):  # the leader died
+                    os.write(keeper.stdin.fileno(), _STOP)
+                    keeper.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    leader.wait(_GRACE)
+                    keeper.wait(_GRACE)
         finally:  # a second Ctrl-C does not wait, and leaves nothing behind
             for ring in rings:
                 ring.close()
-            if leader is not None:
-                leader.kill()
+            if keeper is not None and keeper.stdout is not None:
+                keeper.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a poll() that we interrupt reaps it
-                    leader.wait(_GRACE)
+                    keeper.wait(_GRACE)
+                keeper.kill()
+                keeper.stdout.close()

@@ -3,15 +3,16 @@
 ::
 
     stdin    {"settings": ..., "rings": [5, 6], ...}, then the transform's bytes               from the training process
-             {"id": 1, "do": "begin", "epoch": 0} ...
+             {"id": 1, "do": "begin", "epoch": 0} ...        to the leader from here on
              {"id": 0, "do": "stop"}, or its end
-    answers  {"id": 0, "feeders": [812, 813]}, then, when one died, {"id": 0, "died": [813, -9]}
+    answers  {"id": 0, "feeders": [813, 812]}                                               from the leader
              {"id": 1, "steps": 16, ...} or {"id": 1, "error": ...}
     rings    batches, of each feeder in its own
+    stdout   {"died": [812, -9]}                                                            from the keeper, at its end
 
-What the training process starts is the first feeder, the leader, from which the others are forked: to them it tells
-what each epoch reads. The main thread of each makes batches. A second one listens; that of the leader runs the
-transactions of the catalog. Nothing here imports a framework or the user's program.
+What the training process starts becomes the keeper, from which all feeders are forked. The main thread of each makes
+batches. A second one listens; that of number 0, the leader, runs the transactions of the catalog and tells the other
+feeders what each epoch reads. Nothing here imports a framework or the user's program.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import threading
 import traceback
 from typing import Protocol
 
-from cachetool.loaders.followers import fork
+from cachetool.loaders.keeper import fork
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.pipes import Lines, end_with, parent_fd
+from cachetool.loaders.pipes import Lines
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.ring import RingWriter
@@ -50,8 +51,8 @@ _SOON = 0.03
 class Listener(Protocol):
     """What a feeder's second thread does."""
 
-    def run(self, gone: list[int]) -> None:
-        """Listen until the training process ends: a descriptor that is given, if any, becomes readable then."""
+    def run(self, life: int) -> None:
+        """Listen until this descriptor becomes readable."""
         ...
 
     def exhausted(self, generation: int) -> None:
@@ -62,29 +63,29 @@ class Listener(Protocol):
 def main() -> None:
     """Serve the training process that holds the other end of stdin, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides; it ends our stdin
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for other feeders, and that is inherited
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for feeders, and that is inherited
     _yield_to_training()
     keep_standard_streams()
-    os.dup2(2, 1)  # what a transform prints is no answer
-    lines = Lines(_standard_input_apart())
+    lines, report = Lines(os.dup(0)), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # a transform, or a program that it runs, finds nothing to read
+    os.dup2(2, 1)
     hello = json.loads(lines.whole())
     settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
     function = lines.exactly(hello["transform"])
-    if function and hello["main"]:
-        end_with(hello["parent"])
-    gone = parent_fd(hello["parent"])
-    number, plans, followers = fork(len(rings))
-    for fd in [*rings[:number], *rings[number + 1 :], *([answers, lines.fd] if number else [])]:
+    others = [*rings, answers, lines.fd]
+    number, life, plans, pids = fork(len(rings), trainer=hello["trainer"], report=report, others=others)
+    for fd in set(others).difference([rings[number]] if number else [rings[0], answers, lines.fd]):
         os.close(fd)
     mailbox = Mailbox()
     listener: Listener
     if number == 0:
         from cachetool.loaders.leader import Leader  # the catalog, which the others do not need: 60 ms to import
 
-        listener = Leader(settings, mailbox, lines, answers, followers)
+        listener = Leader(settings, mailbox, lines, answers, plans, [os.getpid(), *pids])
     else:
-        listener = _Follower(mailbox, Lines(plans))
-    threading.Thread(target=_listen, args=(listener, gone), daemon=True).start()
+        listener = _Follower(mailbox, Lines(*plans))
+    threading.Thread(target=_listen, args=(listener, life), daemon=True).start()
     transform = Transform(loads(function), each=settings.each, seed=settings.seed) if function else None
     work(
         settings,
@@ -97,14 +98,6 @@ def main() -> None:
         exhausted=listener.exhausted,
         soon=_SOON,
     )
-
-
-def _standard_input_apart() -> int:
-    """A descriptor of what the training process says; a transform, or a program it runs, finds nothing to read."""
-    said = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    return said
 
 
 def _yield_to_training() -> None:
@@ -127,10 +120,10 @@ def _schedule(policy: str) -> None:
             os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
-def _listen(listener: Listener, gone: list[int]) -> None:
+def _listen(listener: Listener, life: int) -> None:
     _as_usual()
     try:
-        listener.run(gone)
+        listener.run(life)
     except BaseException:  # noqa: BLE001 - without its listener a feeder would never end
         traceback.print_exc()
         os._exit(1)
@@ -143,21 +136,20 @@ class _Follower:
         self._mailbox, self._plans = mailbox, plans
         self._told: View | None = None
 
-    def run(self, gone: list[int]) -> None:
-        """Until the training process or the leader ends."""
+    def run(self, life: int) -> None:
+        """Until all are to end."""
         poll = select.poll()
-        for fd in (self._plans.fd, *gone):
+        for fd in (self._plans.fd, life):
             poll.register(fd, select.POLLIN)
-        while True:
-            if any(fd != self._plans.fd for fd, _ in poll.poll()):
-                os._exit(0)
+        while not any(fd == life for fd, _ in poll.poll()):
             self._plans.receive()
             if self._plans.ended:
-                os._exit(0)
+                poll.unregister(self._plans.fd)  # the leader has ended, after which we are told to
             while (line := self._plans.next()) is not None:
                 plan = Plan.from_json(json.loads(line), self._told)
                 self._told = plan.view or self._told
                 self._mailbox.put(plan)
+        os._exit(0)
 
     def exhausted(self, generation: int) -> None:
         """Only the leader needs to know."""

@@ -8,12 +8,12 @@ import os
 import select
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cachetool.cache.history import Delivered
 from cachetool.loaders.failure import described
-from cachetool.loaders.followers import Followers
 from cachetool.loaders.pipes import Lines, write_line
 from cachetool.loaders.plan import Begun, Plan, Settings
 from cachetool.loaders.produce import Mailbox
@@ -34,9 +34,17 @@ _GRACE = 0.5
 class Leader:
     """Does what the training process asks for, and what is due by itself."""
 
-    def __init__(self, settings: Settings, mailbox: Mailbox, lines: Lines, answers: int, followers: Followers) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        mailbox: Mailbox,
+        lines: Lines,
+        answers: int,
+        followers: Sequence[int],
+        pids: Sequence[int],
+    ) -> None:
         self._settings, self._mailbox, self._lines = settings, mailbox, lines
-        self._answers, self._followers = answers, followers
+        self._answers, self._followers, self._pids = answers, followers, pids
         self._turns = Turns(settings, self._publish)
         self._woken, self._wake = os.pipe()
         self._made = 0
@@ -53,16 +61,16 @@ class Leader:
         if self._followers:
             value = plan.to_json(self._told)
             self._told = plan.view or self._told
-            self._followers.tell(value)
+            for fd in self._followers:
+                with contextlib.suppress(BrokenPipeError):  # it died, after which all of us end
+                    write_line(fd, value)
 
-    def run(self, gone: list[int]) -> None:
-        """Until the training process ends."""
-        self._say({"id": 0, "feeders": [os.getpid(), *self._followers.pids]})
+    def run(self, life: int) -> None:
+        """Until the training process ends, or all are to end."""
+        self._say({"id": 0, "feeders": self._pids})
         poll = select.poll()
-        for fd in (self._lines.fd, self._woken, *gone):
+        for fd in (self._lines.fd, self._woken, life):
             poll.register(fd, select.POLLIN)
-        for fd in self._followers.fds:
-            poll.register(fd, 0)
         while True:
             while (line := self._lines.next()) is not None:
                 asked = json.loads(line)
@@ -81,15 +89,12 @@ class Leader:
             ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
             if not ready and self._turns.unsettled:
                 self._turns.settle()
-            for fd in ready.intersection(self._followers.fds):
-                poll.unregister(fd)
-                self._say({"id": 0, "died": self._followers.ended(fd)})
             if self._woken in ready:
                 os.read(self._woken, 4096)
                 self._turns.exhausted(self._made)
             if self._lines.fd in ready:
                 self._lines.receive()
-            if self._lines.ended or not ready.isdisjoint(gone):
+            if self._lines.ended or life in ready:
                 self._leave()
 
     def _answer(self, asked: dict[str, Any]) -> None:
@@ -145,7 +150,5 @@ class Leader:
         """Give the leases back, if that is quick: they end with this process in any case."""
         threading.Timer(_GRACE, os._exit, (0,)).start()
         with contextlib.suppress(Exception):
-            self._followers.kill()
             self._turns.close()
-            self._followers.wait()
         os._exit(0)

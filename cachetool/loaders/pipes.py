@@ -1,16 +1,12 @@
-"""Lines of JSON over pipes between the training process and its feeders, and how a feeder learns of its end."""
+"""Lines of JSON over pipes between the training process and its feeders."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 from typing import Any
 
-__all__ = ["Lines", "end_with", "parent_fd", "write_line"]
-
-_PDEATHSIG = 1  # linux/prctl.h
+__all__ = ["Lines", "write_line"]
 
 
 class Lines:
@@ -59,23 +55,3 @@ def write_line(fd: int, value: Any) -> None:
     data = memoryview(json.dumps(value).encode() + b"\n")
     while data:
         data = data[os.write(fd, data) :]
-
-
-def parent_fd(pid: int) -> list[int]:
-    """A descriptor that becomes readable when the training process ends, though forked children of it still hold
-    their copies of our pipe; none on kernels before 5.3."""
-    try:
-        fd = os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return []
-    if os.getppid() != pid:
-        os._exit(0)
-    return [fd]
-
-
-def end_with(pid: int) -> None:
-    """Let the kernel kill this process when the thread of the training process that started it ends: whoever listens
-    for that in Python never hears of it while a transform keeps the GIL. Only for what its main thread started."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != pid:
-        os._exit(0)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def children() -> list[int]:
-    """Feeders of this process: leaders, and then what was forked from each."""
+    """Feeders of this process, those of each loader together; a leader is the last of them."""
     parents = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
             if b"loaders.feeder" in (entry / "cmdline").read_bytes():
                 parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    leaders = sorted(pid for pid, parent in parents.items() if parent == os.getpid())
-    return leaders + sorted(pid for pid, parent in parents.items() if parent in leaders)
+    keepers = sorted(pid for pid, parent in parents.items() if parent == os.getpid())
+    return [pid for keeper in keepers for pid, parent in sorted(parents.items()) if parent == keeper]
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

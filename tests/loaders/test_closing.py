@@ -219,7 +219,7 @@ def test_a_handler_may_close_a_loader_while_it_looks_whether_its_feeders_live(
     loader = Loader(cache, batch_size=4, workers=1, fields=["number"])
     batches = iter(loader)
     next(batches)
-    process = loader._feed._leader  # type: ignore[union-attr]
+    process = loader._feed._keeper  # type: ignore[union-attr]
     with process._waitpid_lock:
         loader.close()
     assert process.wait(60) is not None

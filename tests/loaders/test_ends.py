@@ -32,7 +32,7 @@ def test_nothing_is_left_however_iterating_ended(workers: int, cache: CacheDir) 
 
     running = found.pop("while it runs")
     assert running["leases"] in (1, 2)  # of the epoch that comes too
-    assert [running["processes"], running["threads"]] == [workers, 0 if workers else 1]
+    assert [running["processes"], running["threads"]] == ([workers + 1, 0] if workers else [0, 1])
     assert (running["segments"] > 0) == (workers > 0)
     assert list(found) == [*ENDS, *(["killed_leader", "killed_follower"] if workers else [])]
     for end, left in found.items():

@@ -204,10 +204,10 @@ def test_feeders_end_at_once_beside_a_forked_child(workers: int, cache: CacheDir
         os.close(write)
         os.read(read, 1)
         os._exit(0)
-    leader, pids = loader._feed._leader, loader._feed.pids  # type: ignore[union-attr]
+    keeper, pids = loader._feed._keeper, loader._feed.pids  # type: ignore[union-attr]
     assert len(pids) == workers
     loader.close()
-    assert leader.returncode == 0
+    assert keeper.returncode == 0
     assert not any(map(alive, pids))
     assert leases(cache) == []
     os.close(write)
@@ -513,12 +513,68 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int
         batches = iter(loader)
         next(batches)
         feeders = children()
+        assert len(feeders) == 3
         os.kill(feeders[number], signal.SIGKILL)
         with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[number]}\) was killed by signal 9"):
             list(batches)
-        until(lambda: not any(map(alive, feeders)))
+        assert not any(map(alive, feeders))
         assert len(list(loader)) == 30
     assert leases(cache) == []
+
+
+def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cache: CacheDir, tmp_path: Path) -> None:
+    """It forks one that outlives a killed feeder with all that it has, waits for any, and kills all there are."""
+
+    def forks(sample: dict[str, Any]) -> dict[str, Any]:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        if os.fork() == 0:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        tasks = Path("/proc/self/task").glob("*/children")
+        assert not any(task.read_text() for task in tasks)
+        mark = tmp_path / str(os.getpid())
+        if not mark.exists():
+            mark.touch()
+            if os.fork() == 0:
+                until(lambda: (tmp_path / "end").exists(), 60)
+                os._exit(0)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pause()
+        return sample
+
+    with Loader(cache, batch_size=2, workers=2, prefetch=1, transform=forks) as loader:
+        batches = iter(loader)
+        feeders = children()
+        until(lambda: len(os.listdir(tmp_path / "")) >= 3)
+        os.kill(feeders[0], signal.SIGKILL)
+        with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[0]}\) was killed by signal 9"):
+            list(batches)
+    (tmp_path / "end").touch()
+
+
+@pytest.mark.parametrize("forked", [0, 1])
+def test_feeders_that_cannot_be_forked_are_said_to_be_that_and_none_is_left(forked: int) -> None:
+    script = f"""
+import os
+from cachetool.loaders import keeper
+
+fork, left = os.fork, {forked}
+
+def fails():
+    global left
+    if left == 0:
+        raise BlockingIOError(11, "no room")
+    left -= 1
+    return fork()
+
+os.fork = fails
+keeper.fork(3, trainer=os.getppid(), report=1, others=[])
+os.read(0, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60, check=True)
+    assert json.loads(done.stdout) == {"error": "cannot start a feeder: no room"}
 
 
 def test_feeders_do_not_draw_the_same_numbers_nor_read_the_same_input(cache: CacheDir) -> None:

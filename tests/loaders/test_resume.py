@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -411,9 +413,8 @@ def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(
         deliver = feed.delivered
 
         def dead(generation: int, count: int) -> None:
-            leader = feed._leader  # type: ignore[attr-defined]
-            leader.kill()
-            leader.wait()
+            os.kill(feed.pids[0], signal.SIGKILL)  # type: ignore[attr-defined]
+            feed._keeper.wait()  # type: ignore[attr-defined]
             deliver(generation, count)
 
         monkeypatch.setattr(feed, "delivered", dead)

@@ -16,7 +16,7 @@ from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import leases
-from tests.loaders.processes import alive, children, until
+from tests.loaders.processes import alive, children
 
 root, workers = sys.argv[1], int(sys.argv[2])
 
@@ -69,15 +69,15 @@ def killed(number: int) -> None:
         with contextlib.suppress(CacheToolError):
             list(batches)
             raise AssertionError
-    until(lambda: not any(map(alive, feeders)))  # those that were forked from one that is dead are nobody's children
+    assert not any(map(alive, feeders))
 
 
 def killed_leader() -> None:
-    killed(0)
+    killed(-1)
 
 
 def killed_follower() -> None:
-    killed(-1)
+    killed(0)
 
 
 def measured(cache: CacheDir) -> dict[str, int]:
