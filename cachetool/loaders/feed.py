@@ -252,7 +252,10 @@ class Processes:
         if keeper.poll() is None:
             return
         assert keeper.stdout is not None
-        report = json.loads(keeper.stdout.read() or b"{}")
+        try:
+            report = json.loads(keeper.stdout.read() or b"{}")
+        except ValueError:  # a signal's handler closed it
+            raise closed() from None
         self.close()
         if "error" in report:
             raise CacheToolError(report["error"])
@@ -262,8 +265,6 @@ class Processes:
 
     def _tell(self, what: str, **values: Any) -> None:
         self._asked += 1
-        if self.closed:
-            raise closed()
         self._telling = True
         try:
             self._write(json.dumps({"id": self._asked, "do": what, **values}).encode() + b"\n")
@@ -273,11 +274,13 @@ class Processes:
             self.left(self._left)
 
     def _write(self, data: bytes) -> None:
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
+        keeper = self._keeper
+        if self.closed or keeper is None:
+            raise closed()
+        assert keeper.stdin is not None
         try:
-            self._keeper.stdin.write(data)
-            self._keeper.stdin.flush()
+            keeper.stdin.write(data)
+            keeper.stdin.flush()
         except (BrokenPipeError, ValueError):
             self._await_end()
             raise

@@ -63,7 +63,8 @@ class Listener(Protocol):
 def main() -> None:
     """Serve the training process that holds the other end of stdin, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process decides; it ends our stdin
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it cannot wait for feeders, and that is inherited
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the keeper waits for these two, whatever the training process does
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD, signal.SIGTERM])
     _yield_to_training()
     keep_standard_streams()
     lines, report = Lines(os.dup(0)), os.dup(1)

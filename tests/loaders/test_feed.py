@@ -524,7 +524,7 @@ def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int
 
 
 def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cache: CacheDir, tmp_path: Path) -> None:
-    """It forks one that outlives a killed feeder with all that it has, waits for any, and kills all there are."""
+    """It waits for all that there are, and forks one that outlives a killed feeder, with all descriptors of that."""
 
     def forks(sample: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -535,20 +535,19 @@ def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cac
                 os.wait()
         tasks = Path("/proc/self/task").glob("*/children")
         assert not any(task.read_text() for task in tasks)
-        mark = tmp_path / str(os.getpid())
-        if not mark.exists():
-            mark.touch()
-            if os.fork() == 0:
-                until(lambda: (tmp_path / "end").exists(), 60)
-                os._exit(0)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pause()
+        if os.fork() == 0:
+            (notes / str(os.getpid())).touch()
+            until((tmp_path / "end").exists, 60)
+            os._exit(0)
+        signal.pause()
         return sample
 
+    notes = tmp_path / "notes"
+    notes.mkdir()
     with Loader(cache, batch_size=2, workers=2, prefetch=1, transform=forks) as loader:
         batches = iter(loader)
         feeders = children()
-        until(lambda: len(os.listdir(tmp_path / "")) >= 3)
+        until(lambda: len(os.listdir(notes)) == 2)
         os.kill(feeders[0], signal.SIGKILL)
         with pytest.raises(CacheToolError, match=rf"a feeder \(pid {feeders[0]}\) was killed by signal 9"):
             list(batches)
@@ -558,7 +557,7 @@ def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cac
 @pytest.mark.parametrize("forked", [0, 1])
 def test_feeders_that_cannot_be_forked_are_said_to_be_that_and_none_is_left(forked: int) -> None:
     script = f"""
-import os
+import os, signal
 from cachetool.loaders import keeper
 
 fork, left = os.fork, {forked}
@@ -572,10 +571,40 @@ def fails():
 
 os.fork = fails
 keeper.fork(3, trainer=os.getppid(), report=1, others=[])
-os.read(0, 1)
+signal.pause()
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60, check=True)
+    # Whoever is left has stderr, and its end is waited for.
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == {"error": "cannot start a feeder: no room"}
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("how", ["ignores", "blocks"])
+def test_a_killed_feeder_is_noticed_whatever_signals_the_trainer_hears(how: str, script: Any, cache: CacheDir) -> None:
+    """What it ignores and blocks is inherited."""
+    out, err = script(UNHEARD, cache.root, how).communicate(timeout=60)
+    assert out == "killed by signal 9\nclosed\n"
+    assert err == ""
+
+
+UNHEARD = """
+    import os, re, signal, sys
+    from cachetool.loaders.numpy import Loader
+
+    if sys.argv[2] == "ignores":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM])
+    with Loader(sys.argv[1], batch_size=2, workers=2, prefetch=1) as loader:
+        batches = iter(loader)
+        os.kill(loader._feed.pids[1], signal.SIGKILL)
+        try:
+            list(batches)
+        except Exception as error:
+            print(*re.findall("killed by signal 9", str(error)))
+        list(loader)
+    print("closed")
+"""
 
 
 def test_feeders_do_not_draw_the_same_numbers_nor_read_the_same_input(cache: CacheDir) -> None:
