@@ -32,6 +32,7 @@ BELOW = {
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}
 DOORS = {"cli", "loaders", "bench", "__init__", "__main__"}
 
+_TORCH = ("", "_values", "_loader", "_device", "_pages", "_iterable")
 HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
@@ -43,7 +44,7 @@ HEAVY = {
     "jax": {"loaders.jax"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},
-    "torch": {"bench.rates"} | {f"loaders.torch{part}" for part in ("", "_values", "_loader", "_device", "_iterable")},
+    "torch": {"bench.rates"} | {f"loaders.torch{part}" for part in _TORCH},
     "obstore": {"stores"},
     "sqlite3": {"cache.catalog", "cache.connection"},
     "xxhash": {"formats.digest"},

@@ -15,10 +15,11 @@ from cachetool.cache import CacheDir
 from cachetool.cache.forking import members
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch, Progress
-from cachetool.loaders.feed import Feed, Processes
+from cachetool.loaders.feed import Feed
 from cachetool.loaders.files import located
 from cachetool.loaders.order import Shuffle, Steps
 from cachetool.loaders.plan import Settings
+from cachetool.loaders.processes import Processes
 from cachetool.loaders.ranks import given, launched
 from cachetool.loaders.resume import is_resume, is_whole, require_state
 from cachetool.loaders.ring_memory import MOST_KEPT

@@ -185,6 +185,15 @@ class Epoch(Iterator[T]):
         self.progress.drop()
         self._last.clear()
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next batch is there, or there will be none."""
+        progress, feed = self.progress, self.progress.feed
+        if self._ready or self._last or progress.fetched >= progress.steps:
+            return True
+        # What raises does not wait either.
+        return self.replaced or feed.closed or feed.pid != os.getpid() or feed.ready(progress.fetched)
+
     def uncounted(self) -> Iterator[T]:
         """What is left, for whoever calls :meth:`count` once a batch is delivered."""
         self._counts = False

@@ -62,7 +62,7 @@ def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any
     failed: Exception | None = None
     more = True
     while True:
-        while more and len(ahead) <= size:
+        while more and len(ahead) <= size and (not ahead or epoch is None or epoch.ready):
             try:
                 here = next(batches)
             except StopIteration:

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from sys import getrefcount
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,12 +23,15 @@ from cachetool.loaders.arena import HUGE, huge_pages
 from cachetool.loaders.forks import Inherited, watch
 from cachetool.loaders.ring_memory import HEAD, IDLE, IN_USE, MOST, MOST_KEPT, Head, Owner, library, wait
 
-__all__ = ["Ring", "RingWriter", "Slot"]
+__all__ = ["Lock", "Ring", "RingWriter", "Slot"]
 
 _PUNCH = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _LOOK = 0.5  # seconds
 _MANY = 8  # slots
 _LOOKS = 16  # slots in use that are looked at when a batch is taken: thousands may be kept
+
+Lock: TypeAlias = Callable[[memoryview], object]
+"""Locks memory where it is, for a device that reads it by itself; what this gives keeps the memory and the lock."""
 
 
 class Slot:
@@ -39,7 +42,7 @@ class Slot:
     seen for as long as one of the arrays is referred to by something else, and that is looked up, not signalled.
     """
 
-    __slots__ = ("_base", "_start", "arrays", "columns", "form", "memory", "number", "numbers")
+    __slots__ = ("_base", "_keeper", "_start", "arrays", "columns", "form", "lock", "memory", "number", "numbers")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -49,27 +52,33 @@ class Slot:
         """Which of the feeder's forms the arrays have."""
         self.columns: Any = None
         """What the reader knows of them."""
+        self.lock: Lock | None = None
+        """How its memory is locked."""
         self._start = -1
 
-    def look(self, head: Head) -> None:
+    def look(self, head: Head, lock: Lock | None = None) -> None:
         """See where the slot lies now, which a feeder changes that makes it larger; let go of its arrays.
 
-        Nothing may see them any more.
+        Nothing may see them any more: so this is when its memory may be locked, or not be any more.
         """
-        if head.table[2 * self.number] != self._start:
+        self.form = 0
+        self.arrays.clear()
+        moved = head.table[2 * self.number] != self._start
+        if moved:
             self._start, region = head.region(self.number)
             self._base = int(region.ctypes.data)
             self.memory = region.data
             """The bytes of the slot; none of them may be looked at once it is given back."""
             self.numbers = self.memory[: len(region) // 8 * 8].cast("q")
             """The same as int64."""
-        self.form = 0
-        self.arrays.clear()
+        if moved or lock is not self.lock:
+            self.lock, self._keeper = lock, None  # a lock there was ends before there is another
+            self._keeper = self.memory if lock is None else lock(self.memory)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> None:
         """Another array in the slot, which keeps the memory and is counted from now on."""
         interface = {"data": (self._base + offset, False), "shape": shape, "typestr": dtype, "version": 3}
-        self.arrays.append(np.asarray(Owner(interface, self.memory)))
+        self.arrays.append(np.asarray(Owner(interface, self._keeper)))
 
     @property
     def seen(self) -> bool:
@@ -108,6 +117,8 @@ class Ring:
         self._post, self._trywait = self._library.sem_post, self._library.sem_trywait
         self.ready = 0
         """Batches that can be taken without another look."""
+        self.lock: Lock | None = None
+        """How slots are locked from the next batch on."""
         self._taken = 0
         self._granted = 0
         self._slots: dict[int, Slot] = {}
@@ -164,7 +175,7 @@ class Ring:
 
     def look(self, slot: Slot) -> None:
         """See where the slot lies now; its arrays, which nothing may see any more, are gone."""
-        slot.look(self._head)
+        slot.look(self._head, self.lock)
 
     def take(self, slot: Slot) -> None:
         """The next slot's batch is out: the slot comes back once nobody sees it."""

@@ -236,7 +236,7 @@ class SlotReader:
             if made < generation:
                 ring.take(slot)
                 continue
-            if slot.form != form:
+            if slot.form != form or slot.lock is not ring.lock:
                 self._read(slot)
                 slot.form = form
             schema, fields, names = slot.columns

@@ -31,6 +31,7 @@ from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.resume import asked_for
+from cachetool.loaders.ring import Lock
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
 from cachetool.loaders.turns import Turns
@@ -130,6 +131,13 @@ class Thread:
             if self._turns.unsettled:
                 self._turns.settle()
 
+    def ready(self, step: int) -> bool:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        return self._queue.ready
+
+    def lock_pages(self, lock: Lock | None) -> None:
+        """See :class:`~cachetool.loaders.feed.Feed`: what is new with each batch costs more to lock than to copy."""
+
     def left(self, generation: int) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._duties.left = generation
@@ -218,6 +226,11 @@ class _Queue:
         self._schema: Schema | None = None
         self.failure: Mapping[str, Any] = {}
         """Why the thread ended."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a batch or an error, or will be none."""
+        return not self._items.empty()
 
     def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]] | None:
         """The next batch or error, waited for; None when the thread ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import deque
@@ -12,6 +13,7 @@ import torch
 
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.torch_pages import page_lock
 from cachetool.loaders.torch_values import TensorList
 
 __all__ = ["DevicePrefetcher", "parse_device", "prefetched"]
@@ -34,7 +36,8 @@ def prefetched(begin: Callable[[], Iterator[Any]], device: torch.device, depth: 
     batches = begin()
     if not isinstance(batches, Epoch):
         return _copied(batches, device, depth, module)
-    return _counted(batches, _copied(batches.uncounted(), device, depth, module))
+    batches.progress.feed.lock_pages(page_lock(device))
+    return _counted(batches, _copied(batches.uncounted(), device, depth, module, ready=lambda: batches.ready))
 
 
 def _module(device: torch.device) -> Any:
@@ -57,8 +60,11 @@ class DevicePrefetcher:
 
     Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
     copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
-    host memory is kept until its copy is done. Of a loader of ours a batch counts, for ``state_dict()``, when it is
-    handed out. On the CPU batches pass through. Raises :class:`UsageError` for a ``depth`` below 1, what is no device,
+    host memory is kept until its copy is done. On the CPU batches pass through.
+
+    Of a loader of ours no batch is waited for while there is one to hand out; a batch counts, for ``state_dict()``,
+    when it is handed out; and the memory that feeders share is locked, so that a CUDA device copies by itself. Other
+    iterables do well to give pinned tensors. Raises :class:`UsageError` for a ``depth`` below 1, what is no device,
     and by ``iter()`` for a device that PyTorch does not find here.
     """
 
@@ -81,7 +87,14 @@ def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: Any) -> Iterator[Any]:
+def _always() -> bool:
+    return True
+
+
+def _copied(
+    batches: Iterator[Any], device: torch.device, depth: int, module: Any, *, ready: Callable[[], bool] = _always
+) -> Iterator[Any]:
+    """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
     stream = module.Stream(device)
     on_their_way: deque[tuple[Any, Any, Any]] = deque()  # batch there, batch here, event of the copy
     kept: deque[tuple[Any, Any]] = deque()
@@ -99,23 +112,27 @@ def _copied(batches: Iterator[Any], device: torch.device, depth: int, module: An
             return True
         return False
 
-    more = start()
-    while on_their_way:
-        there, here, event = on_their_way.popleft()
-        now = module.current_stream(device)
-        now.wait_event(event)
-        # Memory that was made on the one stream and is used on the other must not be given out again in between.
-        _map(there, functools.partial(_record, stream=now))
-        kept.append((here, event))
-        del here
-        while kept and kept[0][1].query():
-            kept.popleft()
-        while more and len(on_their_way) < depth:
-            more = start()
-        yield there
-        del there
-    while kept:
-        kept.popleft()[1].synchronize()
+    try:
+        while on_their_way or start():
+            there, here, event = on_their_way.popleft()
+            now = module.current_stream(device)
+            now.wait_event(event)
+            # Memory that was made on the one stream and is used on the other must not be given out again in between.
+            _map(there, functools.partial(_record, stream=now))
+            kept.append((here, event))
+            del here
+            while kept and kept[0][1].query():
+                kept.popleft()
+            while len(on_their_way) < depth and ready() and start():
+                pass
+            yield there
+            del there
+    finally:  # also when the loop is left: the feeders would fill the memory again while it is read
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the device failed, as whoever uses it next is told, or is the parent's
+            for event in [event for *_, event in (*kept, *on_their_way)]:
+                event.synchronize()
     if failed:
         raise failed.pop()
 

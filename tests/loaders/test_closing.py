@@ -16,7 +16,7 @@ from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
-from cachetool.loaders import feed, forks, threads
+from cachetool.loaders import forks, processes, threads
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
@@ -215,7 +215,7 @@ def test_a_handler_may_close_a_loader_while_it_looks_whether_its_feeders_live(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``Popen.poll`` has a lock then, without which ``wait`` waits for ever."""
-    monkeypatch.setattr(feed, "_GRACE", 0.2)
+    monkeypatch.setattr(processes, "_GRACE", 0.2)
     loader = Loader(cache, batch_size=4, workers=1, fields=["number"])
     batches = iter(loader)
     next(batches)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cachetool.block import Ragged
 from cachetool.errors import UsageError
 from cachetool.loaders.failure import described
-from cachetool.loaders.feed import Processes
 from cachetool.loaders.pace import Pace
+from cachetool.loaders.processes import Processes
 from cachetool.loaders.ring import Ring, RingWriter
 from cachetool.loaders.slot import Batch, SlotReader, SlotWriter
 from cachetool.schema import Field, Schema

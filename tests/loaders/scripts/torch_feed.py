@@ -135,11 +135,14 @@ def prefetched(root: Path) -> dict[str, Any]:
             "same": [
                 b["words"] == h["words"] and b["x"].shape == h["x"].shape for b, h in zip(there, here, strict=True)
             ],
-            "order": FakeModule.log[:9],
             "kept until done": FakeModule.log.count("on its own stream") == 3 * len(there),
             "recorded": len(recorded) == 3 * 2 * len(there),
             "counted": counted,
         }
+        FakeModule.log.clear()
+        FakeModule.Event.count = 0
+        list(DevicePrefetcher([torch.zeros(1)] * 5, "meta", depth=3))
+        out["order"] = FakeModule.log[:9]
         ordered = [OrderedDict(y=torch.ones(2), x=[torch.zeros(1), "text"])]
         (own,) = DevicePrefetcher(ordered, "meta")
         kinds = [own["y"].device.type, own["x"][1], ordered[0]["y"].device.type]
