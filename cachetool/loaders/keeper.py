@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Place", "fork"]
 
-_GRACE = 0.7
+_GRACE = 0.4
 """Seconds that the leader has to give its leases back once all are to end."""
 _PDEATHSIG = 1  # linux/prctl.h
 _LOOK = 0.5
