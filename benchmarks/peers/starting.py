@@ -71,7 +71,9 @@ def environment(folder: Path, script: str, requirements: list[str]) -> Path:
         for command in ([*first, "setuptools", "wheel"], ["--no-build-isolation", *requirements]):
             pip = subprocess.run([python, "-m", "pip", "install", "-q", *command], capture_output=True, text=True)
             if pip.returncode:
-                raise PeerError(f"pip: {(pip.stderr.strip().splitlines() or ['failed'])[-1]}")
+                said = pip.stderr.strip().splitlines() or ["failed"]
+                why = [line.strip() for line in said if "error:" in line.lower()]  # the last line is a hint
+                raise PeerError(f"pip: {(why or said)[-1]}; what a peer needs beside is in {Path(__file__).name}")
         done.write_text(json.dumps(requirements))
     return python
 
