@@ -21,7 +21,7 @@ from cachetool.loaders.order import Shuffle, Steps
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.processes import Processes
 from cachetool.loaders.ranks import given, launched
-from cachetool.loaders.resume import is_resume, is_whole, require_state
+from cachetool.loaders.resume import SAVED, require_state
 from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import parse_split
@@ -38,12 +38,6 @@ CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 
 SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
 _STATE = 1
-_SAVED = {
-    "epoch": is_whole,
-    "taken": lambda value: value is None or is_whole(value),
-    "order": lambda value: value is None or isinstance(value, dict),
-    "resume": is_resume,
-}
 
 
 class BaseLoader(ABC, Generic[T]):
@@ -100,6 +94,10 @@ class BaseLoader(ABC, Generic[T]):
                 "steps": (steps is None or steps >= 1, steps, "at least 1"),
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
                 "epochs": (epochs is None or epochs >= 1, epochs, "at least 1"),
+                "min_samples": (min_samples is None or min_samples >= 1, min_samples, "at least 1"),
+                "dataset": (dataset is None or isinstance(dataset, str), dataset, "the name of one"),
+                "run": (run is None or isinstance(run, str), run, "a name"),
+                "verify": (verify in (True, False), verify, "True or False"),
                 "transform": (transform is None or callable(transform), transform, "a function"),
                 "drop_last": (drop_last in (True, False), drop_last, "True or False"),
                 "missing": (missing in ("error", "skip", "refetch"), missing, "'error', 'skip' or 'refetch'"),
@@ -289,7 +287,7 @@ class BaseLoader(ABC, Generic[T]):
         of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``: it has other samples, or
         another order. The loader is then as before.
         """
-        require_state(state, _STATE, _SAVED, of="loaders")
+        require_state(state, _STATE, SAVED, of="loaders")
         if state.get("seed") != self._settings.seed:
             raise UsageError(f"the state was made with seed={state.get('seed')}, this loader has {self._settings.seed}")
         here = self._order()
@@ -347,3 +345,6 @@ def _check(values: dict[str, tuple[bool, Any, str]]) -> None:
     for name, (good, value, wanted) in values.items():
         if not good:
             raise UsageError(f"{name}={value!r} cannot be used: {wanted}")
+
+
+BaseLoader.__init__.__qualname__ = "Loader.__init__"  # as Python says it of a keyword that there is not

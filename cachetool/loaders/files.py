@@ -12,6 +12,7 @@ They are read without a cache and never change: one view, nothing leased, nothin
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -81,7 +82,8 @@ class FileSubscription:
 
 def is_shards(path: Path) -> bool:
     """Whether the path names shards by itself, and not a cache that is there or may come to be."""
-    return path.is_file() or any((path / name).is_file() for name in (DATASET_FILE, SHARD_FILE)) or _listed(path)
+    # os.path says no where pathlib raises: who may not look into a cache is told so by what comes next.
+    return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path)
 
 
 def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tuple[Path, tuple[Path, ...]]:
@@ -172,7 +174,7 @@ def _look(path: Path) -> tuple[Schema, list[Part]]:
 
 def _listed(path: Path) -> bool:
     """Whether the folder of this part tells of it."""
-    if not path.exists() or not (path.parent / DATASET_FILE).is_file():
+    if not os.path.exists(path) or not os.path.isfile(path.parent / DATASET_FILE):
         return False
     return any(part.file == path.name for part in _dataset(path.parent.absolute())[1])
 

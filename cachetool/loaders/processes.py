@@ -89,15 +89,24 @@ class Processes:
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
         self._poll.register(self._answers, select.POLLIN)
         try:
-            for _ in range(feeders):
-                self._rings.append(Ring())
-                self._readers.append(SlotReader(self._rings[-1], self._schemas))
+            self._make_rings(feeders)
             self._start(settings, transform, answers)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(answers)
+
+    def _make_rings(self, feeders: int) -> None:
+        try:
+            for _ in range(feeders):
+                self._rings.append(Ring())
+                self._readers.append(SlotReader(self._rings[-1], self._schemas))
+        except OSError as error:
+            raise CacheToolError(
+                f"workers={feeders} cannot be had: {error.strerror} after {len(self._rings)}; two to four are enough"
+                " without a transform="
+            ) from None
 
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]

@@ -11,7 +11,17 @@ from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
 from cachetool.units import parse_whole
 
-__all__ = ["Resume", "are_rows", "asked_for", "found_again", "is_resume", "is_whole", "require_state", "resumed"]
+__all__ = [
+    "SAVED",
+    "Resume",
+    "are_rows",
+    "asked_for",
+    "found_again",
+    "is_resume",
+    "is_whole",
+    "require_state",
+    "resumed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +141,12 @@ def resumed(
         )
     plan = Plan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))
+
+
+SAVED: dict[str, Callable[[Any], bool]] = {
+    "epoch": is_whole,
+    "taken": lambda value: value is None or is_whole(value),
+    "order": lambda value: value is None or isinstance(value, dict),
+    "resume": is_resume,
+}
+"""What a loader's state has, and whether a value of it can be."""

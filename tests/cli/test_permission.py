@@ -161,6 +161,20 @@ def test_a_cache_of_another_user_is_said_to_be_that(filled: Path, tmp_path: Path
         assert "the cache belongs to another user (4711); run this as that one" in ran.stderr + ran.stdout
 
 
+@pytest.mark.parametrize("made", ["numpy import Loader", "torch import CacheDataset"])
+def test_a_loader_of_a_cache_that_may_not_be_entered_says_so(
+    filled: Path, tmp_path: Path, prefix: list[str], made: str
+) -> None:
+    batches = ", batch_size=1" if "numpy" in made else ""
+    code = f"from cachetool.loaders.{made} as Made\nMade({str(filled)!r}{batches})"
+    with moded(filled, 0o000):
+        ran = subprocess.run([*prefix, sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 1
+    last = ran.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("cachetool.errors.")
+    assert f"permission denied: {filled}; make the cache this user's" in last
+
+
 @pytest.mark.parametrize("mode", [0o000, 0o644])
 @pytest.mark.parametrize("line", ["stats", "doctor", "pull {remote} --samples 1", "bench", "ls", "verify"])
 def test_a_cache_in_a_closed_folder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import inspect
 import multiprocessing
 import os
@@ -19,8 +20,10 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders import processes
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.ring import Ring
 from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.torch import CacheDataset, DevicePrefetcher, EpochSampler
 from cachetool.loaders.torch import Loader as TorchLoader
@@ -76,6 +79,10 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"fields": ["x", "x"]}, "field 'x' is asked for twice; name it once"),
         ({"prefetch": 0}, "prefetch=0 cannot be used: 1 to 8192 batches"),
         ({"prefetch": 8193}, "prefetch=8193 cannot be used: 1 to 8192 batches"),
+        ({"min_samples": 0}, "min_samples=0 cannot be used: at least 1"),
+        ({"dataset": 5}, "dataset=5 cannot be used: the name of one"),
+        ({"run": 5}, "run=5 cannot be used: a name"),
+        ({"verify": "q"}, "verify='q' cannot be used: True or False"),
     ],
 )
 def test_what_is_no_such_value_is_refused_when_the_loader_is_made(
@@ -92,6 +99,32 @@ def test_as_many_batches_as_a_ring_has_room_for_are_ready_and_kept(cache: CacheD
         assert [int(number[0]) for number in kept] == list(range(MOST_KEPT))
         kept.clear()
         assert sorted(numbers(loader)) == list(range(9000))
+
+
+@pytest.mark.parametrize("made", [Loader, TorchLoader])
+def test_a_keyword_that_there_is_not_is_said_of_the_loader(made: Any, cache: CacheDir) -> None:
+    with pytest.raises(TypeError, match=r"^Loader\.__init__\(\) got an unexpected keyword argument 'num_workers'"):
+        made(cache, batch_size=4, num_workers=2)
+
+
+def test_more_workers_than_there_are_addresses_for_are_refused(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Ring] = []
+
+    def ring() -> Ring:
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        made.append(Ring())
+        return made[-1]
+
+    monkeypatch.setattr(processes, "Ring", ring)
+    with (
+        Loader(cache, batch_size=4, workers=3) as loader,
+        pytest.raises(CacheToolError, match="workers=3 cannot be had: Cannot allocate memory after 2; two to four"),
+    ):
+        iter(loader)
+    assert [each.fd for each in made] == [-1, -1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
