@@ -192,7 +192,20 @@ class Epoch(Iterator[T]):
         if self._ready or self._last or progress.fetched >= progress.steps:
             return True
         # What raises does not wait either.
-        return self.replaced or feed.closed or feed.pid != os.getpid() or feed.ready(progress.fetched)
+        if self.replaced or feed.closed or feed.pid != os.getpid():
+            return True
+        feed.unsure = True
+        try:
+            there = feed.ready(progress.begun.generation, progress.fetched)
+        except BaseException as error:
+            if isinstance(error, CacheToolError) or feed.closed:
+                there = True
+            else:
+                progress.failed = isinstance(error, Exception)
+                self.replace()
+                raise
+        feed.unsure = False
+        return there
 
     def uncounted(self) -> Iterator[T]:
         """What is left, for whoever calls :meth:`count` once a batch is delivered."""

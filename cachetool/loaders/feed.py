@@ -43,7 +43,7 @@ class Feed(Protocol):
         """The last of so many batches of the epoch was delivered."""
         ...
 
-    def ready(self, step: int) -> bool:
+    def ready(self, generation: int, step: int) -> bool:
         """Whether :meth:`take` would not wait for this step."""
         ...
 

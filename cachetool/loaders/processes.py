@@ -145,10 +145,10 @@ class Processes:
             self._statements = now
         return begun
 
-    def ready(self, step: int) -> bool:
+    def ready(self, generation: int, step: int) -> bool:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         readers = self._readers
-        return not readers or readers[step % len(readers)].ring.poll()
+        return not readers or readers[step % len(readers)].ready(generation)
 
     def lock_pages(self, lock: Lock | None) -> None:
         """See :class:`~cachetool.loaders.feed.Feed`."""

@@ -223,6 +223,16 @@ class SlotReader:
         self.ring = ring
         self._schemas = {} if schemas is None else schemas
 
+    def ready(self, generation: int) -> bool:
+        """Whether :meth:`take` would give a batch, once those of earlier generations are dropped; keeps the GIL."""
+        ring = self.ring
+        while ring.ready or ring.poll():
+            slot, _, made, _ = ring.next()
+            if made >= generation:
+                return True
+            ring.take(slot)
+        return False
+
     def take(self, generation: int) -> Batch | None:
         """The next batch of a generation, of those that are ready; None when there is none.
 

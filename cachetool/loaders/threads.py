@@ -131,7 +131,7 @@ class Thread:
             if self._turns.unsettled:
                 self._turns.settle()
 
-    def ready(self, step: int) -> bool:
+    def ready(self, generation: int, step: int) -> bool:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         return self._queue.ready
 

@@ -27,16 +27,22 @@ def parse_device(device: torch.device | str | int) -> torch.device:
         raise UsageError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
-def prefetched(begin: Callable[[], Iterator[Any]], device: torch.device, depth: int = 2) -> Iterator[Any]:
+def prefetched(
+    begin: Callable[[], Iterator[Any]], device: torch.device, depth: int = 2, *, lock: bool = True
+) -> Iterator[Any]:
     """The batches that ``begin`` gives an iterator of, on a device, as by :class:`DevicePrefetcher`. Raises
-    :class:`UsageError` before anything is begun where PyTorch finds no such device."""
+    :class:`UsageError` before anything is begun where PyTorch finds no such device.
+
+    ``lock``: whether memory that feeders share may be locked: none of it is then handed out here, or by anybody else.
+    """
     if device.type == "cpu":
         return begin()
     module = _module(device)
     batches = begin()
     if not isinstance(batches, Epoch):
         return _copied(batches, device, depth, module)
-    batches.progress.feed.lock_pages(page_lock(device))
+    if lock:
+        batches.progress.feed.lock_pages(page_lock(device))
     return _counted(batches, _copied(batches.uncounted(), device, depth, module, ready=lambda: batches.ready))
 
 
@@ -77,7 +83,9 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return prefetched(lambda: iter(self._loader), self._device, self._depth)
+        # Not of an epoch, whose owner may go on with it himself, nor of arrays, which are handed out as they are.
+        lock = getattr(self._loader, "gives_tensors", False)
+        return prefetched(lambda: iter(self._loader), self._device, self._depth, lock=lock)
 
 
 def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:

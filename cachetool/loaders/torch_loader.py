@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed
@@ -34,6 +34,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     says how many. With ``agree`` they do so as well where ``rank`` and ``world_size`` are given: where each node has a
     cache of its own, which only the ranks of that node divide.
     """
+
+    gives_tensors: ClassVar = True
 
     def __init__(
         self,

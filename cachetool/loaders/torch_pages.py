@@ -2,7 +2,8 @@
 
 A copy out of ordinary memory is made by the training process: into a buffer of the driver, piece by piece, with a
 processor all the time. Out of locked memory it is only asked for. The feeders do not know: the memory stays what and
-where it is. Whoever has locked slots must keep a batch until its copy is done; so none is ever handed out.
+where it is. Whoever has locked slots must keep a batch until its copy is done; so no tensor
+or array of one is ever handed out.
 """
 
 from __future__ import annotations
@@ -47,21 +48,24 @@ class PageLock:
         if self.refused or not memory.nbytes:
             return memory
         address, nbytes = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes
+        locked, registered = _Locked(), [True]  # until it is known not to be: an interrupt may come with the answer
+        weakref.finalize(locked, self._unlock, address, memory, os.getpid(), registered).atexit = False
+        self.locked += nbytes
         with torch.cuda.device(self._index):  # else the first device would be made ready too, half a gigabyte of it
             if int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE)):
+                registered.clear()
                 self.refused = True
                 self._forget_error()
                 return memory
-        self.locked += nbytes
-        locked = _Locked()
-        weakref.finalize(locked, self._unlock, address, memory, os.getpid()).atexit = False
         return locked
 
-    def _unlock(self, address: int, memory: memoryview, pid: int) -> None:
+    def _unlock(self, address: int, memory: memoryview, pid: int, registered: list[bool]) -> None:
         """Before the memory may go: only now does nothing see it any more."""
         if os.getpid() != pid:
             return  # a forked copy
         self.locked -= memory.nbytes
+        if not registered:
+            return
         with contextlib.suppress(RuntimeError), torch.cuda.device(self._index):
             if int(self._runtime.cudaHostUnregister(address)):
                 self._forget_error()

@@ -6,9 +6,10 @@ By a lock that takes notes; ``test_gpu.py`` has a real one.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,14 @@ import pytest
 import torch
 
 from cachetool.cache import CacheDir
-from cachetool.loaders import torch_device
+from cachetool.loaders import torch_device, torch_pages
 from cachetool.loaders.arena import HUGE
+from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.processes import Processes
 from cachetool.loaders.ring import Ring, RingWriter
 from cachetool.loaders.torch import Loader as TorchLoader
+from tests.loaders import processes
 from tests.loaders.test_ring import send
 
 
@@ -164,3 +168,149 @@ def test_memory_is_locked_for_a_device_that_can_and_by_no_one_else(
         assert not any(map(locks.cover, addresses(iter(loader))))
     del loader
     assert locks.now == []
+
+
+@pytest.mark.usefixtures("device")
+def test_the_first_batch_of_an_epoch_is_not_kept_back_where_one_of_the_epoch_that_was_left_waits(
+    cache: CacheDir, tmp_path: Path
+) -> None:
+    """In the ring of another feeder, which gives it where the second batch will be."""
+    left, arrived = tmp_path / "left", tmp_path / "arrived"
+
+    def after(sample: dict[str, Any]) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while left.exists() and sample["number"] >= 8 and not arrived.exists():
+            assert time.monotonic() < until, "the first batch did not arrive"
+            time.sleep(0.01)
+        return {"number": sample["number"]}
+
+    options: dict[str, Any] = {"workers": 2, "prefetch": 2, "device": "meta", "transform": after}
+    with TorchLoader(cache, batch_size=8, shuffle=False, fields=["number"], **options) as loader:
+        batches: Any = iter(loader)
+        next(batches)
+        feed = loader._feed
+        assert isinstance(feed, Processes)
+        processes.until(lambda: all(ring.poll() for ring in feed._rings))
+        left.touch()
+        del batches
+        batches = iter(loader)
+        next(batches)
+        arrived.touch()
+        assert len(list(batches)) == 7
+
+
+@pytest.mark.usefixtures("device")
+def test_an_interrupt_while_a_prefetcher_looks_for_a_batch_costs_no_slot(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking: list[bool] = []
+    ready, free = Epoch.ready.fget, Ring._free
+    assert ready is not None
+
+    def looks(epoch: Any) -> Any:
+        looking.append(True)
+        found = ready(epoch)
+        looking.pop()
+        return found
+
+    def interrupted(ring: Ring, number: int) -> None:
+        if looking:
+            raise KeyboardInterrupt  # the slot is neither in use nor given back
+        free(ring, number)
+
+    with TorchLoader(cache, batch_size=4, workers=1, prefetch=1, fields=["number"], device="meta") as loader:
+        with monkeypatch.context() as patched:
+            patched.setattr(Epoch, "ready", property(looks))
+            patched.setattr(Ring, "_free", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                all(time.sleep(0.005) is None for _ in range(20) for _ in loader)  # it is given back in two places
+        assert len(list(loader)) == 15
+
+
+@pytest.mark.usefixtures("device")
+def test_no_memory_is_locked_whose_batches_somebody_gets_as_they_are(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = Locks()
+    monkeypatch.setattr(torch_device, "page_lock", lambda _: locks)
+    with Loader(cache, batch_size=4, workers=1, fields=["x"], prefetch=2) as arrays:
+        assert not any(locks.cover(batch["x"].ctypes.data) for batch in torch_device.DevicePrefetcher(arrays, "meta"))
+    with TorchLoader(cache, batch_size=4, workers=1, fields=["x"], prefetch=2) as loader:
+        epoch = iter(loader)
+        next(iter(torch_device.DevicePrefetcher(epoch, "meta")))
+        assert not any(locks.cover(batch["x"].data_ptr()) for batch in epoch)
+    assert locks.now == []
+
+
+class Runtime:
+    """CUDA's runtime, as far as it locks memory: the numbers of its errors are CUDA's."""
+
+    def __init__(self, refuses: int = 0, interrupts: bool = False) -> None:
+        self.refuses, self.interrupts = refuses, interrupts
+        self.now: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1
+        if self.refuses:
+            return self.refuses
+        self.now[address] = nbytes
+        if self.interrupts:
+            raise KeyboardInterrupt  # as a signal's handler does, once the call is done
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0 if self.now.pop(address, 0) else 713
+
+
+@pytest.fixture
+def page_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], torch_pages.PageLock]:
+    def make(runtime: Runtime) -> torch_pages.PageLock:
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch_pages.PageLock, "_forget_error", lambda _: None)
+        return torch_pages.PageLock(0)
+
+    return make
+
+
+def test_memory_is_locked_until_nothing_keeps_it(page_lock: Callable[[Runtime], torch_pages.PageLock]) -> None:
+    runtime = Runtime()
+    lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
+    kept = lock(memory.data)
+    assert (runtime.now, lock.locked) == ({memory.ctypes.data: 8192}, 8192)
+    del kept
+    assert (runtime.now, lock.locked) == ({}, 0)
+
+
+def test_a_forked_child_unlocks_nothing(
+    page_lock: Callable[[Runtime], torch_pages.PageLock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime()
+    lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
+    kept = lock(memory.data)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: 1)
+        del kept
+    assert (runtime.now, lock.locked) == ({memory.ctypes.data: 8192}, 8192)
+
+
+def test_memory_that_is_refused_stays_as_it_is_and_is_not_asked_for_again(
+    page_lock: Callable[[Runtime], torch_pages.PageLock],
+) -> None:
+    runtime = Runtime(refuses=2)
+    lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8).data
+    assert lock(memory) is memory
+    runtime.refuses = 0
+    assert lock(memory) is memory
+    assert (runtime.now, lock.locked) == ({}, 0)
+
+
+def test_an_interrupt_while_memory_is_locked_leaves_none_locked(
+    page_lock: Callable[[Runtime], torch_pages.PageLock],
+) -> None:
+    runtime = Runtime(interrupts=True)
+    lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
+    with contextlib.suppress(KeyboardInterrupt):
+        lock(memory.data)
+        pytest.fail("it was not interrupted")
+    assert (runtime.now, lock.locked, lock.refused) == ({}, 0, False)
