@@ -198,7 +198,7 @@ class Epoch(Iterator[T]):
         try:
             there = feed.ready(progress.begun.generation, progress.fetched)
         except BaseException as error:
-            if isinstance(error, CacheToolError) or feed.closed:
+            if isinstance(error, Exception) and (isinstance(error, CacheToolError) or feed.closed):
                 there = True
             else:
                 progress.failed = isinstance(error, Exception)

@@ -2,8 +2,8 @@
 
 A copy out of ordinary memory is made by the training process: into a buffer of the driver, piece by piece, with a
 processor all the time. Out of locked memory it is only asked for. The feeders do not know: the memory stays what and
-where it is. Whoever has locked slots must keep a batch until its copy is done; so no tensor
-or array of one is ever handed out.
+where it is. Whoever has locked slots must keep a batch until its copy is done; so no array of
+one is ever handed out.
 """
 
 from __future__ import annotations
