@@ -49,6 +49,10 @@ def test_an_epoch_of_a_loader_counts_when_its_last_batch_is_handed_out(seen: dic
     assert seen["leases"] == 0
 
 
+def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(seen: dict[str, Any]) -> None:
+    assert seen["not kept back"] == 488
+
+
 def test_it_stays_size_batches_ahead_and_begins_when_asked(seen: dict[str, Any]) -> None:
     assert seen["lazy"] == []
     assert seen["ahead"] == [[0, 4], [1, 5], [2, 6]]

@@ -106,6 +106,20 @@ def test_a_slot_that_is_made_larger_is_locked_where_it_lies_then() -> None:
     assert locks.now == []
 
 
+def test_a_lock_ends_before_the_memory_is_locked_for_another_device() -> None:
+    ring, first, second = Ring(), Locks(), Locks()
+    second.now = first.now
+    writer = RingWriter(ring.fd)
+    writer.permit(1)
+    for lock in (first, second):
+        ring.lock = lock
+        memory = send((ring, writer), 5000)
+        assert [nbytes for _, nbytes in first.now] == [len(memory)]
+        del memory
+        ring.poll()
+    ring.close()
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that copies at once, into memory like any other."""
@@ -124,6 +138,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_device, "_record", lambda *_, **__: None)
 
 
+def behind_the_first(arrived: Path, once: Path | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A ``transform`` that makes all samples but the first eight wait for a file, once there is another."""
+
+    def after(sample: dict[str, Any]) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while sample["number"] >= 8 and (once is None or once.exists()) and not arrived.exists():
+            assert time.monotonic() < until, "the first batch did not arrive"
+            time.sleep(0.01)
+        return {"number": sample["number"]}
+
+    return after
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(
@@ -131,14 +158,7 @@ def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(
 ) -> None:
     """Those behind the first are only made once it has arrived."""
     arrived = tmp_path / "arrived"
-
-    def after(sample: dict[str, Any]) -> dict[str, Any]:
-        until = time.monotonic() + 60
-        while sample["number"] >= 8 and not arrived.exists():
-            assert time.monotonic() < until, "the first batch did not arrive"
-            time.sleep(0.01)
-        return {"number": sample["number"]}
-
+    after = behind_the_first(arrived)
     with TorchLoader(
         cache, batch_size=8, shuffle=False, fields=["number"], workers=workers, device="meta", transform=after
     ) as loader:
@@ -176,14 +196,7 @@ def test_the_first_batch_of_an_epoch_is_not_kept_back_where_one_of_the_epoch_tha
 ) -> None:
     """In the ring of another feeder, which gives it where the second batch will be."""
     left, arrived = tmp_path / "left", tmp_path / "arrived"
-
-    def after(sample: dict[str, Any]) -> dict[str, Any]:
-        until = time.monotonic() + 60
-        while left.exists() and sample["number"] >= 8 and not arrived.exists():
-            assert time.monotonic() < until, "the first batch did not arrive"
-            time.sleep(0.01)
-        return {"number": sample["number"]}
-
+    after = behind_the_first(arrived, once=left)
     options: dict[str, Any] = {"workers": 2, "prefetch": 2, "device": "meta", "transform": after}
     with TorchLoader(cache, batch_size=8, shuffle=False, fields=["number"], **options) as loader:
         batches: Any = iter(loader)
@@ -225,6 +238,35 @@ def test_an_interrupt_while_a_prefetcher_looks_for_a_batch_costs_no_slot(
             with pytest.raises(KeyboardInterrupt):
                 all(time.sleep(0.005) is None for _ in range(20) for _ in loader)  # it is given back in two places
         assert len(list(loader)) == 15
+
+
+@pytest.mark.usefixtures("device")
+def test_an_interrupt_by_a_handler_that_closes_the_loader_is_heard_while_a_prefetcher_looks_for_a_batch(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchLoader(cache, batch_size=4, workers=1, prefetch=1, fields=["number"], device="meta") as loader:
+        batches = iter(loader)
+        next(batches)
+
+        def handler(*_: object) -> bool:
+            loader.close()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(loader._feed, "ready", handler)
+        with pytest.raises(KeyboardInterrupt):
+            list(batches)
+
+
+def test_the_last_batch_is_ready_though_it_is_kept_back(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Loader(cache, batch_size=6, workers=0, fields=["number"]) as loader:
+        epoch: Any = iter(loader)
+        feed = epoch.progress.feed
+        take = feed.take
+        monkeypatch.setattr(feed, "take", lambda epoch, step: take(epoch, step) + take(epoch, step + 1))
+        for _ in range(9):
+            next(epoch)
+        assert (len(epoch._last), epoch.ready) == (1, True)
+        assert len(list(epoch)) == 1
 
 
 @pytest.mark.usefixtures("device")

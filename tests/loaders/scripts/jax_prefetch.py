@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,12 +133,31 @@ def ends(out: dict[str, Any]) -> None:
         out["size"] = str(error)
 
 
+def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
+    """The first batch comes though those behind it are only made once it is here."""
+
+    def after(sample: dict[str, Any]) -> dict[str, Any]:
+        until = time.monotonic() + 60
+        while sample["number"] >= 8 and not arrived.exists():
+            if time.monotonic() > until:
+                raise TimeoutError("the first batch did not arrive")
+            time.sleep(0.01)
+        return {"number": sample["number"]}
+
+    with Loader(cache, batch_size=8, fields=["number"], shuffle=False, workers=1, transform=after) as loader:
+        batches = prefetch_to_device(loader)
+        first = next(batches)
+        arrived.touch()
+        out["not kept back"] = len(first["number"]) + sum(len(batch["number"]) for batch in batches)
+
+
 def main(name: str) -> None:
     out: dict[str, Any] = {}
     with open_cache(Path(name) / "cache", max_size="50MB") as cache:
         for start in range(0, 480, 160):
             put(cache, range(start, start + 160))
         loader_batches(cache, out)
+        waiting(cache, Path(name) / "arrived", out)
     refilled(out)
     trees(out)
     ends(out)
