@@ -12,9 +12,10 @@ Columns may be views of somebody's buffer (a memory map, a block this one was cu
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -52,12 +53,17 @@ class Ragged:
         """Bytes of the values of these samples."""
         return int(self.offsets[-1] - self.offsets[0]) * self.values.itemsize
 
-    def __getitem__(self, index: int) -> npt.NDArray[Any]:
-        """The values of one sample, in its shape; a view."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        flat = self.values[self.offsets[index] : self.offsets[index + 1]]
-        return flat if self.shapes is None else flat.reshape(self.shapes[index])
+    @overload
+    def __getitem__(self, index: int) -> npt.NDArray[Any]: ...
+    @overload
+    def __getitem__(self, index: builtins.slice) -> list[npt.NDArray[Any]]: ...
+    def __getitem__(self, index: int | builtins.slice) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
+        """The values of one sample, in its shape, or of each in a slice; views. Raises IndexError outside of them."""
+        if isinstance(index, builtins.slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        flat = self.values[self.offsets[at] : self.offsets[at + 1]]
+        return flat if self.shapes is None else flat.reshape(self.shapes[at])
 
     def slice(self, start: int, stop: int) -> Ragged:
         """Samples ``start`` to ``stop``, as views."""

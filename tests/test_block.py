@@ -98,7 +98,16 @@ def test_compact_offsets_begin_at_zero_with_no_spare_values() -> None:
     assert compact.compact() is compact
 
 
-@pytest.mark.parametrize("index", [-1, 3])
+def test_a_ragged_column_is_indexed_as_a_list_of_its_samples_is() -> None:
+    ragged = Ragged(np.arange(9), np.array([2, 4, 4, 9]))
+    listed = [[2, 3], [], [4, 5, 6, 7, 8]]
+
+    assert [ragged[index].tolist() for index in range(-3, 3)] == listed + listed
+    for part in (slice(None), slice(1, None), slice(-1, None), slice(None, None, -2), slice(5, 9)):
+        assert [each.tolist() for each in ragged[part]] == listed[part]
+
+
+@pytest.mark.parametrize("index", [-4, 3])
 def test_a_ragged_column_has_no_sample_outside(index: int) -> None:
     with pytest.raises(IndexError):
         Ragged(np.arange(4), np.array([0, 1, 2, 4]))[index]
