@@ -104,8 +104,8 @@ def _copied(
 ) -> Iterator[Any]:
     """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
     stream = module.Stream(device)
-    on_their_way: deque[tuple[Any, Any, Any]] = deque()  # batch there, batch here, event of the copy
-    kept: deque[tuple[Any, Any]] = deque()
+    on_their_way: deque[tuple[Any, Any]] = deque()  # batch there, event of its copy
+    copied: deque[tuple[Any, Any]] = deque()  # batch here, the same event: kept until that
     failed: list[Exception] = []
     batches = _until(batches, failed)
 
@@ -113,33 +113,33 @@ def _copied(
         """Start the copy of one more batch; False when there is none."""
         for batch in batches:
             with module.stream(stream):
-                there = _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
                 event = module.Event()
-                event.record(stream)
-            on_their_way.append((there, batch, event))
+                copied.append((batch, event))
+                try:
+                    there = _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+                finally:  # also behind the first tensor, when the second fails
+                    event.record(stream)
+            on_their_way.append((there, event))
             return True
         return False
 
     try:
         while on_their_way or start():
-            there, here, event = on_their_way.popleft()
+            there, event = on_their_way.popleft()
             now = module.current_stream(device)
             now.wait_event(event)
             # Memory that was made on the one stream and is used on the other must not be given out again in between.
             _map(there, functools.partial(_record, stream=now))
-            kept.append((here, event))
-            del here
-            while kept and kept[0][1].query():
-                kept.popleft()
+            while copied and copied[0][1].query():
+                copied.popleft()
             while len(on_their_way) < depth and ready() and start():
                 pass
             yield there
             del there
     finally:  # also when the loop is left: the feeders would fill the memory again while it is read
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the device failed, as whoever uses it next is told, or is the parent's
-            for event in [event for *_, event in (*kept, *on_their_way)]:
+        # Where the device failed, or is the parent's, whoever uses it next is told.
+        with contextlib.suppress(RuntimeError):
+            for _, event in list(copied):
                 event.synchronize()
     if failed:
         raise failed.pop()

@@ -21,6 +21,7 @@ class Device:
     def __init__(self) -> None:
         device = self
         self.done: set[int] = set()
+        self.recorded: dict[int, bool] = {}
         self.waited: dict[int, bool] = {}
         self.batches: list[weakref.ref[torch.Tensor]] = []
         self.events = 0
@@ -30,7 +31,7 @@ class Device:
                 self.number, device.events = device.events, device.events + 1
 
             def record(self, _: object) -> None:
-                pass
+                device.recorded[self.number] = True
 
             def query(self) -> bool:
                 return self.number in device.done
@@ -105,3 +106,23 @@ def test_at_the_end_all_copies_are_waited_for(device: Device) -> None:
     assert len(list(DevicePrefetcher(device.send(4), "meta"))) == 4
     assert device.waited == dict.fromkeys(range(4), True)
     assert device.there == []
+
+
+def test_copies_before_one_that_fails_are_waited_for(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch whose second tensor finds no memory there, while the first one is on its way."""
+    copies: list[int] = []
+
+    def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        copies.append(int(tensor))
+        if len(copies) == 6:
+            raise torch.OutOfMemoryError("the device is full")
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    pairs = ({"x": batch["x"], "again": batch["x"]} for batch in device.send(5))
+    batches = iter(DevicePrefetcher(pairs, "meta", depth=1))
+    next(batches)
+    with pytest.raises(torch.OutOfMemoryError):
+        next(batches)
+    assert copies == [0, 0, 1, 1, 2, 2]
+    assert device.recorded == device.waited == dict.fromkeys([0, 1, 2], True)
