@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import warnings
 from contextlib import ExitStack
@@ -72,13 +73,16 @@ class BackgroundPull:
     pulls this source into this cache already: then it waits its turn. Raises :class:`UsageError` for options
     that do not fit, and :class:`SourceError` when the source cannot be used, with the message of ``cachetool pull``.
 
-    What goes wrong later does not stop the training: :meth:`check` raises it, :attr:`error` tells it, and loaders that
-    wait for samples raise it. A store that cannot be reached any more is tried again for as long as it takes.
+    What goes wrong later does not stop the training: a line on stderr says so, :meth:`check` raises it, :attr:`error`
+    tells it, and loaders that wait for samples raise it. A store that cannot be reached any more is tried again for as
+    long as it takes.
     """
 
     def __init__(
         self, cache: CacheDir | str | Path, url: str | os.PathLike[str], *, workers: int = 2, **options: Any
     ) -> None:
+        if "max_size" in options:
+            raise UsageError("a background pull takes no max_size=; the cap is the cache's: open_cache(..., max_size=)")
         if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
             raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
         asked = PullOptions.of(workers=workers, follow=True, **options)
@@ -163,13 +167,16 @@ class BackgroundPull:
 
         An error that nobody asked for is told as a warning: a training that has ended well is not to fail here.
         """
+        self._close()
+
+    def _close(self) -> None:
         if self._child is None or os.getpid() != self._pid:
             return
         unseen = self._failed is None
         self._look()
         self._end()
         if self._failed is not None and unseen:
-            warnings.warn(f"the background pull of {self.url} had failed: {self._failed}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"the background pull of {self.url} had failed: {self._failed}", RuntimeWarning, stacklevel=3)
 
     def _end(self) -> None:
         child, self._child = self._child, None
@@ -184,7 +191,7 @@ class BackgroundPull:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close()
 
 
 def _close_all() -> None:
@@ -207,7 +214,9 @@ def follow(channel: Channel, *, root: str, url: str, options: Message) -> Messag
         except Interrupted:
             raise
         except Exception as error:
-            failure = None if desk.starting else str(error)
+            if not desk.starting:
+                failure = str(error)
+                sys.stderr.write(f"warning: the background pull of {redact(url)} ended: {failure}\n")
             raise
         finally:
             desk.leave(failure)

@@ -189,7 +189,9 @@ def bad(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(bad: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(
+    bad: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
         with cachetool.BackgroundPull(cache, str(bad), shard_size="20kB") as background:
             assert ".npy" in until(lambda: background.error)
@@ -201,9 +203,13 @@ def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(ba
             assert cache.stats().pulls[0]["phase"] == "failed"
         background = cachetool.BackgroundPull(cache, str(bad), shard_size="20kB")
         until(lambda: background.progress().phase == "failed")
-        with pytest.warns(RuntimeWarning, match="had failed"):
+        with pytest.warns(RuntimeWarning, match="had failed") as told:
             background.close()
+        assert told[0].filename == __file__
         background.close()
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith(f"warning: the background pull of {bad} ended: ")] == said[::2]
+    assert len(said) == 4  # what it is, and what to do, of each
 
 
 def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits: Path, tmp_path: Path) -> None:

@@ -182,11 +182,11 @@ class BaseLoader(ABC, Generic[T]):
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch on the newest snapshot. Older iterators of this loader end with an error; with ``concurrent``
-        they go on, and this one has feeders of its own."""
-        return self._begin()
+        """Begin an epoch on the newest snapshot. Older iterators end with an error, or go on with ``concurrent``."""
+        return self.begin()
 
-    def _begin(self) -> Epoch[T]:
+    def begin(self) -> Epoch[T]:
+        """The same, with batches in host memory whatever ``device=`` says."""
         before = None if self._iterator is None else self._iterator()
         going_on = before is not None and not before.progress.ended and not before.replaced
         with self._claim:  # threads that begin at the same moment begin different epochs

@@ -27,15 +27,22 @@ from cachetool.loaders.slot import Batch
 if TYPE_CHECKING:
     from cachetool.loaders.base import BaseLoader
 
-__all__ = ["Epoch", "Progress"]
+__all__ = ["Epoch", "Progress", "check_batches"]
 
 T = TypeVar("T")
+
+
+def check_batches(given: object) -> None:
+    """Raise :class:`UsageError` for what gives no batches: text, as the name of a cache, or what is not iterable."""
+    iterable = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if not iterable or isinstance(given, str | bytes | os.PathLike):
+        raise UsageError(f"{given!r} gives no batches; give a Loader, or another iterable of batches")
 
 
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("ahead", "before", "begun", "failed", "feed", "fetched", "ready", "steps")
+    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "ready", "steps")
 
     def __init__(self, feed: Feed, begun: Begun, steps: int, before: int) -> None:
         self.feed, self.begun = feed, begun
@@ -45,15 +52,15 @@ class Progress:
         """Batches that came out of the feed, without a last one that is kept back."""
         self.ready: deque[Any] = deque()
         """Those of them that were not handed out."""
-        self.ahead = 0
-        """Those that were handed to a prefetcher, which has not handed them on."""
+        self.counted: int | None = None
+        """Batches delivered, where a prefetcher counts them."""
         self.failed = False
         """Whether an error ended it."""
 
     @property
     def step(self) -> int:
         """Batches delivered."""
-        return self.fetched - self.ahead - len(self.ready)
+        return self.fetched - len(self.ready) if self.counted is None else self.counted
 
     def drop(self) -> None:
         """Throw away what is ready, as if it had not come."""
@@ -210,18 +217,16 @@ class Epoch(Iterator[T]):
     def uncounted(self) -> Iterator[T]:
         """What is left, for whoever calls :meth:`count` once a batch is delivered."""
         self._counts = False
-        return map(self._ahead, self)
-
-    def _ahead(self, batch: T) -> T:
-        self.progress.ahead += 1
-        return batch
+        self.progress.counted = self.progress.step
+        return self
 
     def count(self) -> None:
         """A batch of :meth:`uncounted` was delivered; the last one ends the epoch."""
         progress = self.progress
-        progress.ahead -= 1
-        if progress.ended and not self.replaced and progress.feed.pid == os.getpid():
-            self.deliver()
+        counted = progress.step + 1
+        if counted == progress.steps and not self.replaced and progress.feed.pid == os.getpid():
+            self.deliver()  # interrupted in it, the batch has not come
+        progress.counted = counted  # no signal's handler runs between this and what hands the batch out
 
     def deliver(self) -> None:
         """All batches were delivered."""

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from cachetool.errors import UsageError, without
-from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.epoch import Epoch, check_batches
+from cachetool.units import parse_whole
 
 try:
     import jax
@@ -39,8 +40,13 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     JAX. What JAX has no arrays for stays as it is: dates, columns of str and bytes, ragged columns.
 
     Works for any iterable; of a loader an epoch counts when its last batch is handed out, not when that is on its way.
-    What the iterable raises is raised after the batches before it. Raises :class:`UsageError` for a size below 1.
+    What the iterable raises is raised after the batches before it. Raises :class:`UsageError` for a size below 1, and
+    for text or what is not iterable.
     """
+    if hasattr(size, "platform") or isinstance(size, str):
+        raise UsageError(f"size={size!r} is not a whole number; a device is given by its name: device=")
+    size = parse_whole(size, what="size=")
+    check_batches(iterable)
     if size < 1:
         raise UsageError(f"size={size} cannot be used: at least 1")
     return _prefetched(iterable, size, device)
@@ -61,23 +67,26 @@ def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any
     ahead: deque[tuple[Any, Any]] = deque()  # batch there, batch here
     failed: Exception | None = None
     more = True
-    while True:
-        while more and len(ahead) <= size and (not ahead or epoch is None or epoch.ready):
-            try:
-                here = next(batches)
-            except StopIteration:
-                more = False
-            except Exception as error:  # noqa: BLE001 - raised behind the batches before it
-                failed, more = error, False
-            else:
-                ahead.append((jax.tree.map(put, here), None if on_cpu else here))
-                del here
-        if not ahead:
-            break
-        if not on_cpu:
-            jax.block_until_ready(ahead[0][0])
-        if epoch is not None:
-            epoch.count()
-        yield ahead.popleft()[0]  # kept nowhere here while it is in use
-    if failed is not None:
-        raise failed
+    try:
+        while True:
+            while more and len(ahead) <= size and (not ahead or epoch is None or epoch.ready):
+                try:
+                    here = next(batches)
+                except StopIteration:
+                    more = False
+                except Exception as error:  # noqa: BLE001 - raised behind the batches before it
+                    failed, more = error, False
+                else:
+                    ahead.append((jax.tree.map(put, here), None if on_cpu else here))
+                    del here
+            if not ahead:
+                break
+            if not on_cpu:
+                jax.block_until_ready(ahead[0][0])
+            if epoch is not None:
+                epoch.count()
+            yield ahead.popleft()[0]  # kept nowhere here while it is in use
+        if failed is not None:
+            raise failed
+    finally:
+        failed = None  # its traceback keeps this frame, and the epoch

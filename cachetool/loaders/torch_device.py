@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from cachetool.errors import UsageError
-from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.torch_pages import page_lock
 from cachetool.loaders.torch_values import TensorList
+from cachetool.units import parse_whole
 
 __all__ = ["DevicePrefetcher", "parse_device", "prefetched"]
 
@@ -38,6 +39,8 @@ def prefetched(
     if device.type == "cpu":
         return begin()
     module = _module(device)
+    if not hasattr(module, "Stream"):  # mps
+        return (_map(batch, lambda tensor: tensor.to(device)) for batch in begin())
     batches = begin()
     if not isinstance(batches, Epoch):
         return _copied(batches, device, depth, module)
@@ -66,15 +69,18 @@ class DevicePrefetcher:
 
     Works for any iterable of tensors and of dicts, lists and tuples of them; what is no tensor stays as it is. The
     copies run on a stream of their own; the stream that asks for a batch waits for that batch's copy alone. A batch in
-    host memory is kept until its copy is done. On the CPU batches pass through.
+    host memory is kept until its copy is done. Where PyTorch has no streams (mps) a batch is copied when it is asked
+    for; on the CPU batches pass through.
 
     Of a loader of ours no batch is waited for while there is one to hand out; a batch counts, for ``state_dict()``,
     when it is handed out; and the memory that feeders share is locked, so that a CUDA device copies by itself. Other
-    iterables do well to give pinned tensors. Raises :class:`UsageError` for a ``depth`` below 1, what is no device,
-    and by ``iter()`` for a device that PyTorch does not find here.
+    iterables do well to give pinned tensors. Raises :class:`UsageError` for a ``depth`` below 1, what is no device and
+    what gives no batches, and by ``iter()`` for a device that PyTorch does not find here.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int, *, depth: int = 2) -> None:
+        check_batches(loader)
+        depth = parse_whole(depth, what="depth=")
         if depth < 1:
             raise UsageError(f"depth={depth} cannot be used: at least 1")
         self._loader, self._device, self._depth = loader, parse_device(device), depth
@@ -83,9 +89,12 @@ class DevicePrefetcher:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
+        loader: Any = self._loader
         # Not of an epoch, whose owner may go on with it himself, nor of arrays, which are handed out as they are.
-        lock = getattr(self._loader, "gives_tensors", False)
-        return prefetched(lambda: iter(self._loader), self._device, self._depth, lock=lock)
+        lock = getattr(loader, "gives_tensors", False)
+        if self._device.type != "cpu" and lock:  # its epoch is counted here, also where it has a device of its own
+            return prefetched(loader.begin, self._device, self._depth)
+        return prefetched(lambda: iter(loader), self._device, self._depth, lock=lock)
 
 
 def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:
@@ -93,6 +102,7 @@ def _counted(epoch: Epoch[Any], batches: Iterator[Any]) -> Iterator[Any]:
     for batch in batches:
         epoch.count()
         yield batch
+        del batch
 
 
 def _always() -> bool:
@@ -136,11 +146,17 @@ def _copied(
                 pass
             yield there
             del there
+    except BaseException:
+        failed.clear()  # its traceback keeps the epoch, and itself
+        raise
     finally:  # also when the loop is left: the feeders would fill the memory again while it is read
         # Where the device failed, or is the parent's, whoever uses it next is told.
         with contextlib.suppress(RuntimeError):
-            for _, event in list(copied):
-                event.synchronize()
+            try:
+                stream.synchronize()
+            except BaseException:  # a signal's handler, before it began
+                stream.synchronize()
+                raise
     if failed:
         raise failed.pop()
 

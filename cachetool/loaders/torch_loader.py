@@ -77,7 +77,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
-        return self._begin() if self.device is None else prefetched(self._begin, self.device)
+        return self.begin() if self.device is None else prefetched(self.begin, self.device)
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = {}

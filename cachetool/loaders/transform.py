@@ -241,7 +241,15 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
     try:
         return Block.from_samples(schema, results)
     except UsageError as error:
-        raise UsageError(f"transform= must give what its first result was: {error}") from error
+        raise UsageError(f"transform= must give what its first result was: {error}{_pad(schema, results)}") from error
+
+
+def _pad(schema: Schema, results: Sequence[Mapping[str, Any]]) -> str:
+    """What to do where a field's values differ in shape."""
+    for field in schema:
+        if None not in field.shape and any(np.shape(result[field.name]) != field.shape for result in results):
+            return f"; pad {field.name!r} to one shape: only a field that is ragged in the cache may differ"
+    return ""
 
 
 def _says_nothing(value: Any, *, listed: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from cachetool.cache import CacheDir
+from cachetool.errors import UsageError
 from cachetool.loaders import torch_device
-from cachetool.loaders.torch import DevicePrefetcher
+from cachetool.loaders.torch import DevicePrefetcher, Loader
 
 
 class Device:
@@ -25,6 +28,18 @@ class Device:
         self.waited: dict[int, bool] = {}
         self.batches: list[weakref.ref[torch.Tensor]] = []
         self.events = 0
+        self.interrupts = 0
+
+        class Stream:
+            def __init__(self, _: object) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                if device.interrupts:
+                    device.interrupts -= 1
+                    raise KeyboardInterrupt
+                device.waited |= {each: each in device.there for each in device.recorded if each not in device.done}
+                device.done |= set(device.recorded)
 
         class Event:
             def __init__(self) -> None:
@@ -36,12 +51,8 @@ class Device:
             def query(self) -> bool:
                 return self.number in device.done
 
-            def synchronize(self) -> None:
-                device.waited[self.number] = self.number in device.there
-                device.done.add(self.number)
-
         self.module = SimpleNamespace(
-            Stream=lambda _: None,
+            Stream=Stream,
             Event=Event,
             stream=lambda _: contextlib.nullcontext(),
             current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),
@@ -102,6 +113,20 @@ def test_a_loop_that_is_left_waits_for_all_its_copies_while_their_batches_are_th
     assert device.waited == dict.fromkeys([1, 2, 3, 4, 5], True)
 
 
+@pytest.mark.parametrize(
+    ("batches", "depth", "said"),
+    [
+        ("data/cache", 2, "'data/cache' gives no batches"),
+        (None, 2, "None gives no batches"),
+        ([], 0, "depth=0 cannot be used: at least 1"),
+        ([], "2", "depth='2' is not a whole number"),
+    ],
+)
+def test_what_gives_no_batches_and_what_is_no_depth_are_refused(batches: Any, depth: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        DevicePrefetcher(batches, "cpu", depth=depth)
+
+
 def test_at_the_end_all_copies_are_waited_for(device: Device) -> None:
     assert len(list(DevicePrefetcher(device.send(4), "meta"))) == 4
     assert device.waited == dict.fromkeys(range(4), True)
@@ -126,3 +151,92 @@ def test_copies_before_one_that_fails_are_waited_for(device: Device, monkeypatch
         next(batches)
     assert copies == [0, 0, 1, 1, 2, 2]
     assert device.recorded == device.waited == dict.fromkeys([0, 1, 2], True)
+
+
+def test_an_interrupt_while_copies_are_waited_for_is_heard_when_they_are_done(device: Device) -> None:
+    batches: Any = iter(DevicePrefetcher(device.send(4), "meta"))
+    next(batches)
+    device.interrupts = 1
+    with pytest.raises(KeyboardInterrupt):
+        batches.close()
+    assert device.waited == dict.fromkeys([0, 1, 2], True)
+
+
+def test_a_batch_that_its_user_dropped_is_not_kept_while_the_next_one_is_copied(
+    cache: CacheDir, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had: list[weakref.ref[torch.Tensor]] = []
+
+    def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        assert not any(batch() is not None for batch in had)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with Loader(cache, batch_size=8, fields=["x"], workers=0, device="meta") as loader:
+        for batch in loader:
+            had.append(weakref.ref(batch["x"]))
+            del batch
+    assert device.events == len(had) == 8
+
+
+def test_a_device_without_streams_gets_batches_when_they_are_asked_for(
+    cache: CacheDir, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_device, "_module", lambda _: SimpleNamespace(Event=device.module.Event))
+    with Loader(cache, batch_size=8, fields=["x"], workers=0, device="meta") as loader:
+        seen = [(batch["x"].device.type, loader.state_dict()["taken"]) for batch in loader]
+    assert seen == [("meta", taken) for taken in (*range(1, 8), 0)]
+
+
+@pytest.mark.parametrize("own", [None, "meta"])
+def test_a_prefetcher_of_a_loader_counts_what_it_hands_out(cache: CacheDir, device: Device, own: str | None) -> None:
+    """Also where the loader has a device of its own."""
+    options: dict[str, Any] = {"batch_size": 8, "fields": ["x"], "workers": 0}
+    with Loader(cache, device=own, **options) as loader:
+        taken = [loader.state_dict()["taken"] for _ in DevicePrefetcher(loader, "meta", depth=3)]
+    assert taken == [*range(1, 8), 0]
+
+
+@pytest.mark.parametrize("own", [None, "meta"])
+def test_an_epoch_whose_last_batch_is_interrupted_goes_on_with_that_batch(
+    cache: CacheDir, device: Device, own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "fields": ["number"], "workers": 0, "shuffle": False}
+    with Loader(cache, device=own, **options) as loader:
+        got: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(type(loader._fed()), "delivered", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                got.extend(loader)
+        state = loader.state_dict()
+    assert (len(got), state["epoch"], state["taken"]) == (7, 0, 7)
+    with Loader(cache, device=None, **options) as again:
+        again.load_state_dict(state)
+        assert [batch["number"].tolist() for batch in again] == [list(range(53, 60))]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("own", [None, "meta"])
+def test_a_loop_that_is_left_before_an_error_keeps_nothing(cache: CacheDir, device: Device, own: str | None) -> None:
+    """The error waits behind the batches before it, and its traceback knows the epoch."""
+
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["number"] >= 16:
+            raise OSError("the third batch")
+        return sample
+
+    options: dict[str, Any] = {"batch_size": 8, "fields": ["number"], "workers": 0, "shuffle": False}
+    with Loader(cache, device=own, transform=fails, **options) as loader:
+        gc.disable()
+        try:
+            batches: Any = iter(loader)
+            next(batches)
+            epoch = loader._iterator
+            assert epoch is not None
+            del batches
+            assert epoch() is None
+        finally:
+            gc.enable()

@@ -67,5 +67,12 @@ def test_nothing_is_left_of_an_iterator_that_was_abandoned(seen: dict[str, Any])
     assert seen["live"] == 0
 
 
-def test_a_size_below_1_is_refused(seen: dict[str, Any]) -> None:
-    assert seen["size"] == "size=0 cannot be used: at least 1"
+def test_what_is_no_size_and_what_gives_no_batches_are_refused(seen: dict[str, Any]) -> None:
+    assert seen["refused"] == [
+        "size=0 cannot be used: at least 1",
+        "size='cuda' is not a whole number; a device is given by its name: device=",
+        "size=CpuDevice(id=0) is not a whole number; a device is given by its name: device=",
+        "size=2.5 is not a whole number",
+        "'data/cache' gives no batches; give a Loader, or another iterable of batches",
+        "None gives no batches; give a Loader, or another iterable of batches",
+    ]

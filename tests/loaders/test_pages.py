@@ -126,10 +126,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Event:
         query = staticmethod(lambda: True)
-        record = synchronize = staticmethod(lambda *_: None)
+        record = staticmethod(lambda *_: None)
 
     module = SimpleNamespace(
-        Stream=lambda _: None,
+        Stream=lambda _: SimpleNamespace(synchronize=lambda: None),
         Event=Event,
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),

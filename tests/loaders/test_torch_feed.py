@@ -128,10 +128,10 @@ def test_ranks_on_unequal_caches_take_as_many_steps_as_the_smaller_allows(cache:
 def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(depth: int) -> None:
     class Event:
         query = staticmethod(lambda: True)
-        record = synchronize = staticmethod(lambda *_: None)
+        record = staticmethod(lambda *_: None)
 
     device = SimpleNamespace(
-        Stream=lambda _: None,
+        Stream=lambda _: SimpleNamespace(synchronize=lambda: None),
         Event=Event,
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),

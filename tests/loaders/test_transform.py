@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -209,3 +210,17 @@ def test_a_generator_that_the_user_bound_stays_his(workers: int, cache: CacheDir
     with Loader(cache, workers=workers, transform=bound, **OPTIONS) as loader:
         drawn = next(iter(loader))["drawn"]
     assert drawn.tolist() == np.random.default_rng(5).integers(1000, size=20).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_values_that_differ_in_shape_where_the_cache_has_none_that_do_are_to_be_padded(
+    workers: int, cache: CacheDir
+) -> None:
+    def tokens(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"number": sample["number"], "ids": np.zeros(3 + int(sample["number"]) % 3, np.int32)}
+
+    loader = Loader(cache, workers=workers, transform=tokens, **OPTIONS)
+    with loader, pytest.raises(UsageError) as told:
+        next(iter(loader))
+    said = r"^transform= must give .*; pad 'ids' to one shape: only a field that is ragged in the cache may differ"
+    assert re.match(said, str(told.value))

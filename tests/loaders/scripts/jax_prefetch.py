@@ -127,10 +127,14 @@ def ends(out: dict[str, Any]) -> None:
     del ahead
     gc.collect()
     out["abandoned"] = [held, len(jax.live_arrays()) - before, closed, sum(ref() is not None for ref in seen)]
-    try:
-        prefetch_to_device([], size=0)
-    except UsageError as error:
-        out["size"] = str(error)
+    out["refused"] = []
+    sizes: list[Any] = [0, "cuda", jax.devices()[0], 2.5]
+    wrong: list[tuple[Any, Any]] = [*(([], size) for size in sizes), ("data/cache", 2), (None, 2)]
+    for batches_of, size in wrong:
+        try:
+            prefetch_to_device(batches_of, size=size)
+        except UsageError as error:
+            out["refused"].append(str(error))
 
 
 def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:

@@ -74,6 +74,9 @@ class FakeModule:
         def wait_event(self, event: Any) -> None:
             FakeModule.log.append(f"wait {event.number}")
 
+        def synchronize(self) -> None:
+            FakeModule.log.append("synchronize")
+
     class Event:
         count = 0
 
@@ -86,9 +89,6 @@ class FakeModule:
 
         def query(self) -> bool:
             return False  # no copy is ever seen to be done: all batches must be kept
-
-        def synchronize(self) -> None:
-            FakeModule.log.append(f"synchronize {self.number}")
 
     class stream:
         def __init__(self, stream: Any) -> None:
