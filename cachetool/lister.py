@@ -53,8 +53,8 @@ def prepare(
 
     ``order`` are the arguments of :meth:`Source.order`, ``units`` how many the cache knows of, ``refresh`` a folder
     for what a new listing finds, ``pace`` the arguments of :class:`Pace`. Gives url (redacted), identity, units,
-    samples, schema, ``mean``, the mean bytes of values of a sample, ``per_unit``, the samples of a unit, ``whole``,
-    whether the listing is, and ``change``, what a refresh found.
+    samples, schema, ``mean``, the mean bytes of values of a sample, ``per_unit``, the samples of a unit,
+    ``left_out``, what is in no sample, ``whole``, whether the listing is, and ``change``, what a refresh found.
     """
     folder, parsed = Path(listing), SourceOptions.from_json(options)
     whole, change = True, None
@@ -94,6 +94,7 @@ def prepare(
             "schema": probe.schema.to_json(),
             "mean": probe.mean_bytes,
             "per_unit": probe.per_unit,
+            "left_out": probe.left_out,
             "whole": whole,
             "change": change,
         }

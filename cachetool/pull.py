@@ -124,6 +124,7 @@ def pull(
             made = elsewhere.draw(cache, settled, report)
         if not options.lost:
             made = _checked(cache, id, made)
+        made = replace(made, left_out=tuple((name, why) for name, why in found["left_out"]))
         if change is None:
             return made
         return replace(

@@ -128,6 +128,8 @@ class PullResult:
     """Why it stopped: ``done``, ``source at its end``, ``cache full``."""
     warning: str = ""
     """That more draws of the pass could not be used than may be left out, where an earlier pull met some of them."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What of the source's files is in no sample although nobody said so: name of an array or value, and why."""
     added: int = 0
     """Units that a refresh found beside those known."""
     vanished: int = 0

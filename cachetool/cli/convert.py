@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +23,7 @@ from cachetool.cli.options import (
     field_names,
     renames,
 )
-from cachetool.cli.output import Output, count
+from cachetool.cli.output import Output, count, left_out
 from cachetool.errors import UsageError
 from cachetool.units import format_duration, format_size
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from cachetool.conversion import Preview
 
 __all__ = ["convert"]
-
-_SHOWN = 3
-"""Names in the note of what was left out."""
 
 
 def convert(
@@ -118,6 +114,7 @@ def convert(
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool import api
+    from cachetool.sources.filebase import NOT_ASKED
 
     output = Output(as_json=as_json, quiet=quiet)
     made: dict[str, Any] = {
@@ -161,7 +158,7 @@ def convert(
             result = api.convert(
                 source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **made
             )
-    if lost := _left_out(result.skipped):
+    if lost := left_out([each for each in result.skipped if each[1] != NOT_ASKED], "--dry-run lists them"):
         output.note(lost)
     if as_json:
         output.document(result.as_dict())
@@ -175,19 +172,6 @@ def convert(
         f" {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f"{', verified' if result.verified else ''}{where}"
     )
-
-
-def _left_out(skipped: Sequence[tuple[str, str]]) -> str:
-    """What of an input was not taken although nobody said so, in a line; empty for nothing."""
-    from cachetool.sources.filebase import NOT_ASKED
-
-    lost = [each for each in skipped if each[1] != NOT_ASKED]
-    lost.sort(key=lambda each: not each[1].startswith("its first dimension"))  # rows lost before single values
-    names = [f"{name} ({reason})" for name, reason in lost]
-    if not names:
-        return ""
-    more = f"; and {len(names) - _SHOWN} more; --dry-run lists them" if len(names) > _SHOWN else ""
-    return f"left out: {'; '.join(names[:_SHOWN])}{more}"
 
 
 def _show(output: Output, found: Preview) -> None:

@@ -28,10 +28,14 @@ from cachetool.progress import Report, silent
 from cachetool.streams import keep_standard_streams
 from cachetool.text import count, plain
 
-__all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "plain", "prepare_streams", "wants_json"]
+__all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "left_out", "plain", "prepare_streams", "wants_json"]
 
 PIPE_CLOSED = 141
 """Exit code when the reader of our output went away, as for any program that dies of SIGPIPE."""
+
+
+_SHOWN = 3
+"""Names in a line about what was left out."""
 
 
 class Output:
@@ -99,6 +103,17 @@ def fail_with(error: CacheToolError, *, as_json: bool) -> int:
     """:func:`fail` with an error of cachetool."""
     value = to_json(error)
     return fail(value["error"], value["message"], error.exit_code, as_json=as_json)
+
+
+def left_out(skipped: Iterable[tuple[str, str]], more: str) -> str:
+    """What was not taken although nobody said so, names and reasons, in a line that ends with ``more`` where there are
+    too many; empty for nothing."""
+    # Rows that are lost before single values.
+    lost = sorted(skipped, key=lambda each: not each[1].startswith("its first dimension"))
+    if not lost:
+        return ""
+    rest = f"; and {len(lost) - _SHOWN} more; {more}" if len(lost) > _SHOWN else ""
+    return f"left out: {'; '.join(f'{name} ({why})' for name, why in lost[:_SHOWN])}{rest}"
 
 
 def wants_json(args: Sequence[str]) -> bool:

@@ -26,7 +26,7 @@ from cachetool.cli.options import (
     field_names,
     renames,
 )
-from cachetool.cli.output import Output, count
+from cachetool.cli.output import Output, count, left_out
 from cachetool.units import format_duration, format_size
 
 __all__ = ["pull"]
@@ -196,6 +196,8 @@ def pull(
             placement=placement,
             progress=report,
         )
+    if lost := left_out(result.left_out, "--json lists them"):
+        out.note(lost)
     if result.warning:
         out.note(f"warning: {result.warning}")
     if as_json:

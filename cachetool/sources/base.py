@@ -83,6 +83,8 @@ class Probe:
     """Mean bytes of the values of a sample, rounded up."""
     per_unit: int = 1
     """About how many samples a draw brings: 1, but of whole archives."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """What is in no sample although nobody said so: name of an array or value of a file, and why."""
 
 
 class Source(Protocol):

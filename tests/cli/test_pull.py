@@ -14,6 +14,7 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import h5py
 import numpy as np
 import pytest
 
@@ -126,6 +127,32 @@ def test_a_bad_object_is_named_or_skipped_and_counted(run: Run, tmp_path: Path) 
     assert ran.code == 0, ran.stderr
     assert "pulled 29 samples" in ran.stdout
     assert "07--a.npy" in ran.stdout
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_arrays_of_files_that_are_in_no_sample_are_named(run: Run, tmp_path: Path, files: int) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for number in range(files):
+        with h5py.File(folder / f"run{number}.h5", "w") as file:
+            file["x"], file["labels"], file["one"] = np.zeros((50, 3)), np.zeros(49), 7.0
+    place = folder / "run0.h5" if files == 1 else folder
+    prefix = "" if files == 1 else "run0.h5: "
+    why = "its first dimension is 49, not 50"
+    ran = run("pull", place, "--samples", "5", "--max-size", "8MB", "--json")
+
+    assert ran.code == 0, ran.stderr
+    (said,) = [line for line in ran.stderr.splitlines() if line.startswith("left out: ")]
+    assert said.startswith(f"left out: {prefix}labels ({why}); ")
+    assert "; and 1 more; --json lists them" in said or files == 1
+    assert [f"{prefix}labels", why] in ran.document["left_out"]
+    assert len(ran.document["left_out"]) == 2 * files
+
+    refused = run("pull", place, "--samples", "5", "--fields", "x,labels", "--dataset", "other")
+    assert refused.code == 2
+    assert refused.stderr.splitlines()[-1] == f"error: field 'labels' cannot be taken: {why}"
+    chosen = run("pull", place, "--samples", "5", "--fields", "x", "--dataset", "third")
+    assert (chosen.code, "left out" in chosen.stderr) == (0, False)
 
 
 def test_a_pull_that_left_out_too_many_is_no_success_when_it_is_run_again(run: Run, tmp_path: Path) -> None:

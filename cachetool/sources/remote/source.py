@@ -15,6 +15,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.base import Piece, Probe, Reading, Skipped
 from cachetool.sources.blame import Blame
 from cachetool.sources.fetch import Fetcher
+from cachetool.sources.filebase import NOT_ASKED
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import Order, order_of
@@ -84,7 +86,10 @@ class FilesSource:
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
-        units = np.asarray(units, dtype=np.int64)
+        left_out = tuple(each for each in self._table.skipped if each[1] != NOT_ASKED)
+        return replace(self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad), left_out=left_out)
+
+    def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
         if self._table.layouts:
             _, firsts = np.unique(self._table.layout, return_index=True)
             layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
@@ -261,6 +266,9 @@ class FilesSource:
             more.append(Field(KEY, "str"))
         for name in self._options.fields or ():
             if name not in rows and name != LABEL:
+                for file, why in self._table.skipped:
+                    if file == name or file.endswith(f": {name}"):
+                        raise UsageError(f"field {name!r} cannot be taken: {why}")
                 raise UsageError(f"no field {name!r}; there is {', '.join(rows.names)}")
         return Schema((*rows, *more))
 
