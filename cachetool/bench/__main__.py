@@ -16,9 +16,7 @@ from typing import Any
 from cachetool.bench import ceilings, rates
 from cachetool.bench.advice import Found, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
-from cachetool.cache import CacheDir
-from cachetool.cache.layout import Layout
-from cachetool.cache.marker import check
+from cachetool.cache import open_cache
 from cachetool.errors import CacheToolError, to_json
 from cachetool.formats import format_names
 from cachetool.units import format_size
@@ -94,8 +92,7 @@ def _trial(options: dict[str, Any]) -> Trial:
         return of_files(Path(options["data"]))
     if options["cache"] is None:
         return made_up()
-    check(Layout(Path(options["cache"])))
-    with CacheDir(Path(options["cache"])) as cache:
+    with open_cache(Path(options["cache"]), create=False) as cache:
         return of_cache(cache, options["dataset"])
 
 

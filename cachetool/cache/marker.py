@@ -71,7 +71,8 @@ def look(layout: Layout) -> tuple[bool, str | None]:
         # A cache that was being made while the folder was read has its marker by now.
         return True, None if layout.marker.exists() else "is missing, though there is a cache beside it"
     raise UsageError(
-        f"folder {layout.root} holds other things and is no cache; a new cache needs an empty or a new folder"
+        f"folder {layout.root} holds other things and is no cache; name one with --cache, or an empty or new folder for"
+        " a new one"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from cachetool.errors import BadObject
 from cachetool.schema import KEY
-from cachetool.sources.decode import NULL
+from cachetool.sources.decode import Unusable
 from cachetool.sources.keys import CONTAINERS, Part
 from cachetool.sources.options import SourceOptions
 
@@ -64,8 +64,8 @@ class Assembler:
                 sample.names.append(new)
                 if self._wanted is not None and new not in self._wanted:
                     continue
-                if value is NULL:
-                    raise BadObject(f"{found[:100]!r} is null; choose other fields with --fields")
+                if isinstance(value, Unusable):
+                    raise BadObject(f"{found[:100]!r}{value.why}; choose other fields with --fields")
                 _set(sample, new, value)
         except BadObject as error:
             raise BadObject(f"{name!r}: {error}") from error.__cause__

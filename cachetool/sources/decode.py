@@ -2,7 +2,7 @@
 
 ============  ============================================================================================
 ``.npy``      an array, without a copy where it is little-endian
-``.npz``      its arrays, each a field
+``.npz``      its arrays, each a field; a single string of NumPy's is text or bytes
 ``.json``     its top-level keys: whole numbers int64, others float64, true/false bool, text str, anything
               nested as JSON text; a top level that is no object is one field named ``json``
 ``.cls .id``  a whole number, int64
@@ -32,7 +32,7 @@ from cachetool.errors import BadObject, UsageError
 from cachetool.schema import MAX_RANK, storage_dtype
 from cachetool.sources.keys import Part
 
-__all__ = ["Value", "decode", "npy_layout", "parse_npy"]
+__all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy"]
 
 Value = np.ndarray[Any, Any] | int | float | str | bytes | memoryview
 """A field's value; a Python number stands for one that was written without a type."""
@@ -45,6 +45,21 @@ _RATIO = 100
 _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
 _PARSING = threading.Lock()
 """Python 3.11 counts the depth of what is parsed for all threads together, and now and then raises SystemError."""
+
+
+class Unusable:
+    """Stands for a value that no field can hold: fine until somebody wants the field."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        """Behind the name of the field."""
+
+
+NULL: Any = Unusable(" is null")
+
+
+class _NotStored(BadObject):
+    """An array of a dtype that no field has."""
 
 
 def decode(
@@ -127,7 +142,7 @@ def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[i
         try:
             storage_dtype(descr)
         except UsageError as error:
-            raise BadObject(str(error)) from None
+            raise _NotStored(str(error)) from None
     return np.dtype(descr), fortran, shape
 
 
@@ -150,9 +165,24 @@ def _npz(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename:
                     raise BadObject(f"the .npz holds {name[:100]!r}, which is no array")
-                yield prefix + name, parse_npy(memoryview(archive.read(member)))
+                yield prefix + name, _member(memoryview(archive.read(member)))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError) as error:
         raise BadObject(f"not an .npz file ({_reason(error)})") from error
+
+
+def _member(data: memoryview) -> Any:
+    try:
+        array = parse_npy(data, text=True)
+    except _NotStored as error:
+        return Unusable(f": {error}")
+    if array.dtype.kind not in "SU":
+        return array
+    if array.shape:
+        return Unusable(f": an array of texts ({array.dtype}), where a field holds one text a sample")
+    text = array.item()
+    if isinstance(text, str):
+        text.encode("utf-8")  # half a character is an error now
+    return text
 
 
 def _json(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
@@ -182,13 +212,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("one key twice in one object")
     return found
-
-
-class _Null:
-    """Stands for ``null``: fine until somebody wants the field."""
-
-
-NULL: Any = _Null()
 
 
 def _plain(name: str, value: Any) -> Value:

@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import BadObject, UsageError
 from cachetool.sources.assemble import Assembled, Assembler
-from cachetool.sources.decode import MAX_HEADER, NULL, Value, decode, npy_layout
+from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
 from cachetool.sources.filebase import ClosingFile, FileOptions, LeftOut, reading
 from cachetool.sources.images import image_shape
 from cachetool.sources.keys import Part, Stem
@@ -156,7 +156,7 @@ class TarFiles(ClosingFile):
             yield part.field, Shape("|u1", image_shape(member.read(), self._options.resize))
         elif part.kind in ("npz", "json"):
             for name, value in self._decode(part, member):
-                outlined: Any = value if value is NULL else shape_of(value)
+                outlined: Any = value if isinstance(value, Unusable) else shape_of(value)
                 yield name, outlined
         elif part.kind == "int":
             yield part.field, shape_of(0)

@@ -110,3 +110,6 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path: Path, run: Run) 
         done = run("bench", data, "--dir", tmp_path)
         assert done.code == code, done.stderr
         assert words in done.error
+    absent = run("bench", "--cache", "nope", "--dir", tmp_path)
+    assert absent.code == 2, absent.stderr
+    assert "there is no cache at nope" in absent.error

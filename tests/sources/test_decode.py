@@ -140,6 +140,18 @@ def test_an_npz_gives_its_arrays(save: Any) -> None:
     assert plain["scale"] == np.float32(0.5)
 
 
+def test_a_single_string_in_an_npz_is_text_or_bytes_and_what_no_field_holds_waits_until_it_is_wanted() -> None:
+    found = read(
+        "a.npz", npz(word="größe", raw=np.bytes_(b"\xff\x00x"), empty="", texts=["a", "bc"], x=np.zeros((), "O"))
+    )
+
+    assert (found["word"], found["raw"], found["empty"]) == ("größe", b"\xff\x00x", "")
+    assert found["texts"].why == ": an array of texts (<U2), where a field holds one text a sample"
+    assert found["x"].why.startswith(": dtype object cannot be stored")
+    with pytest.raises(BadObject):
+        read("a.npz", npz(half=np.array("\ud800")))
+
+
 def zipped(members: list[tuple[str, bytes]], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings(), zipfile.ZipFile(file, "w", method) as archive:

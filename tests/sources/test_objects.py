@@ -145,6 +145,13 @@ def test_only_what_can_hold_a_chosen_field_is_fetched(tmp_path: Path) -> None:
     assert fetched("c", "a") == {"/0.a.npy", "/0.json"}
 
 
+def saved(**arrays: Any) -> bytes:
+    """An ``.npz`` file."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("files", "options", "said"),
     [
@@ -154,6 +161,7 @@ def test_only_what_can_hold_a_chosen_field_is_fetched(tmp_path: Path) -> None:
         ({"d/1.json": {"label": 1}}, {"label_from_folder": True}, "has field 'label' twice"),
         ({"1.txt": "x"}, {"label_from_folder": True}, "lies in no folder"),
         ({"1.json": {"a": None, "b": 1}}, {}, "'a' is null"),
+        ({"1.npz": saved(a=["x", "y"], b=1)}, {}, "'1.npz': 'a': an array of texts (<U1), where"),
         ({"1.json": {"größe": 1}}, {}, "--rename"),
         ({"1.json": {"a:b": 1}}, {}, "cannot be used"),
         ({"1.json": {"a": 1, "a/b": 2}}, {}, "also the folder"),
