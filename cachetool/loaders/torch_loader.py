@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import distributed
@@ -78,6 +78,13 @@ class Loader(BaseLoader[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Begin an epoch on the newest snapshot; older iterators of this loader end with an error."""
         return self.begin() if self.device is None else prefetched(self.begin, self.device)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """A loader is no dataset for ``DataLoader``, which would ask for samples one by one."""
+        raise UsageError(
+            "a Loader makes batches in processes of its own: iterate it; for torch's DataLoader there are CacheDataset and"
+            " CacheIterableDataset"
+        )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 import cachetool
 from cachetool.cache import CacheDir
@@ -422,3 +423,8 @@ def test_an_empty_environment_is_none(cache: CacheDir, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "")
     with Loader(cache, batch_size=4, workers=0) as loader:
         assert len(numbers(loader)) == 60
+
+
+def test_a_loader_that_a_data_loader_is_given_says_what_to_give_instead(cache: CacheDir) -> None:
+    with TorchLoader(cache, batch_size=4, workers=0) as loader, pytest.raises(UsageError, match="CacheIterableDataset"):
+        list(DataLoader(loader, batch_size=None))  # type: ignore[arg-type]
