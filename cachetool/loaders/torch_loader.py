@@ -82,8 +82,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     def __getitem__(self, index: object) -> NoReturn:
         """A loader is no dataset for ``DataLoader``, which would ask for samples one by one."""
         raise UsageError(
-            "a Loader makes batches in processes of its own: iterate it; for torch's DataLoader there are CacheDataset and"
-            " CacheIterableDataset"
+            "a Loader makes batches in processes of its own: iterate it; for torch's DataLoader there are CacheDataset"
+            " and CacheIterableDataset"
         )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:
