@@ -114,6 +114,8 @@ def _copied(
 ) -> Iterator[Any]:
     """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
     stream = module.Stream(device)
+    # What makes it the current one: itself, since PyTorch 2.7, and quicker.
+    current = stream if hasattr(stream, "__enter__") else module.stream(stream)
     on_their_way: deque[tuple[Any, Any]] = deque()  # batch there, event of its copy
     copied: deque[tuple[Any, Any]] = deque()  # batch here, the same event: kept until that
     failed: list[Exception] = []
@@ -122,7 +124,7 @@ def _copied(
     def start() -> bool:
         """Start the copy of one more batch; False when there is none."""
         for batch in batches:
-            with module.stream(stream):
+            with current:
                 event = module.Event()
                 copied.append((batch, event))
                 try:
@@ -136,7 +138,7 @@ def _copied(
     try:
         while on_their_way or start():
             there, event = on_their_way.popleft()
-            now = module.current_stream(device)
+            now = module.current_stream(stream.device_index)  # a number, which need not be looked up
             now.wait_event(event)
             # Memory that was made on the one stream and is used on the other must not be given out again in between.
             _map(there, functools.partial(_record, stream=now))

@@ -31,6 +31,8 @@ class Device:
         self.interrupts = 0
 
         class Stream:
+            device_index = 0
+
             def __init__(self, _: object) -> None:
                 pass
 

@@ -129,7 +129,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         record = staticmethod(lambda *_: None)
 
     module = SimpleNamespace(
-        Stream=lambda _: SimpleNamespace(synchronize=lambda: None),
+        Stream=lambda _: SimpleNamespace(synchronize=lambda: None, device_index=0),
         Event=Event,
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),

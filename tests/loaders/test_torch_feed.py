@@ -131,7 +131,7 @@ def test_batches_on_their_way_to_a_device_arrive_before_the_error_behind_them(de
         record = staticmethod(lambda *_: None)
 
     device = SimpleNamespace(
-        Stream=lambda _: SimpleNamespace(synchronize=lambda: None),
+        Stream=lambda _: SimpleNamespace(synchronize=lambda: None, device_index=0),
         Event=Event,
         stream=lambda _: contextlib.nullcontext(),
         current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),

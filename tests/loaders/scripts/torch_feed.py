@@ -68,7 +68,15 @@ class FakeModule:
     log: ClassVar[list[str]] = []
 
     class Stream:
+        device_index = 0
+
         def __init__(self, device: Any = None) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            FakeModule.log.append("on its own stream")
+
+        def __exit__(self, *error: Any) -> None:
             pass
 
         def wait_event(self, event: Any) -> None:
@@ -89,16 +97,6 @@ class FakeModule:
 
         def query(self) -> bool:
             return False  # no copy is ever seen to be done: all batches must be kept
-
-    class stream:
-        def __init__(self, stream: Any) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            FakeModule.log.append("on its own stream")
-
-        def __exit__(self, *error: Any) -> None:
-            pass
 
     @staticmethod
     def current_stream(device: Any) -> Any:
