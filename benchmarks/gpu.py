@@ -11,9 +11,11 @@ from there. *no device* are the loader's batches dropped at once: what the feede
 the slower of *pinned* and *no device*.
 
 *steps*: the GPU multiplies matrices for as long after each batch as its bytes last at 2 GB/s, with batches of
-``Loader(device="cuda")`` and, *resident*, with one that is there. *idle* is the share of the time between the first
-step and the last in which the GPU computes nothing, *longest* the longest such time, *wait* how long the training loop
-is in ``next()``, median and longest; the first steps do not count.
+``Loader(device="cuda")`` and, *resident*, with one that is there; the training loop asks for a batch once the step
+before the last one is done, as one that looks at each loss. *idle* is the share of the time in which the GPU computes
+nothing, *longest* the longest such time, *over 0.1 ms* the share of steps before which it is longer than that, *wait*
+how long the training loop is in ``next()``, median and longest, all within an epoch; *between epochs* is the median
+time without computing before the first step of one. The first steps do not count.
 
 *starts*: from the making of a loader in a new process that has used CUDA before to its feeders being ready, and to its
 first batch.
@@ -150,7 +152,8 @@ class Work:
         return begin, end
 
 
-def trained(batches: Iterator[dict[str, torch.Tensor]], work: Work) -> dict[str, float]:
+def trained(batches: Iterator[dict[str, torch.Tensor]], work: Work, epoch: int) -> dict[str, float | None]:
+    """``epoch``: batches of one."""
     waits, events = [], []
     for _ in range(FIRST + max(STEPS, round(SECONDS / work.seconds))):
         begin = time.perf_counter()
@@ -161,17 +164,20 @@ def trained(batches: Iterator[dict[str, torch.Tensor]], work: Work) -> dict[str,
         if len(events) > 1:
             events[-2][1].synchronize()  # as whoever looks at the loss of the step before
     torch.cuda.synchronize()
-    waits, events = waits[FIRST:], events[FIRST:]
-    gaps = [end.elapsed_time(begin) for (_, end), (begin, _) in itertools.pairwise(events)]
-    whole = events[0][0].elapsed_time(events[-1][1])
+    gaps = np.array([end.elapsed_time(begin) for (_, end), (begin, _) in itertools.pairwise(events)])[FIRST:]
+    number = np.arange(FIRST + 1, len(events))  # of the step behind each gap
+    first = number % epoch == 0
+    inside, took = gaps[~first], [begin.elapsed_time(end) for begin, end in events[FIRST:]]
+    waited = 1e3 * np.array(waits)[number[~first]]
     return {
-        "steps": len(waits),
-        "step ms": round(statistics.median(begin.elapsed_time(end) for begin, end in events), 2),
-        "idle %": round(100 * sum(gaps) / whole, 2),
-        "longest ms": round(max(gaps), 2),
-        "gaps over 0.1 ms": sum(gap > 0.1 for gap in gaps),
-        "wait ms": round(1e3 * statistics.median(waits), 3),
-        "longest wait ms": round(1e3 * max(waits), 2),
+        "steps": len(gaps),
+        "step ms": round(statistics.median(took), 2),
+        "idle %": round(100 * float(inside.sum() / (inside.sum() + sum(took))), 2),
+        "longest ms": round(float(inside.max()), 2),
+        "over 0.1 ms %": round(100 * float((inside > 0.1).mean()), 2),
+        "wait ms": round(float(np.median(waited)), 3),
+        "longest wait ms": round(float(waited.max()), 2),
+        "between epochs ms": round(float(np.median(gaps[first])), 2) if first.any() else None,
     }
 
 
@@ -180,9 +186,9 @@ def steps(make_loader: Callable[..., Loader]) -> list[dict[str, Any]]:
         received(loader)
         batch = next(iter(loader))
         work = Work(nbytes(batch) / PACE)
-        resident = trained(itertools.repeat(batch), work)
+        resident = trained(itertools.repeat(batch), work, len(loader))
         del batch
-        ours = trained(itertools.chain.from_iterable(itertools.repeat(loader)), work)
+        ours = trained(itertools.chain.from_iterable(itertools.repeat(loader)), work, len(loader))
     return [{"batches": "resident", **resident}, {"batches": 'device="cuda"', **ours}]
 
 
