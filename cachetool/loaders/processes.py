@@ -202,8 +202,9 @@ class Processes:
                 self._wait(reader.ring)
 
     def _look(self, own: Ring) -> None:
+        several = own.most > 0
         for reader in self._readers:
-            if reader.ring is own or own.many:
+            if several or reader.ring is own:
                 reader.ring.poll()
 
     def _wait(self, ring: Ring, *, lull: bool = False) -> None:

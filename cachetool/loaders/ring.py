@@ -134,11 +134,14 @@ class Ring:
 
     @property
     def many(self) -> bool:
-        """Whether it has so many slots that several batches are taken at once.
-
-        Few must come back one by one: of two, the feeder has none to fill while one is seen and one waits for its turn.
-        """
+        """Whether it has so many slots that batches may gather in it."""
         return self._head.count[0] >= _MANY
+
+    @property
+    def most(self) -> int:
+        """How many batches are taken at once, with as many of the other rings: less than half of the slots, so that the
+        feeder has some to fill while one batch is seen and the others wait for their turn. Of two slots none are."""
+        return min(_LOOKS, (self._head.count[0] - 1) // 2)
 
     def poll(self) -> bool:
         """Take note of batches that are there, which :attr:`ready` counts; keeps the GIL.
@@ -146,7 +149,7 @@ class Ring:
         A few are taken note of at once and as many slots given back: a call of the C library whose code left the cache
         meanwhile takes 20 microseconds.
         """
-        live, most = self._live, min(_LOOKS, self._head.count[0] // 2) if self.many else 1
+        live, most = self._live, max(1, self.most)
         if live:
             self._give_back(min(len(live), _LOOKS + 2 * most))
         if (kept := len(live) + len(self._inherited)) != self._granted:

@@ -81,8 +81,8 @@ def test_batches_of_an_epoch_that_was_given_up_are_not_waited_for(ring: Ring) ->
     assert feed._pace.delivered(1).waits == 0
 
 
-@pytest.mark.parametrize(("ready", "at_once"), [(2, 1), (8, 8)])
-def test_of_few_slots_one_batch_is_taken_at_a_time(ready: int, at_once: int) -> None:
+@pytest.mark.parametrize(("ready", "at_once"), [(2, 1), (3, 2), (5, 4), (8, 6), (15, 14), (40, 32)])
+def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(ready: int, at_once: int) -> None:
     """Else a feeder has none to fill while one is seen and the other waits for its turn."""
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
