@@ -180,12 +180,10 @@ class Processes:
             raise closed()
         made: list[Batch] = []
         own = readers[step % len(readers)].ring
-        self._look(own)
-        if not own.ready:
-            self._wait(own, lull=step > 0 and own.many)
-            self._look(own)
         while True:
             reader = readers[(step + len(made)) % len(readers)]
+            if not made or (own.most and len(made) < len(readers)):
+                reader.ring.poll()
             try:
                 batch = reader.take(generation)
             except CacheToolError:
@@ -199,13 +197,7 @@ class Processes:
             elif made:
                 return made
             else:
-                self._wait(reader.ring)
-
-    def _look(self, own: Ring) -> None:
-        several = own.most > 0
-        for reader in self._readers:
-            if several or reader.ring is own:
-                reader.ring.poll()
+                self._wait(own, lull=step > 0 and own.many)
 
     def _wait(self, ring: Ring, *, lull: bool = False) -> None:
         assert not ring.ready
