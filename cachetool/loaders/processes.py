@@ -182,7 +182,7 @@ class Processes:
         own = readers[step % len(readers)].ring
         while True:
             reader = readers[(step + len(made)) % len(readers)]
-            if not made or (own.most and len(made) < len(readers)):
+            if not made or (len(made) < len(readers) and own.most):
                 reader.ring.poll()
             try:
                 batch = reader.take(generation)

@@ -114,8 +114,7 @@ def _copied(
 ) -> Iterator[Any]:
     """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
     stream = module.Stream(device)
-    # What makes it the current one: itself, since PyTorch 2.7, and quicker.
-    current = stream if hasattr(stream, "__enter__") else module.stream(stream)
+    itself = hasattr(stream, "__enter__")  # makes itself the current one, since PyTorch 2.7, and quicker
     on_their_way: deque[tuple[Any, Any]] = deque()  # batch there, event of its copy
     copied: deque[tuple[Any, Any]] = deque()  # batch here, the same event: kept until that
     failed: list[Exception] = []
@@ -124,7 +123,7 @@ def _copied(
     def start() -> bool:
         """Start the copy of one more batch; False when there is none."""
         for batch in batches:
-            with current:
+            with stream if itself else module.stream(stream):
                 event = module.Event()
                 copied.append((batch, event))
                 try:

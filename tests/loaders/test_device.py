@@ -97,6 +97,36 @@ def test_a_batch_is_kept_until_its_copy_is_done_and_no_longer(device: Device) ->
     assert device.there == [5]
 
 
+@pytest.mark.parametrize("itself", [True, False])
+def test_copies_are_asked_for_on_a_stream_of_their_own(
+    device: Device, monkeypatch: pytest.MonkeyPatch, itself: bool
+) -> None:
+    """``itself``: which makes itself the current one, as since PyTorch 2.7."""
+    current, asked = [False], []
+
+    @contextlib.contextmanager
+    def own(_: object) -> Iterator[None]:
+        current[0] = True
+        yield
+        current[0] = False
+
+    if itself:
+        stream = device.module.Stream
+        stream.__enter__ = lambda _: current.__setitem__(0, True)
+        stream.__exit__ = lambda *_: current.__setitem__(0, False)
+    else:
+        device.module.stream = own
+
+    def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        asked.append(current[0])
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    found = [current[0] for _ in DevicePrefetcher(device.send(5), "meta")]
+    assert asked == [True] * 5
+    assert found == [False] * 5
+
+
 @pytest.mark.parametrize("how", ["closed", "forgotten", "failed"])
 def test_a_loop_that_is_left_waits_for_all_its_copies_while_their_batches_are_there(device: Device, how: str) -> None:
     """Those of batches that were handed out, and those on their way: their memory would be filled again."""

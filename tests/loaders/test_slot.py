@@ -97,6 +97,25 @@ def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(read
         ring.close()
 
 
+@pytest.mark.parametrize(("there", "looked"), [(1, 2), (2, 3), (4, 4)])
+def test_rings_are_looked_at_as_far_as_there_are_batches(
+    there: int, looked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings = [Ring() for _ in range(4)]
+    feed = Processes.__new__(Processes)  # without any process
+    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], Pace()
+    writers = [SlotWriter(RingWriter(ring.fd), ready=3) for ring in rings]
+    for step in range(there):
+        put(writers[step], 1, step)
+    looks: list[Ring] = []
+    poll = Ring.poll
+    monkeypatch.setattr(Ring, "poll", lambda ring: looks.append(ring) or poll(ring))
+    assert [batch.step for batch in feed.take(1, 0)] == list(range(there))
+    assert looks == rings[:looked]
+    for ring in rings:
+        ring.close()
+
+
 BOTH = Schema((Field("x", "<i8", (3,)), Field("text", "bytes"), Field("y", "<f4", (None, None))))
 
 
