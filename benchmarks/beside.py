@@ -3,12 +3,13 @@
 Every peer writes the same samples in its own form and loads them, shuffled, with as many workers, in a process of its
 own; its epochs and ours alternate, alone, beside a counting thread, and at 600 MB/s beside one. A rate is that of
 epochs of 1.5 GB together, with their beginnings but for the first one's, which ends with its first batch, and for
-``SECONDS`` at most. Before ours comes an epoch that does not count, since our feeders go on with the next one while a
-peer is measured. *times* is ours over the peer's.
+``SECONDS`` at most. Before ours comes an epoch that does not count, beside the thread where there is one, since our
+feeders go on with the next one while a peer is measured. *times* is ours over the peer's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 from itertools import chain
@@ -17,7 +18,7 @@ from typing import Any
 
 from peers.starting import Peer, PeerError
 
-from cachetool.bench.consumer import PACE, epoch, touched
+from cachetool.bench.consumer import PACE, Spinner, epoch, touched
 from cachetool.loaders.numpy import Loader
 
 SECONDS = 2.0
@@ -45,7 +46,8 @@ def _row(loader: Loader, folder: Path, peers: Path, job: list[int], *, name: str
             peer.ask({"epochs": 1, "seconds": SECONDS})  # the first epoch of many differs from the others
             for _ in range(rounds):
                 for way, options in WAYS.items():
-                    touched(loader)
+                    with Spinner() if options.get("busy") else contextlib.nullcontext():
+                        touched(loader)
                     ours = epoch(lambda: chain.from_iterable(loader for _ in range(epochs)), **options)
                     found[way].append((ours, peer.ask({"epochs": epochs, **options})))
     except PeerError as error:

@@ -122,20 +122,14 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
         for what, value in values.items():
             found[name].setdefault(what, []).append(value)
 
-    def turns() -> Iterator[tuple[str, Loader]]:
-        for _ in range(rounds):
-            for name in rng.permutation(list(loaders)).tolist():
-                yield name, loaders[name]
-
-    for name, loader in turns():
+    for name in [name for _ in range(rounds) for name in rng.permutation(list(loaders)).tolist()]:
+        loader = loaders[name]
         orders = [rng.permutation(case.samples) for _ in range(case.epochs)]
         take = rate(lambda orders=orders: sum(touched(taken(block, case.batch, order)) for order in orders))
-        feed = sustained(loader, case)
-        note(name, take=take, idle=feed, share=feed / take)
-    for name, loader in turns():
+        idle = sustained(loader, case)
         with Spinner() as spinner:
-            feed = sustained(loader, case)
-        note(name, busy=feed, blocked=spinner.blocked)
+            busy = sustained(loader, case)
+        note(name, take=take, idle=idle, share=idle / take, busy=busy, kept=busy / idle, blocked=spinner.blocked)
     held = [{field: np.array(column) for field, column in batch.items()} for batch in next(iter(loaders.values()))]
     with awake() as there:
         ways = ["paced", "own", *(["paced awake", "own awake"] if there else [])]
@@ -169,7 +163,7 @@ def _row(name: str, values: dict[str, list[float]]) -> dict[str, Any]:
         "of np.take": round(medians["share"], 2),
         "of fastest format": round(medians["fastest"], 2),
         "busy MB/s": round(medians["busy"]),
-        "of idle": round(medians["busy"] / medians["idle"], 2),
+        "of idle": round(medians["kept"], 2),
         **{title: round(medians[what], 3) if what in medians else None for title, what in shares.items()},
     }
 

@@ -5,9 +5,9 @@
 Warm and shuffled, fields ``x`` and ``y``, the cases of ``feed.py``. A cache of TFRecord shards is written into FOLDER,
 and the same samples by ``tf.io.TFRecordWriter`` into as many files for the pipelines by hand: ``TFRecordDataset``, one
 file after another, two at once, as many as TensorFlow likes, or interleaved; buffered or not; a batch parsed at once or
-record by record; TensorFlow's prefetch or two batches. Each of these runs for a second; the three that were the
-fastest and ``make_dataset`` then alternate in rounds of epochs of 1.5 GB together. *share* is its median over the best
-of theirs.
+record by record; TensorFlow's prefetch or two batches; with its autotuning or without. Each of these runs for a second
+after one that does not count; the three that were the fastest and ``make_dataset`` then alternate in rounds of epochs
+of 1.5 GB together. *share* is its median over the best of theirs.
 ``--split`` measures ``split="train"`` with 5 % held out too: bytes of the samples delivered.
 FOLDER must have about 1.2 GB free, and the machine about 3 GB of memory; what is written is deleted again.
 """
@@ -43,6 +43,7 @@ READS = {"one file": None, "two files": 2, "files by AUTOTUNE": AUTO, "interleav
 BUFFERS = {"buffered": None, "unbuffered": 0}
 PARSES = ("batch, parse", "parse, batch")
 PREFETCHES = {"prefetch AUTOTUNE": AUTO, "prefetch 2": 2}
+TUNES = {"tuned": True, "untuned": False}
 BEST = 3
 
 
@@ -85,7 +86,9 @@ def pipeline(files: list[str], case: Case, buffer: int, *, setting: tuple[str, .
     else:
         data = data.map(lambda raw: decoded(tf.io.parse_single_example(raw, spec)), num_parallel_calls=AUTO)
         data = data.batch(case.batch, drop_remainder=True)
-    return data.prefetch(prefetch)
+    options = tf.data.Options()
+    options.autotune.enabled = TUNES[setting[4]]
+    return data.prefetch(prefetch).with_options(options)
 
 
 def arrays(data: tf.data.Dataset) -> Iterator[dict[str, Any]]:
@@ -118,10 +121,11 @@ def measure(title: str, folder: Path, *, rounds: int, split: bool) -> dict[str, 
     ours = {"make_dataset": made()}
     if split:
         ours["make_dataset(split=)"] = made(split="train")
-    settings = list(itertools.product(READS, BUFFERS, PARSES, PREFETCHES))
+    settings = list(itertools.product(READS, BUFFERS, PARSES, PREFETCHES, TUNES))
     first = {}
     for setting in settings:
         data = pipeline(files, case, buffer, setting=setting)
+        touched(arrays(data), seconds=1.0)
         first[setting] = rate(lambda data=data: touched(arrays(data), seconds=1.0))
     best = sorted(settings, key=lambda setting: -first[setting])[:BEST]
     rivals = {", ".join(setting): pipeline(files, case, buffer, setting=setting) for setting in best}

@@ -13,15 +13,15 @@ from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
 
 from cachetool.cache import CacheDir
 from cachetool.cache.forking import members
-from cachetool.errors import UsageError
+from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed
 from cachetool.loaders.files import located
-from cachetool.loaders.order import Shuffle, Steps
+from cachetool.loaders.order import SHUFFLES, Steps
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.processes import Processes
 from cachetool.loaders.ranks import given, launched
-from cachetool.loaders.resume import SAVED, require_state
+from cachetool.loaders.resume import SAVED, require_order, require_state
 from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.split import parse_split
@@ -30,13 +30,12 @@ from cachetool.loaders.transform import Function, dumps
 from cachetool.schema import names_of
 from cachetool.units import parse_duration, parse_whole
 
-__all__ = ["SHUFFLES", "BaseLoader", "CacheOrPaths"]
+__all__ = ["BaseLoader", "CacheOrPaths"]
 
 T = TypeVar("T")
 CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
 """An open cache, its folder, or one or several shards outside any cache."""
 
-SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
 _STATE = 1
 
 
@@ -145,8 +144,7 @@ class BaseLoader(ABC, Generic[T]):
         self._iterator: weakref.ref[Epoch[T]] | None = None
         self._progress: Progress | None = None
         self._resume: dict[str, Any] | None = None
-        self._taken = self._resumed = 0
-        # Batches of the epoch to resume that were delivered before, and its number.
+        self._taken = self._resumed = 0  # batches of the epoch to resume that were delivered before, and its number
         self._last = -1  # number of the epoch that was begun last
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
 
@@ -193,9 +191,11 @@ class BaseLoader(ABC, Generic[T]):
             beside = self._concurrent and (going_on or not self._at_home())
             if not beside:
                 self._epoch = self._next()
+                if self._concurrent and not self._chosen and self._left_over(self._epoch) is None:
+                    self._epoch = max(self._epoch, self._last + 1)  # other threads may have begun some
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
         if beside:
-            epoch = self._started(self._new_feed(), number, None)
+            epoch = self._started(self._new_feed(), number, None, own=True)
             epoch.own_feed()
             self._beside.add(epoch)
             return epoch
@@ -222,10 +222,16 @@ class BaseLoader(ABC, Generic[T]):
             self._home = threading.current_thread()
         return self._home is threading.current_thread()
 
-    def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None) -> Epoch[T]:
-        begun = feed.begin(number, resume)
-        taken = 0 if resume is None else self._taken
-        steps = self._agreed(self._limited(begun.steps, taken))
+    def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None, *, own: bool = False) -> Epoch[T]:
+        begun, taken = None, 0 if resume is None else self._taken
+        try:
+            begun = feed.begin(number, resume)
+            steps = self._agreed(self._limited(begun.steps, taken))
+        except BaseException as error:
+            # Interrupted, or with ranks that do not agree, it would wait for samples, or keep some, for nobody.
+            if own or begun is not None or not isinstance(error, CacheToolError):
+                feed.close()
+            raise
         return Epoch(self, Progress(feed, begun, steps, taken))
 
     def _limited(self, steps: Steps, taken: int) -> int:
@@ -241,7 +247,7 @@ class BaseLoader(ABC, Generic[T]):
         cache meanwhile."""
         epoch = None if self._iterator is None else self._iterator()
         if epoch is not None and not (epoch.over or epoch.replaced):
-            return self._limited(epoch.progress.begun.steps, epoch.progress.before)
+            return epoch.progress.steps
         number = self._next()
         rest = self._left_over(number)
         return self._limited(self._fed().prepare(number, rest).steps, 0 if rest is None else self._taken)
@@ -266,8 +272,7 @@ class BaseLoader(ABC, Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of.
 
-        In the middle of an epoch, also of one that was left with ``break``, it raises :class:`UsageError` once the
-        feeders ended.
+        In the middle of an epoch, also of one left with ``break``, it raises :class:`UsageError` once the feeders ended.
         """
         at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
@@ -284,20 +289,15 @@ class BaseLoader(ABC, Generic[T]):
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
 
         Raises :class:`UsageError` for what is no state of a loader or that of one with another seed, and in the middle
-        of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``: it has other samples, or
-        another order. The loader is then as before.
+        of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``. The loader is then as before.
         """
         require_state(state, _STATE, SAVED, of="loaders")
         if state.get("seed") != self._settings.seed:
             raise UsageError(f"the state was made with seed={state.get('seed')}, this loader has {self._settings.seed}")
-        here = self._order()
-        for name, value in (state.get("order") or {}).items() if state.get("resume") else ():
-            if here.get(name) != value:
-                was, has = (False if each == "no" else each for each in (value, here.get(name)))
-                raise UsageError(
-                    f"the state was made with {name}={was!r}, this loader has {has!r}; make it with {name}={was!r}"
-                )
+        if state.get("resume"):
+            require_order(state.get("order"), self._order(), of="loader")
         self._epoch = self._resumed = int(state["epoch"])
+        self._last = self._epoch - 1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
         before = None if self._iterator is None else self._iterator()
         if before is not None:

@@ -37,13 +37,15 @@ class Loader(BaseLoader[dict[str, Any]]):
       resumed.
     - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``): all take the same number of steps, no sample
       goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
-    - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready (default:
-      256 MiB of them shared by the feeders, at least 48 MiB and 2, at most 128; 8,192 at most).
+    - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready, one
+      that is in use among them, 2 to 8,192 (default: 256 MiB of them shared by the feeders, at least 48 MiB and 2, at
+      most 128).
     - ``transform``: a function over each sample, a dict, that gives another one, called in the feeders; over a dict of
       columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
     - ``split``: ``"train"`` or ``"validation"`` by a hash of ``__key__``, ``validation`` (default: 5 %) of the samples
       in the latter.
-    - ``min_samples`` (default ``world_size`` x ``batch_size``) are waited for up to ``wait`` seconds.
+    - ``min_samples`` (default ``world_size`` x ``batch_size``, with ``split="validation"`` ``world_size``) are waited
+      for up to ``wait`` seconds.
     - The next epoch's snapshot is taken about a second before this one's end, or earlier when batches take long; if it
       begins after a pause, or this process used the catalog, anew where shards came. It is given up ``hold`` seconds
       after the end; not after ``epochs`` epochs.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from cachetool.errors import UsageError
 from cachetool.permutation import MAX_N, Permutation
 
-__all__ = ["RUN_BYTES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
+__all__ = ["RUN_BYTES", "SHUFFLES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
 
 _BITS = 40
 _MASK = MAX_N - 1
@@ -31,6 +31,8 @@ _BLOCK = 1 << 16
 
 Int64s = npt.NDArray[np.int64]
 Shuffle = Literal["full", "window", "no"]
+SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window", False: "no", None: "no"}
+"""What ``shuffle=`` may be."""
 
 RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
 _WINDOW_RUNS = 256

@@ -296,7 +296,8 @@ class Processes:
         rings, self._rings, self._readers = self._rings, [], []
         try:
             if keeper is not None and keeper.stdin is not None:
-                with contextlib.suppress(OSError, ValueError):  # the leader died
+                # The leader died, or a handler closes in the middle of a write, whose pipe cannot be closed then.
+                with contextlib.suppress(OSError, ValueError, RuntimeError):
                     os.write(keeper.stdin.fileno(), _STOP)
                     keeper.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -19,6 +19,7 @@ __all__ = [
     "found_again",
     "is_resume",
     "is_whole",
+    "require_order",
     "require_state",
     "resumed",
 ]
@@ -50,6 +51,17 @@ def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any
         if not good(state.get(name)):
             raise UsageError(
                 f"not a state of {of}: its {name!r} is {state.get(name)!r:.60}; load what state_dict() gave"
+            )
+
+
+def require_order(saved: Mapping[str, Any] | None, here: Mapping[str, Any], *, of: str) -> None:
+    """Raise :class:`UsageError` where an epoch that is gone on with would have other samples, or another order, than
+    its state says; earlier versions saved less."""
+    for name, value in (saved or {}).items():
+        if here.get(name) != value:
+            was, has = (False if each == "no" else each for each in (value, here.get(name)))
+            raise UsageError(
+                f"the state was made with {name}={was!r}, this {of} has {has!r}; make it with {name}={was!r}"
             )
 
 

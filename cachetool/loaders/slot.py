@@ -96,7 +96,7 @@ class SlotWriter:
 
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
         self._ring = ring
-        self._wanted, self._permitted = ready, min(LEAST, ready or LEAST)
+        self._wanted, self._permitted = ready, LEAST
         self._bytes = max(_READY_EACH, READY_BYTES // max(2, feeders))
         ring.permit(self._permitted)
         self._schema: Schema | None = None
@@ -199,7 +199,7 @@ class SlotWriter:
 
     def _more(self) -> None:
         """Once it is known how large a batch is: as many slots as there shall be."""
-        wanted = self._wanted or max(LEAST, min(MOST, self._bytes // max(1, self._used)))
+        wanted = max(LEAST, self._wanted or min(MOST, self._bytes // max(1, self._used)))
         if wanted > self._permitted:
             self._ring.permit(wanted - self._permitted)
             self._permitted = wanted

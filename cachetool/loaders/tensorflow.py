@@ -3,12 +3,13 @@
 ::
 
     from_generator              one element an epoch: the names of all files of a new snapshot. Python's only turn.
-      flat_map -> interleave    TFRecordDataset over each file; with split= zipped with a mask of its records, filtered
+      flat_map -> interleave    TFRecordDataset over each file; with split= zipped with a mask of its records, filtered;
+                                small records shuffled file by file, and 16 of them at a time from here on
       shuffle -> batch          of records, not yet parsed
-      map                       a whole batch parsed at once: parse_example, decode_raw, reshape
+      map                       a whole batch at once: fields cut out where they lie, decode_raw, reshape
       repeat
 
-Records of half a MiB and more are parsed one by one and then batched: each is still in the processor's cache then.
+Records of half a MiB and more are decoded one by one and then batched: each is still in the processor's cache then.
 
 The snapshot's lease ends when the last file of the epoch has been read, or with an iterator that was abandoned. Nothing
 here imports the ``tfrecord`` package, which cannot be loaded beside TensorFlow.
@@ -23,24 +24,25 @@ import secrets
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError, without
-from cachetool.formats.example import shape_name, storage_kind
+from cachetool.formats.example import ExampleLayout
 from cachetool.loaders.order import order
 from cachetool.loaders.split import Split, parse_split
 from cachetool.loaders.subscription import CacheSubscription, beside, subscribe
 from cachetool.loaders.view import View
-from cachetool.schema import Field, Schema
 from cachetool.units import parse_whole
 
 try:
     import tensorflow as tf
 except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
+
+from cachetool.loaders.tensorflow_values import cut, feature_spec, parse_batch
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
@@ -109,7 +111,7 @@ def make_dataset(
     chosen_seed = secrets.randbits(32) if seed is None else seed
     numbers = itertools.count()
 
-    def epoch() -> Iterator[tuple[list[Any], ...]]:
+    def epoch() -> Iterator[tuple[Any, ...]]:
         number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
         close = mine.close
         try:
@@ -119,7 +121,9 @@ def make_dataset(
                 raise UsageError(_nothing(view, where, split))
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
-            yield tuple([column[i] for i in at] for column in columns)
+            seeds = np.random.default_rng([chosen_seed, number]).integers(1, 2**62, size=len(at))
+            share = max(1, shuffle_buffer // max(1, min(len(at), _OPEN_FILES)))
+            yield *([column[i] for i in at] for column in columns), seeds, share
             mine.served()
         except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
             close = functools.partial(beside, mine.close)
@@ -127,19 +131,27 @@ def make_dataset(
         finally:
             close()
 
+    layout = ExampleLayout(first.schema)
+
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-        return parse_batch(records, schema)
+        return cut(records, schema, layout)
 
     def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
 
+    def records(*files: tf.Tensor) -> tf.data.Dataset:
+        how = _Reading(size, mixed=shuffle, fixed=seed is not None or not shuffle, split=split is not None)
+        return how.some(files[:-1], files[-1]) if together else how.records(files[:-1])
+
     column = tf.TensorSpec((None,), tf.string)
-    out = tf.data.Dataset.from_generator(epoch, output_signature=(column, column, column))
-    fixed = seed is not None or not shuffle
-    out = out.flat_map(lambda *files: _records(files, size=size, mixed=shuffle, fixed=fixed, split=split is not None))
-    if shuffle:
+    signature = (column, column, column, tf.TensorSpec((None,), tf.int64), tf.TensorSpec((), tf.int64))
+    together = shuffle and size < _LARGE
+    out = tf.data.Dataset.from_generator(epoch, output_signature=signature).flat_map(records)
+    if shuffle and not together:
         out = out.shuffle(shuffle_buffer, seed=seed)
-    if size < _HUGE or any(field.kind == "ragged" for field in schema):
+    if together:
+        out = out.rebatch(batch_size, drop_remainder).map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
+    elif size < _HUGE or any(field.kind == "ragged" for field in schema):
         out = out.batch(batch_size, drop_remainder=drop_remainder).map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
     else:
         out = out.map(parsed_alone, num_parallel_calls=tf.data.AUTOTUNE)
@@ -194,63 +206,57 @@ def _record_size(view: View, files: list[str]) -> int:
     return sum(Path(file).stat().st_size for file in files) // max(1, view.samples)
 
 
-def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, split: bool) -> tf.data.Dataset:
-    def of(file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor) -> tf.data.Dataset:
-        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=0 if size >= _LARGE else None)
-        if not split:
+class _Reading(NamedTuple):
+    """How the records of an epoch's files are read. ``files`` are names, compressions, masks and seeds."""
+
+    size: int
+    """Bytes of a record, on average."""
+    mixed: bool
+    """Whether many files are read at once."""
+    fixed: bool
+    """Whether the order is decided by a seed."""
+    split: bool
+
+    def records(self, files: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
+        """One by one, out of many files at once if they are to be mixed."""
+        named, cycle = tf.data.Dataset.from_tensor_slices(files), _OPEN_FILES if self.mixed else 1
+        if self.size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
+            return named.interleave(self._of, cycle_length=cycle, block_length=_TOGETHER)
+        return named.interleave(
+            self._of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=self.fixed
+        )
+
+    def some(self, files: tuple[tf.Tensor, ...], buffer: tf.Tensor) -> tf.data.Dataset:
+        """Some at a time, out of many files at once, those of each file shuffled by a buffer of its own.
+
+        A small record takes TensorFlow as long to hand through a dataset of datasets, and again through one of epochs,
+        as to read it.
+        """
+
+        def of(*file: tf.Tensor) -> tf.data.Dataset:
+            return _shuffled(self._of(*file), buffer, file[-1]).batch(_TOGETHER)
+
+        return tf.data.Dataset.from_tensor_slices(files).interleave(of, cycle_length=_OPEN_FILES)
+
+    def _of(self, file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
+        buffer_size = 0 if self.size >= _LARGE else None
+        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=buffer_size)
+        if not self.split:
             return records
         mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
         return tf.data.Dataset.zip(records, mine).filter(lambda _, here: here).map(lambda record, _: record)
 
-    named = tf.data.Dataset.from_tensor_slices(files)
-    cycle = _OPEN_FILES if mixed else 1
-    if size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
-        return named.interleave(of, cycle_length=cycle, block_length=_TOGETHER)
-    return named.interleave(of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
 
-
-def feature_spec(schema: Schema) -> dict[str, tf.io.FixedLenFeature]:
-    """What ``tf.io.parse_example`` needs to parse records of this schema; :func:`parse_batch` decodes the result.
-
-    Integer and bool scalars are int64 features, float32 scalars float32. All else is one string: the little-endian
-    bytes of an array or of another scalar, UTF-8 text, plain bytes. A ragged field ``x`` has its shape in ``x/shape``.
-    """
-    spec: dict[str, tf.io.FixedLenFeature] = {}
-    types = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}
-    for field in schema:
-        spec[field.name] = tf.io.FixedLenFeature([], types[storage_kind(field)])
-        if field.kind == "ragged":
-            spec[shape_name(field)] = tf.io.FixedLenFeature([field.rank], tf.int64)
-    return spec
-
-
-def parse_batch(records: tf.Tensor, schema: Schema) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-    """The fields of serialised records, (batch,) strings; see :func:`make_dataset` for the result."""
-    parsed = tf.io.parse_example(records, feature_spec(schema))
-    count = tf.shape(records)[0]
-    return {field.name: _decode(field, parsed, count) for field in schema}
-
-
-def _decode(field: Field, parsed: dict[str, tf.Tensor], count: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
-    value = parsed[field.name]
-    if field.kind in ("bytes", "str"):
-        return value
-    if field.kind == "ragged":
-        shapes = parsed[shape_name(field)]
-        flat = _numbers(tf.strings.reduce_join(value), field)
-        lengths = [tf.repeat(shapes[:, axis], tf.reduce_prod(shapes[:, :axis], axis=1)) for axis in range(field.rank)]
-        return tf.RaggedTensor.from_nested_row_lengths(flat, lengths)
-    if storage_kind(field) == "bytes":
-        return tf.reshape(_numbers(value, field), [count, *field.sizes])
-    if field.numpy == np.uint64:
-        return tf.bitcast(value, tf.uint64)  # numbers above 2**63 - 1 are stored as their two's complement
-    return value if storage_kind(field) == "float" else tf.cast(value, field.numpy)
-
-
-def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
-    """Strings of equal length as numbers, with one dimension more."""
-    dtype = field.numpy
-    # decode_raw knows neither dates nor unsigned numbers of more than 16 bits.
-    known = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
-    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(known))
-    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and known != dtype else numbers
+def _shuffled(records: tf.data.Dataset, buffer: tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
+    """As ``records.shuffle(buffer, seed)``, which fails for a seed that is a tensor after ``tf.random.set_seed(0)``."""
+    spec = tf.TensorSpec((), tf.string)
+    shuffled = tf.raw_ops.ShuffleDataset(
+        input_dataset=tf.data.experimental.to_variant(records),
+        buffer_size=buffer,
+        seed=seed,
+        seed2=tf.zeros((), tf.int64),
+        output_types=[spec.dtype],
+        output_shapes=[spec.shape],
+        reshuffle_each_iteration=False,
+    )
+    return tf.data.experimental.from_variant(shuffled, spec)

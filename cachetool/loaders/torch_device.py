@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch, check_batches
@@ -61,6 +62,12 @@ def _module(device: torch.device) -> Any:
             f"device={str(device)!r} cannot be used: PyTorch {torch.__version__} finds no such device here; leave out"
             " device=, or install a PyTorch for it"
         )
+    if (
+        device.index is not None
+        and hasattr(module, "device_count")
+        and device.index >= (count := module.device_count())
+    ):
+        raise UsageError(f"device={str(device)!r} cannot be used: there are {count} here, numbered from 0")
     return module
 
 
@@ -115,7 +122,7 @@ def _copied(
     """``ready``: whether the next batch need not be waited for, as while one is there to be handed out."""
     stream = module.Stream(device)
     itself = hasattr(stream, "__enter__")  # makes itself the current one, since PyTorch 2.7, and quicker
-    on_their_way: deque[tuple[Any, Any]] = deque()  # batch there, event of its copy
+    on_their_way: deque[tuple[Any, list[torch.Tensor], Any]] = deque()  # batch there, its tensors, event of its copy
     copied: deque[tuple[Any, Any]] = deque()  # batch here, the same event: kept until that
     failed: list[Exception] = []
     batches = _until(batches, failed)
@@ -123,24 +130,26 @@ def _copied(
     def start() -> bool:
         """Start the copy of one more batch; False when there is none."""
         for batch in batches:
+            tensors: list[torch.Tensor] = []
             with stream if itself else module.stream(stream):
                 event = module.Event()
                 copied.append((batch, event))
                 try:
-                    there = _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+                    there = _map(batch, functools.partial(_moved, device, tensors))
                 finally:  # also behind the first tensor, when the second fails
                     event.record(stream)
-            on_their_way.append((there, event))
+            on_their_way.append((there, tensors, event))
             return True
         return False
 
     try:
         while on_their_way or start():
-            there, event = on_their_way.popleft()
+            there, tensors, event = on_their_way.popleft()
             now = module.current_stream(stream.device_index)  # a number, which need not be looked up
             now.wait_event(event)
             # Memory that was made on the one stream and is used on the other must not be given out again in between.
-            _map(there, functools.partial(_record, stream=now))
+            _record(tensors, now)
+            tensors.clear()
             while copied and copied[0][1].query():
                 copied.popleft()
             while len(on_their_way) < depth and ready() and start():
@@ -170,8 +179,15 @@ def _until(batches: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
         failed.append(error)
 
 
-def _record(tensor: torch.Tensor, stream: Any) -> None:
-    tensor.record_stream(stream)
+def _record(tensors: Iterable[torch.Tensor], stream: Any) -> None:
+    for tensor in tensors:
+        tensor.record_stream(stream)
+
+
+def _moved(device: torch.device, tensors: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device, noted in ``tensors``."""
+    tensors.append(tensor.to(device, non_blocking=True))
+    return tensors[-1]
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -187,6 +203,9 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         like = copy.copy(value)  # an OrderedDict, or the batch of a tokenizer, stays one
         like.update(there)
         return like
+    if isinstance(value, PackedSequence):  # its sizes belong to the host
+        sorted_, unsorted = (None if each is None else function(each) for each in value[2:])
+        return type(value)(function(value.data), value.batch_sizes, sorted_, unsorted)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map(each, function) for each in value))
     if isinstance(value, list | tuple):

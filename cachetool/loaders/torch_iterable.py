@@ -28,12 +28,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cachetool.errors import UsageError
-from cachetool.loaders.base import SHUFFLES, CacheOrPaths
+from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.order import Steps
+from cachetool.loaders.order import SHUFFLES, Steps
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.produce import announced, batches
-from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_state
+from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
@@ -181,7 +181,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
         if worker == 0:
             with calls.beginning(key, workers) as begin:
                 fresh, epoch = epoch is None, calls.next_epoch if epoch is None else epoch
-                view = subscription.newest(epoch=epoch, run=run, sparing=fresh)
+                # Nothing makes room for what is gone on with: what would go may be what it is to read.
+                view = subscription.newest(epoch=epoch, run=run, sparing=fresh, peek=not fresh)
                 begin(Call(epoch, view.version, view.fingerprint))
             return epoch, view
         call = calls.join(key, worker)
@@ -288,21 +289,29 @@ class CacheIterableDataset(IterableDataset[Sample]):
             "seed": self._seed,
             "epoch": reading.plan.epoch,
             "parts": reading.parts,
+            "order": self._order(),
             "row": reading.settings.batch_size,
             "done": reading.at[0],
             "within": reading.at[1],
             "of": [worker, workers, self.rank, self.world_size],
         }
 
+    def _order(self) -> dict[str, Any]:
+        """What the order of an epoch and its division depend on, beside the seed."""
+        return {"shuffle": self._shuffle, "batch_size": self.batch_size, "drop_last": self._drop_last}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called; after the last sample it gives none.
 
-        Raises :class:`UsageError` for what is no state of a dataset, and for that of one with another seed.
+        Raises :class:`UsageError` for what is no state of a dataset, for that of one with another seed, and in the
+        middle of an epoch of one with another ``shuffle``, ``batch_size`` or ``drop_last``.
         """
         begun = isinstance(state, dict) and "parts" in state
         require_state(state, _STATE, _BEGUN if begun else {"epoch": is_whole}, of="datasets")
         if state.get("seed") != self._seed:
             raise UsageError(f"the state was made with seed={state.get('seed')}, this dataset has {self._seed}")
+        if begun:
+            require_order(state.get("order"), self._order(), of="dataset")
         self._resume, self._reading = dict(state), None
 
     def close(self) -> None:

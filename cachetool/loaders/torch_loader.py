@@ -50,6 +50,8 @@ class Loader(BaseLoader[dict[str, Any]]):
         self._collective = running and (agree or options.get("rank") is None)
         self._fixed_steps = options.get("steps") is not None
         super().__init__(cache_or_paths, **options)
+        if agree and not running and self._settings.world_size > 1:
+            raise UsageError("agree=True: torch.distributed is not initialised; call init_process_group() before")
 
     def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
         return world(rank, world_size)

@@ -383,7 +383,7 @@ def test_threads_have_epochs_of_their_own_from_a_concurrent_loader(workers: int,
 
         def iterate() -> None:
             for _ in range(5):
-                found.append(sorted(numbers(loader)))
+                found.append(numbers(loader))
 
         threads = [threading.Thread(target=iterate, daemon=True) for _ in range(3)]
         for thread in threads:
@@ -391,7 +391,31 @@ def test_threads_have_epochs_of_their_own_from_a_concurrent_loader(workers: int,
         for thread in threads:
             thread.join(120)
             assert not thread.is_alive()
-    assert found == [list(range(60))] * 15
+    assert [sorted(each) for each in found] == [list(range(60))] * 15
+    assert len(set(map(tuple, found))) == 15  # in an order of its own each
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_first_thread_begins_none_of_the_epochs_that_others_began(workers: int, cache: CacheDir) -> None:
+    with Loader(cache, batch_size=60, fields=["number"], workers=workers, concurrent=True) as loader:
+        orders = [numbers(loader)]
+        thread = threading.Thread(target=lambda: orders.extend(numbers(loader) for _ in range(3)), daemon=True)
+        thread.start()
+        thread.join(120)
+        assert not thread.is_alive()
+        orders += [numbers(loader) for _ in range(2)]
+        state = loader.state_dict()
+        rest = numbers(loader)
+        loader.load_state_dict(state)
+        assert numbers(loader) == rest
+    assert len(set(map(tuple, [*orders, rest]))) == 7
+
+
+def test_ranks_that_are_to_agree_need_torch_distributed(cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match=r"agree=True: torch.distributed is not initialised; call init_process_group"):
+        TorchLoader(cache, batch_size=4, rank=0, world_size=2, run="a", agree=True)
+    with TorchLoader(cache, batch_size=4, agree=True) as alone:
+        assert len(list(alone)) == 15
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from cachetool.loaders import forks, processes, threads
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
-from tests.loaders.processes import alive, until
+from tests.loaders.processes import alive, children, until
 
 CLOSES = """
     import collections, json, random, signal, sys
@@ -94,6 +94,38 @@ def test_closing_ends_a_wait_for_samples_and_no_snapshot_is_taken_then(
         with pytest.raises(CacheToolError, match="closed"):
             iter(loader)
         assert leases(cache) == []
+        loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_interrupt_while_samples_are_waited_for_leaves_nobody_waiting(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        _ = cache.catalog
+        loader = Loader(cache, batch_size=4, fields=["number"], workers=workers, wait=100)
+        kind: Any = threads.Thread if workers == 0 else processes.Processes
+        begin = kind.begin
+
+        def interrupted(*arguments: Any) -> Any:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            return begin(*arguments)
+
+        def handler(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(kind, "begin", interrupted)
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                iter(loader)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        monkeypatch.undo()
+        until(lambda: children() == [])
+        put(cache, range(8))
+        until(lambda: leases(cache) == [])
+        assert sorted(n for batch in loader for n in batch["number"].tolist()) == list(range(8))
         loader.close()
 
 

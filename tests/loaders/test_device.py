@@ -76,6 +76,17 @@ class Device:
         return [number for number, batch in enumerate(self.batches) if batch() is not None]
 
 
+def test_a_number_beyond_the_devices_that_are_there_is_refused_before_an_epoch_begins(
+    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, Stream=None)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    with Loader(cache, batch_size=4, device="cuda:2") as loader:
+        with pytest.raises(UsageError, match="device='cuda:2' cannot be used: there are 2 here, numbered from 0"):
+            iter(loader)
+        assert loader._feed is None
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()

@@ -24,11 +24,11 @@ FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 ENDS = ["exhausted", "abandoned", "broken_off", "failed", "failed_and_forgotten"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_nothing_is_left_however_iterating_ended(workers: int, cache: CacheDir) -> None:
+@pytest.mark.parametrize(("whose", "workers"), [("numpy", 0), ("numpy", 2), ("torch", 2)])
+def test_nothing_is_left_however_iterating_ended(whose: str, workers: int, cache: CacheDir) -> None:
     """No process, thread, descriptor, map, segment of shared memory or lease: after the last batch, of an iterator that
     was forgotten or broken off, after an exception in ``transform``, after a feeder was killed."""
-    found = run_script("feed_left.py", cache.root, workers)
+    found = run_script("feed_left.py", cache.root, workers, whose)
 
     running = found.pop("while it runs")
     assert running["leases"] in (1, 2)  # of the epoch that comes too

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from itertools import islice
 from pathlib import Path
@@ -507,6 +508,24 @@ def test_a_feeder_killed_for_a_file_that_was_cut_short_says_so(cache: CacheDir) 
             list(batches)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_is_made_while_the_one_before_is_in_use(workers: int, cache: CacheDir, tmp_path: Path) -> None:
+    """With the least ``prefetch``, and nobody asking for it."""
+    notes = tmp_path / "notes"
+
+    def notes_it(sample: dict[str, Any]) -> dict[str, Any]:
+        with open(notes, "a") as file:
+            file.write("1")
+        return {"number": sample["number"]}
+
+    with Loader(cache, batch_size=10, workers=workers, prefetch=1, transform=notes_it) as loader:
+        batches = iter(loader)
+        for number in range(1, 6):
+            batch = next(batches)
+            until(lambda number=number: len(notes.read_text()) >= 10 * (number + 1))
+            del batch
+
+
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_killed_feeder_is_an_error_and_the_next_epoch_has_new_ones(number: int, cache: CacheDir) -> None:
     with Loader(cache, batch_size=2, workers=3, prefetch=1) as loader:
@@ -817,23 +836,41 @@ def forked(trainer: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def test_two_interrupts_end_a_program_at_once_and_leave_nothing(script: Any, cache: CacheDir) -> None:
+@pytest.mark.parametrize("after", ["at once", "on and on"])
+def test_two_interrupts_end_a_program_at_once_and_leave_nothing(after: str, script: Any, cache: CacheDir) -> None:
+    """Both before the first is looked at, or one after the other, whatever the program is at, until it is gone."""
     process = script(RUNS, cache.root)
     feeders = [int(pid) for pid in process.stdout.readline().split()]
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while after == "on and on" and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)  # so fast do they come
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
     assert process.returncode in (-signal.SIGINT, 1, 130)
     until(lambda: not any(map(alive, feeders)))
     assert leases(cache) == []
 
 
-def test_an_epoch_goes_on_in_another_process_and_another_world(cache: CacheDir) -> None:
-    with Loader(cache, batch_size=4, fields=["number"], workers=2, seed=1) as loader:
+BEGINS = """
+    import json, sys
+    from cachetool.loaders.numpy import Loader
+
+    with Loader(sys.argv[1], batch_size=4, fields=["number"], workers=2, seed=1) as loader:
         batches = iter(loader)
         first = [int(n) for _ in range(6) for n in next(batches)["number"]]
         state = loader.state_dict()
         rest = [int(n) for batch in batches for n in batch["number"]]
+    print(json.dumps([first, state, rest]))
+"""
+
+
+def test_an_epoch_goes_on_in_another_process_and_another_world(script: Any, cache: CacheDir) -> None:
+    out, err = script(BEGINS, cache.root).communicate()
+    assert err == ""
+    first, state, rest = json.loads(out)
+    assert sorted(first + rest) == list(range(60))
     put(cache, range(60, 80))
 
     with Loader(cache, batch_size=4, fields=["number"], workers=1, seed=1) as loader:

@@ -100,6 +100,15 @@ def test_an_epoch_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> No
     for message, words in zip(hand["refused"], refused, strict=True):
         assert message.startswith("UsageError")
         assert words in message
+    assert hand["other order"] == [
+        *(
+            f"UsageError: the state was made with {was}, this dataset has {has}; make it with {was}"
+            for was, has in (
+                ("shuffle='full'", False), ("batch_size=6", None), ("batch_size=6", 12), ("drop_last=False", True)
+            )
+        ),
+        "accepted",
+    ]  # fmt: skip
     assert found["leases"] == 0
 
 

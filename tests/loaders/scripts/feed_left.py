@@ -1,8 +1,10 @@
-"""What is left after each way in which iterating a loader ends, as one line of JSON. Arguments: cache, workers."""
+"""What is left after each way in which iterating a loader ends, as one line of JSON. Arguments: cache, workers, and
+whose loader: ``numpy`` or ``torch``."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -14,11 +16,11 @@ from typing import Any
 
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
-from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import leases
 from tests.loaders.processes import alive, children
 
 root, workers = sys.argv[1], int(sys.argv[2])
+Loader = importlib.import_module(f"cachetool.loaders.{sys.argv[3]}").Loader
 
 
 def fails(sample: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def fails(sample: dict[str, Any]) -> dict[str, Any]:
     return {"number": sample["number"]}
 
 
-def loader(**options: Any) -> Loader:
+def loader(**options: Any) -> Any:
     return Loader(root, batch_size=2, workers=workers, **options)
 
 

@@ -19,7 +19,7 @@ EPOCHS = 50
 
 
 def measured(pids: list[int]) -> dict[str, int]:
-    """Memory in KiB, descriptors, threads and maps of these processes."""
+    """Memory in KiB, descriptors, threads and maps of these processes together."""
     found = {"memory": 0, "descriptors": 0, "threads": 0, "maps": 0}
     for pid in pids:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -28,6 +28,12 @@ def measured(pids: list[int]) -> dict[str, int]:
         found["descriptors"] += len(os.listdir(f"/proc/{pid}/fd"))
         found["maps"] += len(Path(f"/proc/{pid}/maps").read_text().splitlines())
     return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process started, and theirs."""
+    text = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [each for child in map(int, text.split()) for each in (child, *descendants(child))]
 
 
 def main(root: str, workers: int, descriptors: int) -> None:
@@ -44,9 +50,10 @@ def main(root: str, workers: int, descriptors: int) -> None:
                     break
             del batch, kept
             if epoch == 9:  # by then all slots and buffers have the size that they need
-                pids = [os.getpid(), *getattr(loader._feed, "pids", [])]
+                pids = [os.getpid(), *descendants(os.getpid())]
                 before = measured(pids)
         after = measured(pids)
+    assert len(pids) == 1 + (workers + 1 if workers else 0)  # feeders, and what keeps them
     print(json.dumps({"read": len(read), "grown": {name: after[name] - before[name] for name in before}}))
 
 

@@ -8,7 +8,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,19 @@ def seen(batch: dict[str, Any], schema: Any) -> list[str]:
     return out
 
 
+class Graph(NamedTuple):
+    """What autograd keeps of a batch: the product of it and a leaf, whose gradient will be the batch."""
+
+    leaf: torch.Tensor
+    product: torch.Tensor
+
+
 def derived(batch: dict[str, Any], step: int) -> tuple[Any, Any]:
-    """Something made of a batch that sees its memory, and a copy of its bytes."""
+    """Something made of a batch that sees its memory, or has its bytes, and a copy of those."""
     x = batch["x"]
+    if step % KINDS == 0:
+        leaf = torch.ones_like(x, requires_grad=True)
+        return Graph(leaf, leaf * x), x.clone()
     made: list[Any] = [
         x,
         x[1:],
@@ -45,16 +55,24 @@ def derived(batch: dict[str, Any], step: int) -> tuple[Any, Any]:
         x.view(-1)[3:].numpy()[::2],
         torch.from_dlpack(x),
         x.untyped_storage(),
-        (x.clone().requires_grad_() * x),  # autograd keeps x for the backward pass
         x.detach(),
+        pickle.loads(pickle.dumps(x)),
     ]
-    look = made[step % len(made)]
+    look = made[step % KINDS - 1]
     if isinstance(look, torch.UntypedStorage):
         return look, bytes(look.tolist())
     return look, look.copy() if isinstance(look, np.ndarray) else look.detach().clone()
 
 
+KINDS = 9
+
+
 def same(look: Any, copy: Any) -> bool:
+    if isinstance(look, Graph):
+        look.product.sum().backward()
+        return torch.equal(look.leaf.grad, copy)  # type: ignore[arg-type]
+    if isinstance(look, bytes):
+        return torch.equal(pickle.loads(look)["x"], copy)
     if isinstance(look, torch.UntypedStorage):
         return bytes(look.tolist()) == copy
     if isinstance(look, np.ndarray):
@@ -144,6 +162,9 @@ def prefetched(root: Path) -> dict[str, Any]:
         ordered = [OrderedDict(y=torch.ones(2), x=[torch.zeros(1), "text"])]
         (own,) = DevicePrefetcher(ordered, "meta")
         kinds = [own["y"].device.type, own["x"][1], ordered[0]["y"].device.type]
+        packed = torch.nn.utils.rnn.pack_sequence([torch.ones(n) for n in (1, 3, 2)], enforce_sorted=False)
+        (there_,) = DevicePrefetcher([packed], "meta")
+        kinds += [there_.data.device.type, there_.batch_sizes.tolist(), there_.sorted_indices.device.type]
         return {**out, "own": [type(own).__name__, list(own), *kinds]}
     finally:
         torch.get_device_module, torch.Tensor.record_stream = real_module, real_record  # type: ignore[assignment]
@@ -163,21 +184,23 @@ def main(root: Path) -> None:
         del batches
         with Loader(cache, batch_size=2, dataset="small", workers=2, prefetch=2) as loader:
             kept = [derived(batch, step) for _ in range(4) for step, batch in enumerate(loader)]
-            out["kept"] = [len(kept), all(same(*each) for each in kept)]
-            gradients = [(look, copy) for look, copy in kept if isinstance(look, torch.Tensor) and look.requires_grad]
-            for look, _ in gradients:
-                look.sum().backward()  # saved tensors are what they were, or this gives another gradient
-            out["gradients"] = len(gradients)
+            kept += [(pickle.dumps(batch), batch["x"].clone()) for batch in loader]
+            list(loader)
+            out["gradients"] = sum(isinstance(look, Graph) for look, _ in kept)
+            out["kept"] = [len(kept), [type(look).__name__ for look, copy in kept if not same(look, copy)]]
             batch = next(iter(loader))
             file = io.BytesIO()
             torch.save(batch["x"], file)
             out["saved bytes"] = len(file.getvalue()) - batch["x"].nbytes < 2000
+            out["storage"] = batch["x"].untyped_storage().nbytes() == batch["x"].nbytes
+            file.seek(0)
+            out["loaded"] = torch.equal(torch.load(file, weights_only=True), batch["x"])
             again = pickle.loads(pickle.dumps(batch))
             out["pickled"] = seen(again, SMALL) == seen(batch, SMALL)
             shared = batch["x"].clone().share_memory_()
             out["shared"] = torch.equal(shared, batch["x"])
             batch["x"] += 1  # a batch is the user's own
-            del kept, gradients, batch, again
+            del kept, batch, again
             out["held"] = [ring.held for ring in loader._feed._rings]  # type: ignore[union-attr]
         out["prefetched"] = prefetched(root)
         out["leases"] = len(leases(cache))

@@ -24,13 +24,16 @@ def main(rank: int, world_size: int, port: str, root: str) -> None:
     with Loader(root, batch_size=4, fields=["number"], workers=1) as loader:
         for _ in range(3):
             epoch = []
-            for batch in loader:
+            batches = iter(loader)
+            for batch in batches:
+                assert len(loader) - len(batches) == len(epoch) + 1, (len(loader), len(batches))  # type: ignore[arg-type]
                 epoch.append(batch["number"].tolist())
                 torch.distributed.barrier()  # as the gradients of a training step
             epochs.append(epoch)
         for _ in loader:
             break  # all of them; the epoch behind it is one for all again
         epochs.append([batch["number"].tolist() for batch in loader])
+        apart = ""
         if rank == 0:
             loader.epoch += 3
         try:

@@ -89,6 +89,11 @@ def by_hand(root: str) -> dict[str, Any]:
         refused(lambda: (other.load_state_dict({**state, "of": [0, 2, 0, 1]}), iter(other))),
         refused(lambda: (other.load_state_dict({**state, "parts": [gone]}), iter(other))),
     ]
+    own: dict[str, Any] = {"batch_size": 6, "seed": 4}
+    out["other order"] = [
+        refused(lambda changed=changed: CacheIterableDataset(root, **{**own, **changed}).load_state_dict(state))
+        for changed in ({"shuffle": False}, {"batch_size": None}, {"batch_size": 12}, {"drop_last": True}, {})
+    ]
     dataset.close()
     other.close()
     return out
