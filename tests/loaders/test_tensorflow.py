@@ -43,6 +43,7 @@ def test_every_epoch_reads_what_is_in_the_cache_when_it_begins(seen: dict[str, A
 def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
     assert seen["shuffled"]
     assert seen["seed"] == [True, True, False]
+    assert seen["epochs"] == [False, True]
 
 
 def test_a_lease_lasts_as_long_as_the_epoch_or_its_iterator(seen: dict[str, Any]) -> None:
