@@ -145,7 +145,7 @@ class BaseLoader(ABC, Generic[T]):
         self._progress: Progress | None = None
         self._resume: dict[str, Any] | None = None
         self._taken = self._resumed = 0  # batches of the epoch to resume that were delivered before, and its number
-        self._last = -1  # number of the epoch that was begun last
+        self._last = self._others = -1  # number of the epoch that was begun last, and of the last one beside another
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
@@ -191,10 +191,9 @@ class BaseLoader(ABC, Generic[T]):
             beside = self._concurrent and (going_on or not self._at_home())
             if not beside:
                 self._epoch = self._next()
-                if self._concurrent and not self._chosen and self._left_over(self._epoch) is None:
-                    self._epoch = max(self._epoch, self._last + 1)  # other threads may have begun some
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
         if beside:
+            self._others = number
             epoch = self._started(self._new_feed(), number, None, own=True)
             epoch.own_feed()
             self._beside.add(epoch)
@@ -213,7 +212,8 @@ class BaseLoader(ABC, Generic[T]):
         would see the same samples for ever."""
         at = self._progress
         left = at is not None and at.left and at.begun.epoch == self.epoch
-        return self._last + 1 if left and not self._chosen else self.epoch
+        number = self._last + 1 if left and not self._chosen else self.epoch
+        return number if self._chosen or self._left_over(number) else max(number, self._others + 1)
 
     def _at_home(self) -> bool:
         """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
@@ -272,7 +272,7 @@ class BaseLoader(ABC, Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of.
 
-        In the middle of an epoch, also of one left with ``break``, it raises :class:`UsageError` once the feeders ended.
+        Raises :class:`UsageError` in the middle of an epoch, also of one left with ``break``, once the feeders ended.
         """
         at = self._progress
         state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
@@ -297,7 +297,7 @@ class BaseLoader(ABC, Generic[T]):
         if state.get("resume"):
             require_order(state.get("order"), self._order(), of="loader")
         self._epoch = self._resumed = int(state["epoch"])
-        self._last = self._epoch - 1
+        self._others = -1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
         before = None if self._iterator is None else self._iterator()
         if before is not None:

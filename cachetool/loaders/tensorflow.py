@@ -3,9 +3,10 @@
 ::
 
     from_generator              one element an epoch: the names of all files of a new snapshot. Python's only turn.
-      flat_map -> interleave    TFRecordDataset over each file; with split= zipped with a mask of its records, filtered;
-                                small records shuffled file by file, and 16 of them at a time from here on
-      shuffle -> batch          of records, not yet parsed
+      flat_map                  what an epoch is made of, so that batches come out of it and not records: a small record
+                                takes TensorFlow as long to hand on as to read
+        interleave              TFRecordDataset over each file; with split= zipped with a mask of its records, filtered
+        shuffle -> batch        of records, not yet parsed
       map                       a whole batch at once: fields cut out where they lie, decode_raw, reshape
       repeat
 
@@ -24,7 +25,7 @@ import secrets
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -117,13 +118,14 @@ def make_dataset(
         try:
             view = mine.newest(epoch=None if run is None else number, sparing=True)
             columns = _files(view, sides, where)
+            if view.schema != first.schema:  # by which the fields are found in a record
+                raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
             if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
                 raise UsageError(_nothing(view, where, split))
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
-            seeds = np.random.default_rng([chosen_seed, number]).integers(1, 2**62, size=len(at))
-            share = max(1, shuffle_buffer // max(1, min(len(at), _OPEN_FILES)))
-            yield *([column[i] for i in at] for column in columns), seeds, share
+            mixing = np.random.SeedSequence([chosen_seed % 2**64, number]).generate_state(1, np.uint64) >> 1
+            yield *([column[i] for i in at] for column in columns), int(mixing[0])
             mine.served()
         except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
             close = functools.partial(beside, mine.close)
@@ -139,20 +141,21 @@ def make_dataset(
     def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
 
-    def records(*files: tf.Tensor) -> tf.data.Dataset:
-        how = _Reading(size, mixed=shuffle, fixed=seed is not None or not shuffle, split=split is not None)
-        return how.some(files[:-1], files[-1]) if together else how.records(files[:-1])
+    together = size < _HUGE or any(field.kind == "ragged" for field in schema)
+
+    def one_epoch(*given: tf.Tensor) -> tf.data.Dataset:
+        *files, mixing = given
+        fixed = seed is not None or not shuffle
+        records = _records(tuple(files), size=size, mixed=shuffle, fixed=fixed, split=split is not None)
+        if shuffle:
+            records = _shuffled(records, shuffle_buffer, mixing)
+        return records.batch(batch_size, drop_remainder=drop_remainder) if together else records
 
     column = tf.TensorSpec((None,), tf.string)
-    signature = (column, column, column, tf.TensorSpec((None,), tf.int64), tf.TensorSpec((), tf.int64))
-    together = shuffle and size < _LARGE
-    out = tf.data.Dataset.from_generator(epoch, output_signature=signature).flat_map(records)
-    if shuffle and not together:
-        out = out.shuffle(shuffle_buffer, seed=seed)
+    signature = (column, column, column, tf.TensorSpec((), tf.int64))
+    out = tf.data.Dataset.from_generator(epoch, output_signature=signature).flat_map(one_epoch)
     if together:
-        out = out.rebatch(batch_size, drop_remainder).map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
-    elif size < _HUGE or any(field.kind == "ragged" for field in schema):
-        out = out.batch(batch_size, drop_remainder=drop_remainder).map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
+        out = out.map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
     else:
         out = out.map(parsed_alone, num_parallel_calls=tf.data.AUTOTUNE)
         out = out.batch(batch_size, drop_remainder=drop_remainder)
@@ -206,53 +209,27 @@ def _record_size(view: View, files: list[str]) -> int:
     return sum(Path(file).stat().st_size for file in files) // max(1, view.samples)
 
 
-class _Reading(NamedTuple):
-    """How the records of an epoch's files are read. ``files`` are names, compressions, masks and seeds."""
-
-    size: int
-    """Bytes of a record, on average."""
-    mixed: bool
-    """Whether many files are read at once."""
-    fixed: bool
-    """Whether the order is decided by a seed."""
-    split: bool
-
-    def records(self, files: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
-        """One by one, out of many files at once if they are to be mixed."""
-        named, cycle = tf.data.Dataset.from_tensor_slices(files), _OPEN_FILES if self.mixed else 1
-        if self.size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
-            return named.interleave(self._of, cycle_length=cycle, block_length=_TOGETHER)
-        return named.interleave(
-            self._of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=self.fixed
-        )
-
-    def some(self, files: tuple[tf.Tensor, ...], buffer: tf.Tensor) -> tf.data.Dataset:
-        """Some at a time, out of many files at once, those of each file shuffled by a buffer of its own.
-
-        A small record takes TensorFlow as long to hand through a dataset of datasets, and again through one of epochs,
-        as to read it.
-        """
-
-        def of(*file: tf.Tensor) -> tf.data.Dataset:
-            return _shuffled(self._of(*file), buffer, file[-1]).batch(_TOGETHER)
-
-        return tf.data.Dataset.from_tensor_slices(files).interleave(of, cycle_length=_OPEN_FILES)
-
-    def _of(self, file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
-        buffer_size = 0 if self.size >= _LARGE else None
-        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=buffer_size)
-        if not self.split:
+def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, split: bool) -> tf.data.Dataset:
+    def of(file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor) -> tf.data.Dataset:
+        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=0 if size >= _LARGE else None)
+        if not split:
             return records
         mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
         return tf.data.Dataset.zip(records, mine).filter(lambda _, here: here).map(lambda record, _: record)
 
+    named = tf.data.Dataset.from_tensor_slices(files)
+    cycle = _OPEN_FILES if mixed else 1
+    if size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
+        return named.interleave(of, cycle_length=cycle, block_length=_TOGETHER)
+    return named.interleave(of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
 
-def _shuffled(records: tf.data.Dataset, buffer: tf.Tensor, seed: tf.Tensor) -> tf.data.Dataset:
+
+def _shuffled(records: tf.data.Dataset, buffer: int, seed: tf.Tensor) -> tf.data.Dataset:
     """As ``records.shuffle(buffer, seed)``, which fails for a seed that is a tensor after ``tf.random.set_seed(0)``."""
     spec = tf.TensorSpec((), tf.string)
     shuffled = tf.raw_ops.ShuffleDataset(
         input_dataset=tf.data.experimental.to_variant(records),
-        buffer_size=buffer,
+        buffer_size=tf.constant(buffer, tf.int64),
         seed=seed,
         seed2=tf.zeros((), tf.int64),
         output_types=[spec.dtype],

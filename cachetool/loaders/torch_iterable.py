@@ -155,7 +155,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         state, self._resume = self._resume, None
         key = self._key(0 if info is None else info.seed - info.id, workers)
-        epoch, view = self._begun(worker, workers, key, None if state is None else state["epoch"])
+        epoch, view = self._begun(worker, workers, key, state)
         self._reading = self._read(epoch, view, worker, workers, state)
         return self._stream(self._reading, worker, workers, key)
 
@@ -167,9 +167,10 @@ class CacheIterableDataset(IterableDataset[Sample]):
         self._iterations = os.getpid(), loader, count
         return (hash((loader, workers, count)) & (2**62 - 1)) + 1
 
-    def _begun(self, worker: int, workers: int, key: int, epoch: int | None) -> tuple[int, View]:
+    def _begun(self, worker: int, workers: int, key: int, state: dict[str, Any] | None) -> tuple[int, View]:
         """The number of the epoch, and the snapshot it reads, leased."""
         calls, subscription = self._calls, self._subscription
+        epoch = None if state is None else state["epoch"]
         if self._led:
             call = calls.current
             view = self._leased[1] if get_worker_info() is None and self._leased else subscription.at(call.version)
@@ -181,8 +182,9 @@ class CacheIterableDataset(IterableDataset[Sample]):
         if worker == 0:
             with calls.beginning(key, workers) as begin:
                 fresh, epoch = epoch is None, calls.next_epoch if epoch is None else epoch
-                # Nothing makes room for what is gone on with: what would go may be what it is to read.
-                view = subscription.newest(epoch=epoch, run=run, sparing=fresh, peek=not fresh)
+                # No room is made by going on with one: what would go may be what it is to read.
+                peek = state is not None and "parts" in state
+                view = subscription.newest(epoch=epoch, run=run, sparing=fresh, peek=peek)
                 begin(Call(epoch, view.version, view.fingerprint))
             return epoch, view
         call = calls.join(key, worker)

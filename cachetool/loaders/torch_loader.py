@@ -14,6 +14,7 @@ from cachetool.block import Ragged
 from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.columns import Strings
+from cachetool.loaders.ranks import launched
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
 from cachetool.loaders.torch_values import TensorList, world
@@ -50,7 +51,7 @@ class Loader(BaseLoader[dict[str, Any]]):
         self._collective = running and (agree or options.get("rank") is None)
         self._fixed_steps = options.get("steps") is not None
         super().__init__(cache_or_paths, **options)
-        if agree and not running and self._settings.world_size > 1:
+        if agree and not running and max(self._settings.world_size, launched()[1]) > 1:
             raise UsageError("agree=True: torch.distributed is not initialised; call init_process_group() before")
 
     def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -44,6 +44,7 @@ def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
     assert seen["shuffled"]
     assert seen["seed"] == [True, True, False]
     assert seen["epochs"] == [False, True]
+    assert seen["one file"] == [False, False, False, 300, 300]
 
 
 def test_a_lease_lasts_as_long_as_the_epoch_or_its_iterator(seen: dict[str, Any]) -> None:

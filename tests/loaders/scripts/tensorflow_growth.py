@@ -105,6 +105,11 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
     tf.random.set_seed(0)  # of which a seed that is a tensor makes an error elsewhere
     both = [numbers(iter(again)) for _ in range(2)]
     out["epochs"] = [both[0] == both[1], sorted(both[0]) == sorted(both[1]) == sorted(second)]
+    with open_cache(cache.root.parent / "one", max_size="20MB") as alone:
+        put(alone, range(300), format="tfrecord")
+        one = make_dataset(alone, batch_size=50, fields=["number"], shuffle_buffer=40, seed=-6)
+        both = [numbers(iter(one)) for _ in range(2)]
+    out["one file"] = [*(each == sorted(each) for each in both), both[0] == both[1], *(len(set(each)) for each in both)]
     ordered = numbers(iter(make_dataset(cache, batch_size=100)))
     out["in order"] = ordered == list(range(4000))
 
