@@ -33,7 +33,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     Without ``rank`` and ``world_size`` those of torch.distributed are taken, when it is initialised, and all ranks
     agree by one ``all_reduce`` at each ``iter()`` on the least number of steps any of them can take, unless ``steps``
     says how many. With ``agree`` they do so as well where ``rank`` and ``world_size`` are given: where each node has a
-    cache of its own, which only the ranks of that node divide.
+    cache of its own, which only the ranks of that node divide. Raises :class:`UsageError` for what no loader can be
+    made of, and for ``agree`` before torch.distributed is initialised.
     """
 
     gives_tensors: ClassVar = True
