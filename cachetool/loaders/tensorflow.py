@@ -7,7 +7,7 @@
                                 takes TensorFlow as long to hand on as to read
         interleave              TFRecordDataset over each file; with split= zipped with a mask of its records, filtered
         shuffle -> batch        of records, not yet parsed
-      map                       a whole batch at once: fields cut out where they lie, decode_raw, reshape
+      map                       a whole batch at once: parse_example, or small fields cut out where they lie; decode_raw
       repeat
 
 Records of half a MiB and more are decoded one by one and then batched: each is still in the processor's cache then.
@@ -136,7 +136,8 @@ def make_dataset(
     layout = ExampleLayout(first.schema)
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-        return cut(records, schema, layout)
+        # Large values are copied by many threads when they are parsed, by one when they are cut out.
+        return cut(records, schema, layout) if size < _LARGE else parse_batch(records, schema)
 
     def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
