@@ -192,8 +192,8 @@ class BaseLoader(ABC, Generic[T]):
             if not beside:
                 self._epoch = self._next()
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
+            self._others = number if beside else self._others
         if beside:
-            self._others = number
             epoch = self._started(self._new_feed(), number, None, own=True)
             epoch.own_feed()
             self._beside.add(epoch)

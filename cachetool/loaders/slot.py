@@ -90,8 +90,8 @@ class _Filled:
 class SlotWriter:
     """Fills one slot after another; the sink of a feeder (see :class:`~cachetool.loaders.produce.Sink`).
 
-    ``ready``: how many batches may wait for the consumer; None: as many as take 256 MiB, shared by ``feeders``, but at
-    least 48 MiB and 2 batches each, and at most 128 batches.
+    ``ready``: how many batches may wait for the consumer or be in use there, at least 2; None: as many as take 256 MiB,
+    shared by ``feeders``, but at least 48 MiB and 2 batches each, and at most 128 batches.
     """
 
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:

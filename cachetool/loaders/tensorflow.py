@@ -43,7 +43,7 @@ try:
 except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
 
-from cachetool.loaders.tensorflow_values import cut, feature_spec, parse_batch
+from cachetool.loaders.tensorflow_values import feature_spec, fields_of, parse_batch
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
@@ -90,7 +90,8 @@ def make_dataset(
 
     ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. Raises :class:`UsageError`
     for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
-    a dataset that was emptied since ends with an error that says so; with ``repeat`` so does one over an empty side.
+    a dataset that was emptied since, or has other fields, ends with an error that says so; with ``repeat`` so does one
+    over an empty side.
     """
     batch_size = parse_whole(batch_size, what="batch_size=")
     shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
@@ -124,8 +125,7 @@ def make_dataset(
                 raise UsageError(_nothing(view, where, split))
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
-            mixing = np.random.SeedSequence([chosen_seed % 2**64, number]).generate_state(1, np.uint64) >> 1
-            yield *([column[i] for i in at] for column in columns), int(mixing[0])
+            yield *([column[i] for i in at] for column in columns), number
             mine.served()
         except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
             close = functools.partial(beside, mine.close)
@@ -133,11 +133,11 @@ def make_dataset(
         finally:
             close()
 
-    layout = ExampleLayout(first.schema)
+    # Large values are copied by many threads when they are parsed, by one when they are cut out.
+    layout = ExampleLayout(first.schema) if size < _LARGE else None
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-        # Large values are copied by many threads when they are parsed, by one when they are cut out.
-        return cut(records, schema, layout) if size < _LARGE else parse_batch(records, schema)
+        return fields_of(records, schema, layout)
 
     def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}
@@ -145,11 +145,11 @@ def make_dataset(
     together = size < _HUGE or any(field.kind == "ragged" for field in schema)
 
     def one_epoch(*given: tf.Tensor) -> tf.data.Dataset:
-        *files, mixing = given
+        *files, number = given
         fixed = seed is not None or not shuffle
         records = _records(tuple(files), size=size, mixed=shuffle, fixed=fixed, split=split is not None)
         if shuffle:
-            records = _shuffled(records, shuffle_buffer, mixing)
+            records = _shuffled(records, shuffle_buffer, chosen_seed, number)
         return records.batch(batch_size, drop_remainder=drop_remainder) if together else records
 
     column = tf.TensorSpec((None,), tf.string)
@@ -225,14 +225,15 @@ def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: boo
     return named.interleave(of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
 
 
-def _shuffled(records: tf.data.Dataset, buffer: int, seed: tf.Tensor) -> tf.data.Dataset:
-    """As ``records.shuffle(buffer, seed)``, which fails for a seed that is a tensor after ``tf.random.set_seed(0)``."""
+def _shuffled(records: tf.data.Dataset, buffer: int, seed: int, epoch: tf.Tensor) -> tf.data.Dataset:
+    """As ``records.shuffle(buffer, seed)``, in another order each epoch; that takes a seed which is a tensor, but fails
+    with one after ``tf.random.set_seed(0)``."""
     spec = tf.TensorSpec((), tf.string)
     shuffled = tf.raw_ops.ShuffleDataset(
         input_dataset=tf.data.experimental.to_variant(records),
         buffer_size=tf.constant(buffer, tf.int64),
-        seed=seed,
-        seed2=tf.zeros((), tf.int64),
+        seed=tf.constant(seed % 2**63, tf.int64),
+        seed2=epoch + 1,  # two zeros would be no seed
         output_types=[spec.dtype],
         output_shapes=[spec.shape],
         reshuffle_each_iteration=False,

@@ -11,7 +11,7 @@ import tensorflow as tf
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.schema import Field, Schema
 
-__all__ = ["cut", "feature_spec", "parse_batch"]
+__all__ = ["feature_spec", "fields_of", "parse_batch"]
 
 
 def feature_spec(schema: Iterable[Field]) -> dict[str, tf.io.FixedLenFeature]:
@@ -31,16 +31,17 @@ def feature_spec(schema: Iterable[Field]) -> dict[str, tf.io.FixedLenFeature]:
 
 def parse_batch(records: tf.Tensor, schema: Schema) -> dict[str, tf.Tensor | tf.RaggedTensor]:
     """The fields of serialised records, (batch,) strings; see :func:`make_dataset` for the result."""
-    parsed = tf.io.parse_example(records, feature_spec(schema))
-    count = tf.shape(records)[0]
-    return {field.name: _decode(field, parsed, count) for field in schema}
+    return fields_of(records, schema, None)
 
 
-def cut(records: tf.Tensor, schema: Schema, layout: ExampleLayout) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-    """As :func:`parse_batch`, of records that we wrote: each fixed field lies at one place in all of them."""
-    places = {place.field.name: place for place in layout.places if place.field.kind == "fixed"}
+def fields_of(
+    records: tf.Tensor, schema: Schema, layout: ExampleLayout | None
+) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+    """As :func:`parse_batch`; of records of a ``layout``, which we wrote, fixed fields are cut out where they lie."""
+    heads = () if layout is None else layout.places
+    places = {place.field.name: place for place in heads if place.field.kind == "fixed"}
     others = [field for field in schema if field.name not in places]
-    count = tf.shape(records)[0] if others or any(0 in field.sizes for field in schema) else -1
+    count = tf.shape(records)[0]
     parsed = tf.io.parse_example(records, feature_spec(others)) if others else {}
     out = {}
     for field in schema:

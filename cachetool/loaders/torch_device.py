@@ -62,11 +62,8 @@ def _module(device: torch.device) -> Any:
             f"device={str(device)!r} cannot be used: PyTorch {torch.__version__} finds no such device here; leave out"
             " device=, or install a PyTorch for it"
         )
-    if (
-        device.index is not None
-        and hasattr(module, "device_count")
-        and device.index >= (count := module.device_count())
-    ):
+    count = module.device_count() if hasattr(module, "device_count") else None
+    if device.index is not None and count is not None and device.index >= count:
         raise UsageError(f"device={str(device)!r} cannot be used: there are {count} here, numbered from 0")
     return module
 

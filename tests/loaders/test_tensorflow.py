@@ -44,6 +44,7 @@ def test_the_order_is_shuffled_by_the_seed(seen: dict[str, Any]) -> None:
     assert seen["shuffled"]
     assert seen["seed"] == [True, True, False]
     assert seen["epochs"] == [False, True]
+    assert "has other fields by now; call make_dataset() again" in seen["other fields"]
     assert seen["one file"] == [False, False, False, 300, 300]
 
 

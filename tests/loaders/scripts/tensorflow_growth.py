@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,10 @@ def growth(cache: CacheDir, out: dict[str, Any]) -> None:
         put(alone, range(300), format="tfrecord")
         one = make_dataset(alone, batch_size=50, fields=["number"], shuffle_buffer=40, seed=-6)
         both = [numbers(iter(one)) for _ in range(2)]
+    shutil.rmtree(alone.root)
+    with open_cache(alone.root, max_size="20MB") as alone:
+        put(alone, range(300), format="tfrecord", schema=Schema((Field("number", "<i8"), Field("x", "<f4", (2,)))))
+        out["other fields"] = refused(lambda: list(one))
     out["one file"] = [*(each == sorted(each) for each in both), both[0] == both[1], *(len(set(each)) for each in both)]
     ordered = numbers(iter(make_dataset(cache, batch_size=100)))
     out["in order"] = ordered == list(range(4000))

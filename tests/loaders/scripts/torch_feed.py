@@ -35,6 +35,10 @@ def seen(batch: dict[str, Any], schema: Any) -> list[str]:
     return out
 
 
+KINDS = 9
+"""Of what is derived of a batch."""
+
+
 class Graph(NamedTuple):
     """What autograd keeps of a batch: the product of it and a leaf, whose gradient will be the batch."""
 
@@ -62,9 +66,6 @@ def derived(batch: dict[str, Any], step: int) -> tuple[Any, Any]:
     if isinstance(look, torch.UntypedStorage):
         return look, bytes(look.tolist())
     return look, look.copy() if isinstance(look, np.ndarray) else look.detach().clone()
-
-
-KINDS = 9
 
 
 def same(look: Any, copy: Any) -> bool:
@@ -163,8 +164,8 @@ def prefetched(root: Path) -> dict[str, Any]:
         (own,) = DevicePrefetcher(ordered, "meta")
         kinds = [own["y"].device.type, own["x"][1], ordered[0]["y"].device.type]
         packed = torch.nn.utils.rnn.pack_sequence([torch.ones(n) for n in (1, 3, 2)], enforce_sorted=False)
-        (there_,) = DevicePrefetcher([packed], "meta")
-        kinds += [there_.data.device.type, there_.batch_sizes.tolist(), there_.sorted_indices.device.type]
+        (moved,) = DevicePrefetcher([packed], "meta")
+        kinds += [moved.data.device.type, moved.batch_sizes.tolist(), moved.sorted_indices.device.type]
         return {**out, "own": [type(own).__name__, list(own), *kinds]}
     finally:
         torch.get_device_module, torch.Tensor.record_stream = real_module, real_record  # type: ignore[assignment]
