@@ -96,7 +96,8 @@ WorkersOption = Annotated[
     typer.Option("--workers", min=1, metavar="N", help="Processes that work side by side."),
 ]
 FieldsOption = Annotated[
-    str | None, typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename).")
+    list[str] | None,
+    typer.Option("--fields", metavar="A,B", help="Keep only these fields (names after --rename); repeatable."),
 ]
 RenameOption = Annotated[
     list[str] | None, typer.Option("--rename", metavar="OLD=NEW", help="Give a field another name; repeatable.")
@@ -131,9 +132,9 @@ AddressOption = Annotated[
 ]
 
 
-def field_names(text: str | None) -> tuple[str, ...] | None:
-    """The names in ``--fields a,b``."""
-    return None if text is None else tuple(name.strip() for name in text.split(","))
+def field_names(texts: list[str] | None) -> tuple[str, ...] | None:
+    """The names in ``--fields a,b --fields c``."""
+    return tuple(name.strip() for name in ",".join(texts).split(",")) if texts else None
 
 
 def renames(pairs: list[str] | None) -> dict[str, str]:

@@ -87,7 +87,7 @@ class Transform:
             results.append(self._call(sample, epoch, number))
         if self._schema is None:
             self._schema = _schema(results, before)
-        return _checked(self._schema, results)
+        return _checked(self._schema, results, block.schema)
 
     def nothing(self) -> Block | None:
         """What comes out for no samples; None as long as it is not known which fields come out."""
@@ -202,7 +202,8 @@ def _array(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]) -> Schema:
     """Of what came of the first batch; ``given``: the ragged values of its samples. Such a field stays ragged when its
-    first value was passed through, or its values still differ in shape; under another name, when all were."""
+    first value was passed through, its values still differ in shape, or the only one has the shape that it had; under
+    another name, when all were passed through."""
 
     def of(name: str, value: Any) -> Field:
         field = _field(name, value)
@@ -210,7 +211,7 @@ def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]
             return field
         values = [result.get(name) for result in results]
         if name in given:
-            return _ragged(field) if value is given[name][0] or _differ(values) else field
+            return _ragged(field) if value is given[name][0] or _still(values, given[name]) else field
         return _ragged(field) if _passed(values, given) else field
 
     return _together([of(name, value) for name, value in results[0].items()])
@@ -226,13 +227,16 @@ def _ragged(field: Field) -> Field:
     return replace(field, shape=(None,) * len(field.shape))
 
 
-def _differ(values: Sequence[Any]) -> bool:
-    """Whether these are arrays of one rank that differ in shape."""
+def _still(values: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether what was made of values of a ragged field is one too: arrays of one rank that differ in shape, or a
+    single one that has the shape of what it was made of."""
+    if len(values) == len(given) == 1:
+        return np.shape(values[0]) == np.shape(given[0])
     shapes = {value.shape if isinstance(value, np.ndarray) else () for value in values}
     return len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1
 
 
-def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
+def _checked(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) -> Block:
     for result in results:
         if result.keys() != set(schema.names):
             raise UsageError(
@@ -241,13 +245,16 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]]) -> Block:
     try:
         return Block.from_samples(schema, results)
     except UsageError as error:
-        raise UsageError(f"transform= must give what its first result was: {error}{_pad(schema, results)}") from error
+        raise UsageError(f"transform= must give what its first result was: {error}{_pad(schema, results, given)}") from error
 
 
-def _pad(schema: Schema, results: Sequence[Mapping[str, Any]]) -> str:
+def _pad(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) -> str:
     """What to do where a field's values differ in shape."""
+    ragged = {field.name for field in given if field.kind == "ragged"}
     for field in schema:
         if None not in field.shape and any(np.shape(result[field.name]) != field.shape for result in results):
+            if field.name in ragged:
+                return f"; the first batch's {field.name!r} all had one shape: pad the others too, or use larger batches"
             return f"; pad {field.name!r} to one shape: only a field that is ragged in the cache may differ"
     return ""
 
@@ -272,9 +279,9 @@ def _nothing(name: str, field: Field | None) -> tuple[Field, Column]:
 
 def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bool) -> tuple[Field, Column]:
     """A whole column that the function gave, and its field. A list is a ragged column where it was before, where all of
-    it are values of the batch's (``given``), and where it has the name of one and values that differ in shape."""
+    it are values of the batch's (``given``), and where it has the name of one and values that :func:`_still` are so."""
     listed = isinstance(value, list | tuple)
-    still = listed and (ragged or _passed(value, given) or (name in given and _differ(value)))
+    still = listed and (ragged or _passed(value, given) or (name in given and _still(value, given[name])))
     if listed and (still or isinstance(value[0], str | bytes)):
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:

@@ -73,20 +73,9 @@ def test_without_a_count_the_whole_source_comes_when_it_fits(run: Run, remote: P
     assert sorted(labels(tmp_path / "cache")) == list(range(60))
 
 
-def test_fields_can_be_chosen_and_renamed(run: Run, remote: Path) -> None:
-    ran = run(
-        "pull",
-        remote,
-        "--samples",
-        "3",
-        "--rename",
-        "volume=scan",
-        "--fields",
-        "scan, label",
-        "--no-key",
-        "--max-size",
-        "8MB",
-    )
+@pytest.mark.parametrize("fields", [("--fields", "scan, label"), ("--fields", "scan", "--fields", "label")])
+def test_fields_can_be_chosen_and_renamed(run: Run, remote: Path, fields: tuple[str, ...]) -> None:
+    ran = run("pull", remote, "--samples", "3", "--rename", "volume=scan", *fields, "--no-key", "--max-size", "8MB")
     assert ran.code == 0, ran.stderr
 
     assert list(run("stats", "--json").document["datasets"][0]["schema"]) == ["scan", "label"]

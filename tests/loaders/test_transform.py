@@ -116,6 +116,41 @@ def test_arrays_made_of_some_ragged_values_are_one_array(cache: CacheDir) -> Non
         assert next(iter(loader))["image"].shape == (20, *size)
 
 
+@pytest.mark.parametrize("each", ["sample", "batch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ragged_values_that_are_computed_with_stay_so_in_batches_of_one(
+    workers: int, each: str, cache: CacheDir
+) -> None:
+    """A single value has one shape, whatever comes after it."""
+
+    def doubled(given: dict[str, Any]) -> dict[str, Any]:
+        values = given["ragged"]
+        return {"ragged": [value * 2 for value in values] if each == "batch" else values * 2}
+
+    options: dict[str, Any] = {"batch_size": 1, "shuffle": False, "workers": workers}
+    with Loader(cache, **options) as loader:
+        expected = [(batch["ragged"][0] * 2).tolist() for batch in loader]
+    with Loader(cache, transform=doubled, transform_each=each, **options) as loader:
+        assert [batch["ragged"][0].tolist() for batch in loader] == expected
+
+
+def test_ragged_values_that_are_brought_to_one_shape_are_one_array_in_batches_of_one(cache: CacheDir) -> None:
+    def padded(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"ragged": np.resize(sample["ragged"], (50, 60))}
+
+    with Loader(cache, batch_size=1, workers=0, transform=padded) as loader:
+        assert {batch["ragged"].shape for batch in loader} == {(1, 50, 60)}
+
+
+def test_values_of_one_shape_in_the_first_batch_only_are_told_so(cache: CacheDir) -> None:
+    def first_padded(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"ragged": np.zeros((1, 1) if sample["number"] < 20 else (2, 2))}
+
+    loader = Loader(cache, workers=0, transform=first_padded, **OPTIONS)
+    with loader, pytest.raises(UsageError, match=r"first batch's 'ragged' all had one shape: pad the others too, or"):
+        list(loader)
+
+
 class Mute(Exception):
     def __str__(self) -> str:
         raise ZeroDivisionError
