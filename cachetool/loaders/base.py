@@ -253,12 +253,14 @@ class BaseLoader(ABC, Generic[T]):
         return self._limited(self._fed().prepare(number, rest).steps, 0 if rest is None else self._taken)
 
     def _fed(self) -> Feed:
-        if self._feed is not None and self._feed.unsure:
-            self._feed.close()
-        if self._feed is None or self._feed.closed or self._feed.pid != os.getpid():  # a fork has feeders of its own
-            self._feed = self._new_feed()
-            self._finalizer = weakref.finalize(self, self._feed.close)
-        return self._feed
+        feed = self._feed  # a handler may close the loader anywhere in here
+        if feed is not None and feed.unsure:
+            feed.close()
+        if feed is None or feed.closed or feed.pid != os.getpid():  # a fork has feeders of its own
+            feed = self._new_feed()
+            self._finalizer = weakref.finalize(self, feed.close)
+            self._feed = feed
+        return feed
 
     def _new_feed(self) -> Feed:
         if self._workers:
@@ -299,8 +301,7 @@ class BaseLoader(ABC, Generic[T]):
         self._epoch = self._resumed = int(state["epoch"])
         self._others = -1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
-        before = None if self._iterator is None else self._iterator()
-        if before is not None:
+        if self._iterator is not None and (before := self._iterator()) is not None:
             before.replace()
         self._iterator = self._progress = None
 
@@ -325,8 +326,7 @@ class BaseLoader(ABC, Generic[T]):
         for beside in members(self._beside):
             beside.replace()
             beside.end()
-        before = None if self._iterator is None else self._iterator()
-        if before is not None:
+        if self._iterator is not None and (before := self._iterator()) is not None:
             before.replace()
         if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
             self._finalizer()

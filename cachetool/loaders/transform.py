@@ -231,7 +231,7 @@ def _still(values: Sequence[Any], given: Sequence[Any]) -> bool:
     """Whether what was made of values of a ragged field is one too: arrays of one rank that differ in shape, or a
     single one that has the shape of what it was made of."""
     if len(values) == len(given) == 1:
-        return np.shape(values[0]) == np.shape(given[0])
+        return bool(np.shape(values[0]) == np.shape(given[0]))
     shapes = {value.shape if isinstance(value, np.ndarray) else () for value in values}
     return len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1
 
@@ -245,7 +245,8 @@ def _checked(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema
     try:
         return Block.from_samples(schema, results)
     except UsageError as error:
-        raise UsageError(f"transform= must give what its first result was: {error}{_pad(schema, results, given)}") from error
+        pad = _pad(schema, results, given)
+        raise UsageError(f"transform= must give what its first result was: {error}{pad}") from error
 
 
 def _pad(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) -> str:
@@ -254,7 +255,7 @@ def _pad(schema: Schema, results: Sequence[Mapping[str, Any]], given: Schema) ->
     for field in schema:
         if None not in field.shape and any(np.shape(result[field.name]) != field.shape for result in results):
             if field.name in ragged:
-                return f"; the first batch's {field.name!r} all had one shape: pad the others too, or use larger batches"
+                return f"; the first batch's {field.name!r} had one shape: pad the others too, or use larger batches"
             return f"; pad {field.name!r} to one shape: only a field that is ragged in the cache may differ"
     return ""
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from cachetool.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
 from cachetool.loaders import forks, processes, threads
+from cachetool.loaders.base import BaseLoader
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
@@ -59,6 +62,40 @@ def test_a_handler_may_close_a_loader_in_the_middle_of_any_call(workers: int, sc
     assert process.returncode == 0, error
     for words in json.loads(out):
         assert any(each in words for each in CLOSED), words
+    assert leases(cache) == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_handler_may_close_a_loader_before_any_line_that_begins_its_feed(workers: int, cache: CacheDir) -> None:
+    """The epoch comes whole then, or ends as that of a loader that was closed."""
+    code, places = BaseLoader._fed.__code__, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is code and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == at:
+                sys.settrace(None)
+                loader.close()
+        return trace if frame.f_code is code else None
+
+    for at in range(1, 12):
+        lines: list[int] = []
+        loader = Loader(cache, batch_size=10, workers=workers, fields=["number"])
+        batches: list[Any] = []
+        told = CLOSED[0]
+        sys.settrace(trace)
+        try:
+            batches += loader
+        except CacheToolError as error:
+            told = str(error)
+        finally:
+            sys.settrace(None)
+        assert any(each in told for each in CLOSED), told
+        places += len(lines) == at
+        assert batches == [] or sum(len(batch["number"]) for batch in batches) == 60
+        loader.close()
+    assert 5 < places < 11
+    assert children() == []
     assert leases(cache) == []
 
 

@@ -147,7 +147,7 @@ def test_values_of_one_shape_in_the_first_batch_only_are_told_so(cache: CacheDir
         return {"ragged": np.zeros((1, 1) if sample["number"] < 20 else (2, 2))}
 
     loader = Loader(cache, workers=0, transform=first_padded, **OPTIONS)
-    with loader, pytest.raises(UsageError, match=r"first batch's 'ragged' all had one shape: pad the others too, or"):
+    with loader, pytest.raises(UsageError, match=r"first batch's 'ragged' had one shape: pad the others too, or"):
         list(loader)
 
 
