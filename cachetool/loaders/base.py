@@ -253,7 +253,7 @@ class BaseLoader(ABC, Generic[T]):
         return self._limited(self._fed().prepare(number, rest).steps, 0 if rest is None else self._taken)
 
     def _fed(self) -> Feed:
-        feed = self._feed  # a handler may close the loader anywhere in here
+        feed = self._feed  # a handler may close the loader anywhere in here: no feed is noted that none would end
         if feed is not None and feed.unsure:
             feed.close()
         if feed is None or feed.closed or feed.pid != os.getpid():  # a fork has feeders of its own
