@@ -31,6 +31,10 @@ __all__ = ["Epoch", "Progress", "check_batches"]
 
 T = TypeVar("T")
 
+_AT_ONCE, _PREFETCHED = 32, 4
+"""Batches taken out of the feed at once, and where a prefetcher hands them on: a GPU that has one step in its queue
+waits longer for a few dozen small batches than for one."""
+
 
 def check_batches(given: object) -> None:
     """Raise :class:`UsageError` for what gives no batches: text, as the name of a cache, or what is not iterable."""
@@ -102,6 +106,7 @@ class Epoch(Iterator[T]):
         self._ready: deque[T] = progress.ready
         self._last: list[T] = []
         self._counts = True  # whether a batch that is handed out is delivered
+        self._most = _AT_ONCE
         self._left = weakref.finalize(self, progress.forgotten)
         self._left.atexit = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -171,7 +176,7 @@ class Epoch(Iterator[T]):
         feed = self.progress.feed
         feed.unsure = True
         try:
-            batches = feed.take(self.progress.begun.generation, self.progress.fetched)
+            batches = feed.take(self.progress.begun.generation, self.progress.fetched, self._most)
         except CacheToolError:
             feed.unsure = False
             raise
@@ -216,7 +221,7 @@ class Epoch(Iterator[T]):
 
     def uncounted(self) -> Iterator[T]:
         """What is left, for whoever calls :meth:`count` once a batch is delivered."""
-        self._counts = False
+        self._counts, self._most = False, _PREFETCHED
         self.progress.counted = self.progress.step
         return self
 

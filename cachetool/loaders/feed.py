@@ -32,8 +32,8 @@ class Feed(Protocol):
         this one and nothing is resumed."""
         ...
 
-    def take(self, generation: int, step: int) -> list[Batch]:
-        """The batches of this step, which is waited for, and of those behind it that are there, a few at most.
+    def take(self, generation: int, step: int, most: int) -> list[Batch]:
+        """The batches of this step, which is waited for, and of those behind it that are there, ``most`` in all.
 
         Steps are taken in order. Raises what happened while the batch of ``step`` was made.
         """

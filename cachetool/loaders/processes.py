@@ -173,7 +173,7 @@ class Processes:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._tell("delivered", generation=generation, pace=self._pace.delivered(batches))
 
-    def take(self, generation: int, step: int) -> list[Batch]:
+    def take(self, generation: int, step: int, most: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         readers = self._readers
         if not readers:
@@ -194,10 +194,10 @@ class Processes:
                 if batch.step != step + len(made):
                     raise shared()
                 made.append(batch)
-            elif made:
-                return made
-            else:
+            elif not made:
                 self._wait(own, lull=step > 0 and own.many)
+            if made and (batch is None or len(made) == most):
+                return made
 
     def _wait(self, ring: Ring, *, lull: bool = False) -> None:
         assert not ring.ready

@@ -105,7 +105,7 @@ class Thread:
                 talk.tell(short)
             time.sleep(_POLL)
 
-    def take(self, generation: int, step: int) -> list[Batch]:
+    def take(self, generation: int, step: int, most: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         while True:
             found = self._queue.get(self._pace)

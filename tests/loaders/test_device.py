@@ -240,6 +240,28 @@ def test_a_prefetcher_of_a_loader_counts_what_it_hands_out(cache: CacheDir, devi
     assert taken == [*range(1, 8), 0]
 
 
+@pytest.mark.parametrize(("prefetched", "most"), [(False, 32), (True, 4)])
+def test_a_prefetcher_takes_a_few_batches_at_a_time(
+    cache: CacheDir, device: Device, monkeypatch: pytest.MonkeyPatch, prefetched: bool, most: int
+) -> None:
+    """A step of a third of a millisecond, the only one in a GPU's queue, does not last until dozens are taken."""
+    with Loader(cache, batch_size=1, fields=["x"], workers=2, drop_last=True) as loader:
+        taken: list[int] = []
+        take = type(loader._fed()).take
+
+        def noted(feed: Any, generation: int, step: int, *others: int) -> Any:
+            while step == 0 and not all(ring.poll() and ring.ready == 16 for ring in feed._rings):
+                assert feed._keeper.poll() is None
+            batches = take(feed, generation, step, *others)
+            taken.append(len(batches))
+            return batches
+
+        monkeypatch.setattr(type(loader._fed()), "take", noted)
+        for _ in DevicePrefetcher(loader, "meta") if prefetched else loader:
+            pass
+    assert (taken[0], max(taken), sum(taken)) == (most, most, 60)
+
+
 @pytest.mark.parametrize("own", [None, "meta"])
 def test_an_epoch_whose_last_batch_is_interrupted_goes_on_with_that_batch(
     cache: CacheDir, device: Device, own: str | None, monkeypatch: pytest.MonkeyPatch

@@ -400,7 +400,7 @@ def test_threads_that_take_each_others_batches_are_told(workers: int, cache: Cac
         batches: Any = iter(loader)
         feed = batches.progress.feed
         with pytest.raises(UsageError, match="belongs to one thread at a time"):
-            feed.take(batches.progress.begun.generation, 2)  # another thread took two, and then this one the first
+            feed.take(batches.progress.begun.generation, 2, 32)  # another thread took two, and then this one the first
 
 
 def test_feeders_that_die_when_all_batches_are_out_do_not_cost_the_last_one(

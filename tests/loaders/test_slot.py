@@ -77,7 +77,7 @@ def test_batches_of_an_epoch_that_was_given_up_are_not_waited_for(ring: Ring) ->
     put(writer, 2, 0)
     feed = Processes.__new__(Processes)  # without any process
     feed._readers, feed._pace = [reader], Pace()
-    assert [batch.step for batch in feed.take(2, 0)] == [0]
+    assert [batch.step for batch in feed.take(2, 0, 32)] == [0]
     assert feed._pace.delivered(1).waits == 0
 
 
@@ -91,8 +91,26 @@ def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(read
         writer = SlotWriter(RingWriter(ring.fd), ready=ready)
         for step in range(ready):
             put(writer, 1, 2 * step + number)
-    steps = [batch.step for batch in feed.take(1, 0)]
+    steps = [batch.step for batch in feed.take(1, 0, 32)]
     assert steps == list(range(at_once))
+    for ring in rings:
+        ring.close()
+
+
+@pytest.mark.parametrize("most", [1, 3, 32])
+def test_no_more_batches_are_taken_at_once_than_are_asked_for_and_none_is_lost(most: int) -> None:
+    rings = [Ring(), Ring()]
+    feed = Processes.__new__(Processes)  # without any process
+    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], Pace()
+    for number, ring in enumerate(rings):
+        writer = SlotWriter(RingWriter(ring.fd), ready=40)
+        for step in range(40):
+            put(writer, 1, 2 * step + number)
+    taken: list[list[int]] = []
+    while sum(map(len, taken)) < 80:
+        taken.append([batch.step for batch in feed.take(1, sum(map(len, taken)), most)])
+    assert [step for steps in taken for step in steps] == list(range(80))
+    assert max(map(len, taken)) == most
     for ring in rings:
         ring.close()
 
@@ -110,7 +128,7 @@ def test_rings_are_looked_at_as_far_as_there_are_batches(
     looks: list[Ring] = []
     poll = Ring.poll
     monkeypatch.setattr(Ring, "poll", lambda ring: looks.append(ring) or poll(ring))
-    assert [batch.step for batch in feed.take(1, 0)] == list(range(there))
+    assert [batch.step for batch in feed.take(1, 0, 32)] == list(range(there))
     assert looks == rings[:looked]
     for ring in rings:
         ring.close()
