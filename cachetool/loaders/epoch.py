@@ -166,7 +166,10 @@ class Epoch(Iterator[T]):
         self._last.extend(last)
 
     def _release(self) -> None:
-        last = self._last.pop()
+        try:
+            last = self._last.pop()
+        except IndexError:
+            return  # a signal's handler closed the loader
         self.progress.fetched += 1  # no signal's handler runs between this and the next line
         self._ready.append(last)
         if self._counts:

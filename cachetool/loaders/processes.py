@@ -274,7 +274,11 @@ class Processes:
             if not self._poll.poll(1000 * _LOOK) or self.closed:
                 self._check()
                 continue
-            data = os.read(self._answers, 1 << 20)
+            try:
+                data = os.read(self._answers, 1 << 20)
+            except OSError:
+                self._check()  # a signal's handler closed it
+                raise
             if not data:
                 self._await_end()
                 raise CacheToolError("a feeder closed its pipe")

@@ -30,7 +30,8 @@ def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process is there and no zombie: with none of its threads, the last of which lets go of its locks."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return state != "Z" or int(others[16]) > 1
     return False

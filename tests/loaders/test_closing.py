@@ -20,7 +20,9 @@ from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
 from cachetool.loaders import forks, processes, threads
 from cachetool.loaders.base import BaseLoader
+from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.processes import Processes
 from cachetool.loaders.turns import Turns
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import alive, children, until
@@ -65,36 +67,44 @@ def test_a_handler_may_close_a_loader_in_the_middle_of_any_call(workers: int, sc
     assert leases(cache) == []
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_handler_may_close_a_loader_before_any_line_that_begins_its_feed(workers: int, cache: CacheDir) -> None:
+PLACES = [
+    *(
+        (workers, function)
+        for workers in (0, 1)
+        for function in (BaseLoader._fed, BaseLoader._started, Epoch._fill, Epoch._fetch, Epoch._release, Epoch._taken)
+    ),
+    *((1, function) for function in (Processes.begin, Processes._ask, Processes._answer, Processes.take)),
+]
+
+
+@pytest.mark.parametrize(("workers", "function"), PLACES, ids=[f"{each.__name__}-{n}" for n, each in PLACES])
+def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: Any, cache: CacheDir) -> None:
     """The epoch comes whole then, or ends as that of a loader that was closed."""
-    code, places = BaseLoader._fed.__code__, 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is code and event == "line":
+        if frame.f_code is function.__code__ and event == "line":
             lines.append(frame.f_lineno)
             if len(lines) == at:
                 sys.settrace(None)
                 loader.close()
-        return trace if frame.f_code is code else None
+        return trace if frame.f_code is function.__code__ else None
 
-    for at in range(1, 12):
-        lines: list[int] = []
-        loader = Loader(cache, batch_size=10, workers=workers, fields=["number"])
-        batches: list[Any] = []
-        told = CLOSED[0]
+    at, lines = 0, [0]
+    while len(lines) >= at and at < 30:
+        at += 1
+        lines = []
+        loader = Loader(cache, batch_size=20, workers=workers, fields=["number"])
+        told, samples = "", 0
         sys.settrace(trace)
         try:
-            batches += loader
+            samples = sum(len(batch["number"]) for batch in loader)
         except CacheToolError as error:
             told = str(error)
         finally:
             sys.settrace(None)
-        assert any(each in told for each in CLOSED), told
-        places += len(lines) == at
-        assert batches == [] or sum(len(batch["number"]) for batch in batches) == 60
+        assert samples == 60 or any(each in told for each in CLOSED), told
         loader.close()
-    assert 5 < places < 11
+    assert at > 5
     assert children() == []
     assert leases(cache) == []
 
