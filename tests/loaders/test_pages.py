@@ -262,7 +262,9 @@ def test_the_last_batch_is_ready_though_it_is_kept_back(cache: CacheDir, monkeyp
         epoch: Any = iter(loader)
         feed = epoch.progress.feed
         take = feed.take
-        monkeypatch.setattr(feed, "take", lambda epoch, step: take(epoch, step) + take(epoch, step + 1))
+        monkeypatch.setattr(
+            feed, "take", lambda epoch, step, most: take(epoch, step, most) + take(epoch, step + 1, most)
+        )
         for _ in range(9):
             next(epoch)
         assert (len(epoch._last), epoch.ready) == (1, True)
