@@ -106,7 +106,6 @@ class Epoch(Iterator[T]):
         self._ready: deque[T] = progress.ready
         self._last: list[T] = []
         self._counts = True  # whether a batch that is handed out is delivered
-        self._most = _AT_ONCE
         self._left = weakref.finalize(self, progress.forgotten)
         self._left.atexit = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -177,9 +176,10 @@ class Epoch(Iterator[T]):
 
     def _taken(self) -> list[Batch]:
         feed = self.progress.feed
+        most = _AT_ONCE if self._counts else _PREFETCHED
         feed.unsure = True
         try:
-            batches = feed.take(self.progress.begun.generation, self.progress.fetched, self._most)
+            batches = feed.take(self.progress.begun.generation, self.progress.fetched, most)
         except CacheToolError:
             feed.unsure = False
             raise
@@ -224,7 +224,7 @@ class Epoch(Iterator[T]):
 
     def uncounted(self) -> Iterator[T]:
         """What is left, for whoever calls :meth:`count` once a batch is delivered."""
-        self._counts, self._most = False, _PREFETCHED
+        self._counts = False
         self.progress.counted = self.progress.step
         return self
 

@@ -33,7 +33,7 @@ class Feed(Protocol):
         ...
 
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
-        """The batches of this step, which is waited for, and of those behind it that are there, ``most`` in all.
+        """The batches of this step, which is waited for, and of those behind it that are there, ``most`` at most.
 
         Steps are taken in order. Raises what happened while the batch of ``step`` was made.
         """
