@@ -72,6 +72,8 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # a transform, or a program that it runs, finds nothing to read
     os.dup2(2, 1)
     hello = json.loads(lines.whole())
+    if hello.get("do") == "stop":
+        return  # the training process was interrupted before it said hello
     settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
     function = lines.exactly(hello["transform"])
     others = [*rings, answers, lines.fd]

@@ -85,10 +85,10 @@ class Processes:
         self._rest = b""
         self._telling, self._left = False, 0
         self._pace = Pace()
-        self._answers, answers = os.pipe()
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
-        self._poll.register(self._answers, select.POLLIN)
+        self._answers, answers = os.pipe()
         try:
+            self._poll.register(self._answers, select.POLLIN)
             self._make_rings(feeders)
             self._start(settings, transform, answers)
         except BaseException:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from sys import getrefcount
@@ -99,6 +100,12 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
+def _close(fd: int, pid: int) -> None:
+    """In a forked child the number may be another file's by now."""
+    if os.getpid() == pid:
+        os.close(fd)
+
+
 class Ring:
     """The training process's end: makes the memory, takes batches out, gives slots back.
 
@@ -108,6 +115,8 @@ class Ring:
     def __init__(self) -> None:
         self.fd = os.memfd_create("cachetool-ring", os.MFD_CLOEXEC)
         """To be handed to the feeder."""
+        self._close = weakref.finalize(self, _close, self.fd, os.getpid())  # of one that came to nothing too
+        self._close.atexit = False  # somebody's handler may still take batches
         os.ftruncate(self.fd, HEAD)
         self._head = Head(self.fd)
         self._library = library(keeps_gil=True)
@@ -220,10 +229,8 @@ class Ring:
     def close(self) -> None:
         """Let go of the descriptor; the memory stays for as long as batches of it are seen."""
         self._inherited.close()
-        fd, self.fd = self.fd, -1
-        self._head.fd = -1  # its number may be another file's soon
-        if fd >= 0:
-            os.close(fd)
+        self.fd = self._head.fd = -1  # its number may be another file's soon
+        self._close()
 
 
 class RingWriter:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cachetool.boot import boot
 from cachetool.loaders.arena import HUGE
 from cachetool.loaders.ring import Ring, RingWriter
 
@@ -20,6 +24,20 @@ def ends() -> Iterator[tuple[Ring, RingWriter]]:
     writer.permit(4)
     yield ring, writer
     ring.close()
+
+
+@pytest.mark.parametrize("step", ["Head", "library", "watch", "Inherited"])
+def test_a_ring_whose_making_is_interrupted_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"cachetool.loaders.ring.{step}", interrupted)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt) as found:
+        Ring()
+    del found
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def in_huge_pages(address: int) -> int:
@@ -85,3 +103,9 @@ def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWr
     writer.fill(slot, 3 * HUGE)
     assert blocks <= 2 * HUGE
     assert os.fstat(ring.fd).st_blocks * 512 <= 4 * HUGE
+
+
+def test_a_keeper_that_is_told_to_stop_before_anything_else_ends_without_a_word() -> None:
+    command = [sys.executable, "-c", boot("cachetool.loaders.feeder")]
+    ended = subprocess.run(command, input=b'{"id": 0, "do": "stop"}\n', capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
