@@ -5,6 +5,7 @@ table at the end of a soak of what was done how often."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,9 @@ _CLOUDS = (
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # And, where containers forbid to keep what was compiled, by compiling all of this package again: 60 to 100 ms.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Whoever runs this in the background of a script ignores Ctrl-C, and so would every program that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers() -> int:
