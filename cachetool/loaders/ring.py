@@ -100,7 +100,7 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
-def _close(fd: int, pid: int) -> None:
+def _close_here(fd: int, pid: int) -> None:
     """In a forked child the number may be another file's by now."""
     if os.getpid() == pid:
         os.close(fd)
@@ -115,7 +115,7 @@ class Ring:
     def __init__(self) -> None:
         self.fd = os.memfd_create("cachetool-ring", os.MFD_CLOEXEC)
         """To be handed to the feeder."""
-        self._close = weakref.finalize(self, _close, self.fd, os.getpid())  # of one that came to nothing too
+        self._close = weakref.finalize(self, _close_here, self.fd, os.getpid())  # of one that came to nothing too
         self._close.atexit = False  # somebody's handler may still take batches
         os.ftruncate(self.fd, HEAD)
         self._head = Head(self.fd)
