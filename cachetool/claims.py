@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.cache import CacheDir, Claim, SourceRow, draws, share
+from cachetool.cache import CacheDir, Claim, SourceRow, again, draws, share
 from cachetool.cache.catalog import Connection
-from cachetool.cache.jobs import job_row
+from cachetool.cache.jobs import AGAIN, job_row
 from cachetool.engines.task import Asking
 from cachetool.passes import Cached, order_of_turn
 from cachetool.sources import Source
@@ -161,6 +161,8 @@ class Own:
             return self._claim(connection)
 
     def _claim(self, connection: Connection) -> Claim | None:
+        if self._job.startswith(AGAIN):
+            return again.take(connection, self._job, holder=self._holder)
         held = draws.claim(
             connection, self._job, holder=self._holder, most=self.most, whole=self._whole, lost=self._lost
         )

@@ -52,6 +52,10 @@ class PullOptions:
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
     lost: bool = False
     """Only what was there and was lost, which any pull draws first."""
+    again: tuple[tuple[int, int], ...] = ()
+    """Only these draws of the present pass, which are done: each range into one shard, as it was."""
+    keep: tuple[str, ...] = ()
+    """Shards that do not go for it."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
 
@@ -62,7 +66,7 @@ class PullOptions:
         Raises :class:`UsageError` also for a name that is none.
         """
         source = {each.name: given.pop(each.name) for each in fields(SourceOptions) if each.name in given}
-        known = [each.name for each in fields(cls) if each.name not in ("source", "lost")]
+        known = [each.name for each in fields(cls) if each.name not in ("source", "lost", "again", "keep")]
         if unknown := set(given) - set(known):
             known += [each.name for each in fields(SourceOptions)]
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
@@ -126,6 +130,7 @@ class PullOptions:
             policy=self.policy,
             min_epochs=self.min_epochs,
             keep_own=not self.follow,
+            keep=self.keep,
             wait=math.inf if self.follow else wait,
             renew=parse_fraction(self.renew),
         )

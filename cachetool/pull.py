@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from cachetool.cache import CacheDir, SourceRow, draws
+from cachetool.cache import CacheDir, SourceRow, again, draws
 from cachetool.cache.catalog import Connection
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import close_job, job_row
+from cachetool.cache.jobs import AGAIN, close_job, job_row
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
@@ -157,13 +157,18 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
 def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
     """Open the job, run the workers, close it."""
     url, options, id, kind, wanted = settled.url, settled.options, settled.id, settled.kind, settled.wanted
+    only = options.again
     per_shard, per_unit, schema = settled.per_shard, settled.per_unit, settled.schema
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
 
     def begin(connection: Connection) -> tuple[str, SourceRow]:
         holder.register(connection)
-        room, turn = options.room, not options.lost
-        return draws.open_job(connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=room, turn=turn)
+        job, source = draws.open_job(
+            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room,
+            turn=not (options.lost or only), kind=AGAIN if only else "",
+        )  # fmt: skip
+        again.reserve(connection, job, source, only, holder=holder.id)
+        return job, source
 
     job, source = edged(cache.catalog, cache.layout, begin)
     left = source.units - drawn_of(cache, source)
@@ -216,12 +221,12 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(id) or source
-    complete = source.whole and drawn_of(cache, source) >= source.units
+    complete = not only and source.whole and drawn_of(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
         asked = min(source.samples, count * per_unit) if options.samples is None else options.samples
         cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))
         larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
-        renewed = "" if options.lost else ", or let --follow renew what this cap holds"
+        renewed = "" if options.lost or only else ", or let --follow renew what this cap holds"
         went = f", for which {counted(ended.evicted, 'older shard')} went" if ended.evicted else ""
         raise CapBlocked(
             f"stopped at the cap with {tally.samples} of {asked} samples{went}: {full[0]};\n{larger}{renewed}"

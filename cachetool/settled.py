@@ -45,6 +45,8 @@ class Settled:
     @property
     def wanted(self) -> int | None:
         """Draws that were asked for."""
+        if self.options.again:
+            return sum(stop - start for start, stop in self.options.again)
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
 
     def task(self, root: str, job: str, **more: Any) -> Task:

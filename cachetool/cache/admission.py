@@ -20,7 +20,7 @@ from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, choose, protected
-from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.room import Room
 from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
@@ -106,13 +106,15 @@ def admit(
                     "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
                     {"need": wanted, "job": room.job},
                 )
-            if evict and not (endless and held):  # those who read let go of the share that was asked for
+            # Those who read let go of the share that was asked for.
+            if evict and not (endless and (held or about_to_read(connection))):
                 victims = choose(
                     candidates(connection, seen=endless),
                     excess=max(excess, lack) - int(retiring),
                     policy=room.policy,
                     min_epochs=room.min_epochs,
                     keep_job=room.job if room.keep_own else None,
+                    keep=frozenset(room.keep),
                 )
                 retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
             trash = sweep(connection, holder)
@@ -169,7 +171,8 @@ def _who(catalog: Catalog, room: Room, held: list[str], writers: int) -> str:
         return f"{writers} {'shard is' if writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
         return "no training has read yet what is in it"
-    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=room.job if room.keep_own else None)
+    own = room.job if room.keep_own else None
+    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own, keep=frozenset(room.keep))
     return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"
 
 

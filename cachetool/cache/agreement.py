@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
+from cachetool.cache.jobs import NOT_AGAIN
 from cachetool.cache.layout import Layout
 from cachetool.cache.rebuild import Found, open_draws, scan, without_doubles
 from cachetool.cache.records import Record, without
@@ -99,7 +100,7 @@ def _source(connection: Connection, progress: Record, kept: list[Record]) -> Ite
             yield f"{name} is in pass {row['turn'] + 1}, and pass {progress['turn'] + 1} was begun"
         return
     claims = connection.execute(
-        "SELECT start, stop FROM claims WHERE source = ? AND turn = ?", (row["id"], row["turn"])
+        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN}", (row["id"], row["turn"])
     ).fetchall()
     done = without([(0, row["frontier"])], [(each["start"], each["stop"]) for each in claims])
     frontier, pending = open_draws(progress, kept)

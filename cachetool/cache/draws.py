@@ -21,7 +21,7 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.copies import Pass, still_there
-from cachetool.cache.jobs import OVER, add_job, job_row
+from cachetool.cache.jobs import OVER, add_job, job_row, let_go
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
 
@@ -147,9 +147,11 @@ def open_job(
     seed: int | None,
     room: Room | None = None,
     turn: bool = True,
+    kind: str = "",
 ) -> tuple[str, SourceRow]:
-    """Begin a pull: its id, and the source. A complete turn is followed by a new one when samples are asked for by
-    number, unless ``turn`` is False. ``room`` says how room may be made for it, also by the trainers' snapshots.
+    """Begin a pull: its id, which begins with its ``kind``, and the source. A complete turn is followed by a new one
+    when samples are asked for by number, unless ``turn`` is False. ``room`` says how room may be made for it, also by
+    the trainers' snapshots.
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
@@ -164,7 +166,7 @@ def open_job(
         raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
     if turn and wanted is not None and next_turn(connection, source):
         row = source_row(connection, source) or row
-    job = secrets.token_hex(6)
+    job = kind + secrets.token_hex(6)
     add_job(connection, job, source, holder=holder, wanted=wanted, room=room or Room())
     return job, row
 
@@ -251,7 +253,7 @@ def finish(
 
 def give_back(connection: Connection, holder: str, job: str) -> None:
     """Open the claims that this process still has of a pull that it leaves."""
-    connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ? AND job = ?", (holder, job))
+    let_go(connection, "holder = ? AND job = ?", holder, job)
 
 
 def _insert(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,9 @@ def check_policy(policy: str) -> None:
         raise UsageError(f"unknown eviction policy {policy!r}; there are {', '.join(POLICIES)}")
 
 
-def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None) -> str | None:
+def _kept(
+    row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None, keep: Collection[str]
+) -> str | None:
     """Why a shard is protected; None when it may go."""
     if dataset is not None and row.dataset != dataset:
         return "of other datasets"
@@ -98,16 +100,19 @@ def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | 
         return f"which fewer than {min_epochs} epochs used (--min-epochs)"
     if keep_job is not None and row.job == keep_job:
         return "of this very pull"
+    if row.id in keep:
+        return "of the epoch that is to go on"
     return None
 
 
 def protected(
-    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None
-) -> list[str]:
+    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None,
+    keep: Collection[str] = (),
+) -> list[str]:  # fmt: skip
     """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
     found: dict[str, list[int]] = {}
     for row in rows:
-        why = _kept(row, min_epochs, dataset, keep_job)
+        why = _kept(row, min_epochs, dataset, keep_job, keep)
         if why is not None:
             found.setdefault(why, []).append(row.bytes)
     return [f"{shards_of(sizes)} {why}" for why, sizes in found.items()]
@@ -126,15 +131,16 @@ def choose(
     min_epochs: int = 0,
     dataset: str | None = None,
     keep_job: str | None = None,
+    keep: Collection[str] = (),
 ) -> Sequence[Victim]:
     """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
 
     Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
-    named, of the pull ``keep_job``, and those whose data exists nowhere else. Raises :class:`UsageError` for an unknown
-    policy.
+    named, of the pull ``keep_job``, those that ``keep`` names, and those whose data exists nowhere else. Raises
+    :class:`UsageError` for an unknown policy.
     """
     check_policy(policy)
-    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]
+    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job, keep) is None]
     victims: list[Victim] = []
     for row in sorted(free, key=POLICIES[policy]):
         if excess <= 0:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import Connection
+from cachetool.cache.jobs import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, write_durable
 
 __all__ = [
@@ -92,7 +93,8 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     if row is None:
         return None
     claims = connection.execute(
-        "SELECT start, stop FROM claims WHERE source = ? AND turn = ? ORDER BY start", (row["id"], row["turn"])
+        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN} ORDER BY start",
+        (row["id"], row["turn"]),
     )
     pending = merged((each["start"], each["stop"]) for each in claims)
     if len(pending) > MOST_PENDING:

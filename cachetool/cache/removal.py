@@ -15,6 +15,7 @@ from typing import Any
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
+from cachetool.cache.jobs import let_go
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
@@ -25,6 +26,7 @@ __all__ = [
     "Held",
     "Lease",
     "Removal",
+    "about_to_read",
     "candidates",
     "delete_trash",
     "held_back",
@@ -214,8 +216,13 @@ def leases(connection: Connection) -> list[Lease]:
 
 
 def leaseholders(connection: Connection) -> list[str]:
-    """Who reads what, one line a lease."""
-    return list(dict.fromkeys(lease.who for lease in leases(connection)))
+    """Who reads what, one line a lease; not those whose snapshot is empty."""
+    return list(dict.fromkeys(lease.who for lease in leases(connection) if lease.version))
+
+
+def about_to_read(connection: Connection) -> bool:
+    """Whether somebody has an empty snapshot: what is there is to be read as soon as the rest of it has come."""
+    return connection.execute("SELECT 1 FROM leases WHERE version = 0 LIMIT 1").fetchone() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +273,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
             connection.execute("DELETE FROM holders WHERE id = ?", (each,))
             (layout.holders / f"{each}.lock").unlink(missing_ok=True)
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
-        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {_UNHELD}")
+        let_go(connection, _UNHELD)
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")
         connection.execute(f"UPDATE shards SET state = 'trash', holder = ? WHERE {_ORPHANED}", (own.id,))
         remove_unfinished(layout, dead)
@@ -296,7 +303,7 @@ def sign_out(catalog: Catalog, layout: Layout, holder: Holder) -> None:
     """Give back all that this process holds, and take it out of the catalog."""
     with catalog.write() as connection:
         connection.execute("DELETE FROM leases WHERE holder = ?", (holder.id,))
-        connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (holder.id,))
+        let_go(connection, "holder = ?", holder.id)
         connection.execute("DELETE FROM jobs WHERE holder = ?", (holder.id,))
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)

@@ -20,6 +20,8 @@ class Room:
     keep_own: bool = False
     """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
     what it has would be for nothing."""
+    keep: tuple[str, ...] = ()
+    """Shards that stay in any case."""
     wait: float = 60.0
     """Seconds to wait for others."""
     advise: bool = True

@@ -106,9 +106,14 @@ class CacheDir:
     @property
     def holder(self) -> Holder:
         """This process as the cache knows it; made at first use, which is also when a new cap takes effect."""
-        catalog = self.catalog
         if not self.root.exists():
-            catalog.meta("version")  # makes it again, if that may be
+            self.catalog.meta("version")  # makes it again, if that may be
+        self.settle_cap()
+        return holders.holder_of(self.layout.holders, self._user)
+
+    def settle_cap(self) -> None:
+        """Make the cap that this was opened with the cache's own."""
+        catalog = self.catalog
         wanted = {key: value for key, value in self._wanted.items() if value is not None}
         if any(catalog.meta(key) != value for key, value in wanted.items()):
             from cachetool.cache.capping import change
@@ -117,7 +122,6 @@ class CacheDir:
                 change(connection, self.layout, wanted)
                 self._mark()
         self._wanted = dict.fromkeys(self._wanted)
-        return holders.holder_of(self.layout.holders, self._user)
 
     def renew(self, wanted: dict[str, int]) -> None:
         """Be a cache that is not on disk yet: its folder is gone. ``wanted`` is what the next one begins with."""
@@ -208,18 +212,19 @@ class CacheDir:
     def snapshot(
         self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
         sparing: bool = False, instead: Snapshot | None = None,
-        known: tuple[int, int | None] | None = None,
+        known: tuple[int, int | None] | None = None, empty: bool = False,
     ) -> Snapshot:  # fmt: skip
         """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
 
         ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read. ``sparing``: in a full
         cache of which little was read, the newest shards may be left for the next one. ``instead``: one that goes back
-        unread at the same time. ``known``: version and stamp of the one whose shards the caller has already."""
+        unread at the same time. ``known``: version and stamp of the one whose shards the caller has already. ``empty``:
+        of no shard; pulls without an end evict nothing while somebody has it."""
         name = self.dataset(dataset)
         self.recover()
         return snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek, sparing=sparing, instead=instead, known=known,
+            peek=peek or empty, sparing=sparing, instead=instead, known=known, empty=empty,
         )  # fmt: skip
 
     # -- writing -------------------------------------------------------------------------------------------------------

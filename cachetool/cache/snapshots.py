@@ -249,6 +249,7 @@ def take(
     sparing: bool = False,
     instead: Snapshot | None = None,
     known: tuple[int, int | None] | None = None,
+    empty: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
@@ -256,7 +257,8 @@ def take(
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
     shards of a snapshot of the version and stamp ``known`` is not told them again while that is the present one: a
-    thousand take 2 ms.
+    thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
+    let go, evict nothing meanwhile.
     """
     trash: list[str] = []
     with catalog.write() as connection:
@@ -274,7 +276,9 @@ def take(
         )
         newest = present = int(numbers["version"])
         seen = int(numbers.get("seen", 0))
-        if shared is not None:
+        if empty:
+            version = 0
+        elif shared is not None:
             version = newest = int(shared[0])
         else:
             version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)

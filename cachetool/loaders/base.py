@@ -103,7 +103,7 @@ class BaseLoader(ABC, Generic[T]):
             }
         )
         if isinstance(cache_or_paths, CacheDir):
-            _ = cache_or_paths.catalog  # the feeders must find it on disk
+            cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
         root, paths = located(cache_or_paths)
         if paths and dataset is not None:
             raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")

@@ -46,6 +46,10 @@ class FileSubscription:
         """The view."""
         return self._view
 
+    def stay(self) -> View:
+        """As :meth:`now`."""
+        return self.now()
+
     def now(self) -> View:
         """The view."""
         return self._view

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,32 +14,36 @@ from cachetool.boot import boot
 from cachetool.errors import CacheToolError, CapBlocked, UsageError, from_json
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.view import View
+from cachetool.loaders.waiting import AGAIN, FIRST, say
 
 __all__ = ["have_again"]
 
 
 def have_again(root: str, view: View, resume: Resume) -> None:
-    """Have shards pulled again that an epoch had and that are gone from the view."""
-    _, _, gone = found_again(view, resume)
+    """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
+    may go for them, so nobody may lease these here."""
+    there, _, gone = found_again(view, resume)
     known = {each["id"]: each for each in resume.origins}
     if unknown := sorted(set(gone) - set(known)):
         raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
     if not gone:
         return
     try:
-        _pulled_again(root, [known[id] for id in gone])
+        _pulled_again(root, [known[id] for id in gone], keep=[part.id for part in there.parts])
     except CapBlocked as error:
         raise CapBlocked(
-            f"the {len(gone)} evicted shards of the epoch to resume find no room beside those that are there; raise"
-            " --max-size, or go on without them: missing='skip'"
+            f"no room to pull {len(gone)} of {len(resume.parts)} shards of the epoch to resume again: {error}, or go on"
+            " without them: missing='skip'"
         ) from error
 
 
-def _pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
-    """Pull these evicted shards again (:mod:`cachetool.refetch`). Raises what went wrong there."""
-    arguments = {"root": root, "shards": list(shards)}
+def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:
+    """Pull these evicted shards again (:mod:`cachetool.refetch`), and say so on stderr when it takes longer than a
+    moment. Raises what went wrong there."""
+    arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
     task = {"target": "cachetool.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
     command = [sys.executable, "-c", boot("cachetool.engines.child")]
+    samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -50,4 +55,11 @@ def _pulled_again(root: str, shards: Sequence[dict[str, Any]]) -> None:
                 raise from_json(answer)
             if "result" in answer:
                 return
+            if time.monotonic() >= due:
+                due = time.monotonic() + AGAIN
+                now, note = answer["message"]["samples"], answer["message"]["note"]
+                say(
+                    f"pulling evicted shards of the epoch to resume again: {now} of {samples} samples"
+                    f"{f'; {note}' if note else ''}"
+                )
     raise CacheToolError("the process that was to pull evicted shards again ended without a word")

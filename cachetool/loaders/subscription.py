@@ -38,6 +38,11 @@ class Subscription(Protocol):
         went unread, and does not count as one that somebody has."""
         ...
 
+    def stay(self) -> View:
+        """What there is now; until the next view is asked for, a pull without an end takes nothing of it away. What
+        goes for another reason goes at once: nothing is leased."""
+        ...
+
     def now(self) -> View:
         """What there is now. Takes no lease."""
         ...
@@ -122,13 +127,23 @@ class CacheSubscription:
         anew: bool = False,
     ) -> View:  # fmt: skip
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
-        cache = self._open()
-        run = None if epoch is None else run or self.run
-        before = self._snapshot
-        after = cache.snapshot(
-            dataset=self.dataset, run=run, epoch=epoch, peek=peek, sparing=sparing, instead=before if anew else None,
-            known=self._known,
+        after = self._open().snapshot(
+            dataset=self.dataset, run=None if epoch is None else run or self.run, epoch=epoch, peek=peek,
+            sparing=sparing, instead=self._snapshot if anew else None, known=self._known,
         )  # fmt: skip
+        self._have(after)
+        if self._view is None or not after.known:
+            self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
+        return self._view
+
+    def stay(self) -> View:
+        """Lease no shard, but be known as one who is about to."""
+        self._have(self._open().snapshot(dataset=self.dataset, instead=self._snapshot, empty=True))
+        return self.now()
+
+    def _have(self, after: Snapshot) -> None:
+        """A lease, in place of the one that this has."""
+        before, cache = self._snapshot, self._open()
         if self._finalizer is not None:
             self._finalizer.detach()
         self._snapshot = after
@@ -137,9 +152,6 @@ class CacheSubscription:
         self._finalizer.atexit = False
         if before is not None:
             before.release()
-        if self._view is None or not after.known:
-            self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
-        return self._view
 
     def now(self) -> View:
         """The shards of the present version."""

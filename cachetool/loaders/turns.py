@@ -264,7 +264,7 @@ class Turns:
         try:
             if resume is not None:
                 if self._settings.missing == "refetch":
-                    have_again(self._settings.root, lease.newest(peek=True), resume)
+                    have_again(self._settings.root, lease.stay(), resume)
                 # No room is made by it: what would go may be what it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)

@@ -20,12 +20,24 @@ from cachetool.loaders.plan import Settings
 if TYPE_CHECKING:
     from cachetool.cache.pullers import PullState
 
-__all__ = ["WAIT", "NotYet", "Talk", "failed_pull", "given_up", "no_samples", "require", "say", "wait_for_samples"]
+__all__ = [
+    "AGAIN",
+    "FIRST",
+    "WAIT",
+    "NotYet",
+    "Talk",
+    "failed_pull",
+    "given_up",
+    "no_samples",
+    "require",
+    "say",
+    "wait_for_samples",
+]
 
 WAIT = 600.0
 """Seconds that a loader waits for its first samples."""
 _POLL = 0.1
-_FIRST, _AGAIN = 3.0, 60.0
+FIRST, AGAIN = 3.0, 60.0
 """Seconds of waiting until the first line that says so, and between two lines."""
 
 
@@ -72,13 +84,13 @@ class Talk:
         """``wait``: seconds that it takes at most, from now on; ``dataset``: the one that was asked for by name."""
         self._root, self._dataset = Path(root), dataset
         self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
-        self._next = time.monotonic() + _FIRST
+        self._next = time.monotonic() + FIRST
 
     def tell(self, short: NotYet) -> None:
         """``short`` says what there is too little of; called again and again."""
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + _AGAIN
+        self._next = time.monotonic() + AGAIN
         say(f"waiting for samples{self._most}: {short}; {_who_pulls(self._root, self._dataset, short.less)}")
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from cachetool import convert
-from cachetool import open_cache as open_pulled
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache
 from cachetool.errors import CacheToolError, CorruptError, UsageError
 from cachetool.extents import EXTENTS_FILE
@@ -935,45 +934,6 @@ def test_a_state_whose_shards_were_evicted_is_refused_or_goes_on_without_them(ca
         rest = numbers(loader)
     assert len(rest) == len(set(rest))
     assert set(rest) == set(range(20, 60)) - set(first)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_whose_shards_were_evicted_goes_on_when_they_are_pulled_again(workers: int, tmp_path: Path) -> None:
-    """The rest of the epoch is what it would have been, from shards with the same samples in the same order."""
-    source = tmp_path / "source"
-    source.mkdir()
-    for number in range(60):
-        np.save(source / f"{number:03d}.npy", np.random.default_rng(number).random(500))
-    with open_pulled(tmp_path / "cache") as cache:
-        cache.pull(str(source), samples=50, to="hdf5", shard_size=41_000, workers=1)
-        options: dict[str, Any] = {"batch_size": 4, "fields": ["npy"], "workers": workers, "seed": 2}
-        with Loader(cache.root, **options) as loader:
-            batches = iter(loader)
-            for _ in range(3):
-                next(batches)
-            state = loader.state_dict()
-            rest = [batch["npy"].tobytes() for batch in batches]
-        before = {shard.id for shard in cache.shards()}
-        cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards()[:2]))
-        left = {shard.id for shard in cache.shards()}
-        assert len(before - left) == 2
-
-        with Loader(cache.root, missing="refetch", **options) as loader:
-            loader.load_state_dict(state)
-            assert [batch["npy"].tobytes() for batch in loader] == rest
-            loader.load_state_dict(state)  # nothing is pulled a second time
-            assert [batch["npy"].tobytes() for batch in loader] == rest
-        assert sum(shard.samples for shard in cache.shards()) == 50
-        assert left < {shard.id for shard in cache.shards()}
-
-        for path in source.iterdir():
-            path.unlink()
-        cache.evict(cache.usage().total - cache.shards()[0].bytes)
-        with Loader(cache.root, missing="refetch", **options) as loader:
-            loader.load_state_dict(state)
-            with pytest.raises(CacheToolError, match="is empty now"):
-                iter(loader)
-        assert leases(cache) == []
 
 
 def test_a_trainer_with_thousands_of_open_files_is_fed(cache: CacheDir) -> None:

@@ -16,12 +16,10 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError, CapBlocked, UsageError
-from cachetool.loaders import refetching, ring_memory, threads
+from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders import ring_memory, threads
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.resume import Resume
 from cachetool.loaders.ring import Ring, RingWriter
-from cachetool.loaders.view import View
 from tests.loaders.numbered import KEYED, put
 from tests.loaders.processes import children, until
 
@@ -184,21 +182,6 @@ def test_a_side_of_a_split_without_its_shards_says_how_to_begin_anew(keyed: Cach
         loader.epoch = 1
         assert set(numbers(loader)) <= set(range(20, 60))
         assert loader.epoch == 2
-
-
-def test_evicted_shards_that_find_no_room_are_said_to_be_those_of_the_epoch(
-    cache: CacheDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the pull says would name this training as whom it waits for."""
-
-    def full(*_: Any) -> None:
-        raise CapBlocked("cache is full: pid 1 reads it")
-
-    monkeypatch.setattr(refetching, "_pulled_again", full)
-    view = View(1, "default", KEYED, ())
-    resume = Resume(0, 8, [["a", 1, 8, "content"]], [{"id": "a"}])
-    with pytest.raises(CapBlocked, match=r"1 evicted shards of the epoch to resume find no room.*missing='skip'"):
-        refetching.have_again(str(cache.root), view, resume)
 
 
 @pytest.mark.parametrize("workers", EACH)

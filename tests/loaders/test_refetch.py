@@ -1,0 +1,273 @@
+"""``missing="refetch"``: evicted shards of an epoch come back as they were, in a full cache too; what fails leaves the
+cache and the state as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool import Cache
+from cachetool.background import BackgroundPull
+from cachetool.boot import boot
+from cachetool.cache import CacheDir
+from cachetool.cache.agreement import contradiction
+from cachetool.errors import CacheToolError, CapBlocked, UsageError
+from cachetool.loaders import refetching
+from cachetool.loaders.numpy import Loader
+from cachetool.loaders.resume import Resume
+from cachetool.loaders.view import View
+from cachetool.passes import order_of_turn
+from cachetool.sources import SourceOptions, open_source
+from tests.loaders.numbered import KEYED, leases
+from tests.loaders.processes import until
+
+EACH = [0, 2]
+OPTIONS: dict[str, Any] = {"batch_size": 4, "fields": ["npy"], "seed": 2}
+SHARDS, EACH_SHARD = 8, 10
+"""A cap of 4 MB holds nine such shards."""
+
+
+def write(source: Path, number: int, of: int | None = None) -> None:
+    np.save(source / f"{number:03d}.npy", np.random.default_rng(number if of is None else of).random(3000))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of 300 samples of 24 kB."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for number in range(300):
+        write(folder, number)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, source: Path) -> Iterator[Cache]:
+    with cachetool.open_cache(tmp_path / "cache", max_size="4MB") as opened:
+        opened.pull(str(source), samples=SHARDS * EACH_SHARD)
+        assert [shard.samples for shard in opened.shards()] == [EACH_SHARD] * SHARDS
+        yield opened
+
+
+def left(cache: CacheDir, workers: int = 0, **options: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """The state of a loader after three batches of an epoch, and the others of it."""
+    with Loader(cache.root, workers=workers, **{**OPTIONS, **options}) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        return state, [batch["npy"].tobytes() for batch in batches]
+
+
+def resumed(cache: CacheDir, state: dict[str, Any], workers: int = 0, missing: str = "refetch") -> list[bytes]:
+    with Loader(cache, workers=workers, missing=missing, **OPTIONS) as loader:
+        loader.load_state_dict(state)
+        return [batch["npy"].tobytes() for batch in loader]
+
+
+def ids(cache: CacheDir) -> set[str]:
+    return {shard.id for shard in cache.shards()}
+
+
+def drawn(cache: Cache, shard: dict[str, Any]) -> int:
+    """The number of the first sample of a shard."""
+    row = cache.source(shard["source"])
+    assert row is not None
+    opened = open_source(row.url, cache.listing(row.id), SourceOptions.from_json(row.options), units=row.units)
+    with contextlib.closing(opened):
+        [[start, _]] = shard["draws"]
+        return int(order_of_turn(opened, row, shard["turn"])[np.arange(start, start + 1)][0])
+
+
+def sound(cache: Cache) -> None:
+    """Nothing is left over: no claim, no lease; the files say what the catalog does."""
+    assert leases(cache) == []
+    assert not cache.catalog.rows("SELECT 1 FROM jobs")
+    assert contradiction(cache.catalog, cache.layout) is None
+    assert cache.usage().total <= cache.max_size
+
+
+@pytest.mark.parametrize("workers", EACH)
+@pytest.mark.parametrize("others", [50, 80])
+def test_in_a_full_cache_shards_that_the_epoch_has_not_make_room(
+    cache: Cache, source: Path, workers: int, others: int
+) -> None:
+    state, rest = left(cache, workers)
+    before = ids(cache)
+    cache.pull(str(source), samples=others)
+    assert (kept := before & ids(cache)) != before
+
+    assert resumed(cache, state, workers) == rest
+    assert kept <= ids(cache)
+    sound(cache)
+    now = ids(cache)
+    assert resumed(cache, state, workers) == rest  # nothing is pulled a second time
+    assert ids(cache) == now
+    assert cache.pull(str(source), samples=20).samples == 20  # and what was not drawn yet still comes
+
+
+def test_all_shards_come_back_in_one_pull_at_any_place_of_the_pass(cache: Cache, source: Path) -> None:
+    """Also once the pass is at its end, and a claim of its draws is open to any pull."""
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    for _ in range(3):
+        cache.pull(str(source), samples=50)
+    with cache.catalog.write() as connection:  # as an earlier version left it that was killed
+        row = connection.execute("SELECT id FROM sources").fetchone()
+        connection.execute("INSERT INTO claims (source, turn, start, stop) VALUES (?, 0, 5, 35)", (row["id"],))
+    assert resumed(cache, state) == rest
+    assert [tuple(row) for row in cache.catalog.rows("SELECT start, stop FROM claims")] == []
+    sound(cache)
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_what_fails_leaves_state_and_cache_as_they_were(cache: Cache, source: Path, workers: int) -> None:
+    state, rest = left(cache, workers)
+    cache.pull(str(source), samples=80)
+    there = ids(cache)
+    aside = source.rename(source.with_name("aside"))
+    with pytest.raises(CacheToolError, match="source"):
+        resumed(cache, state, workers)
+    assert ids(cache) == there
+    sound(cache)
+    aside.rename(source)
+    assert cache.pull(str(source), samples=20).samples == 20  # does not draw what the epoch had
+    assert resumed(cache, state, workers) == rest
+    sound(cache)
+
+
+def test_one_that_fails_in_the_middle_keeps_what_came(cache: Cache, source: Path) -> None:
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    before = ids(cache)
+    bad = source / f"{drawn(cache, state['resume']['origins'][5]):03d}.npy"
+    aside = bad.rename(bad.with_suffix(".aside"))
+    with pytest.raises(CacheToolError, match=bad.name):
+        resumed(cache, state)
+    assert len(ids(cache) - before) < SHARDS
+    sound(cache)
+    cache.pull(str(source), samples=10)
+    aside.rename(bad)
+    assert resumed(cache, state) == rest
+    sound(cache)
+
+
+def test_what_may_not_go_is_said_before_anything_goes(cache: Cache, source: Path, tmp_path: Path) -> None:
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    mine = tmp_path / "mine.npy"
+    np.save(mine, np.random.default_rng(7).random((50, 3000)))
+    cache.evict(cache.usage().total - 1_800_000)
+    cachetool.convert(str(mine), cache=cache.root, to="lmdb", dataset="mine")
+    there = ids(cache)
+    with pytest.raises(CapBlocked, match=r"(?s)8 of 8 shards .*--max-size to about \S+MB, or go on.*skip"):
+        resumed(cache, state)
+    assert ids(cache) == there
+    sound(cache)
+    with cachetool.open_cache(cache.root, max_size="8MB") as larger:
+        assert resumed(larger, state) == rest, "a cap takes effect for those that are given the cache"
+
+
+def test_a_pull_without_an_end_takes_none_of_it_meanwhile(cache: Cache, source: Path) -> None:
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    with BackgroundPull(cache, str(source)):
+        for _ in range(3):
+            assert resumed(cache, state) == rest
+
+
+def test_whoever_waits_for_another_reader_says_so(
+    cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    monkeypatch.setattr(refetching, "FIRST", 0.0)
+    reader = cache.snapshot()
+    said: list[str] = []
+
+    def let_go() -> None:
+        until(lambda: "waiting for room" in (said.append(capsys.readouterr().err) or said[-1]))
+        reader.release()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    try:
+        monkeypatch.setattr(refetching, "AGAIN", 0.0)
+        assert resumed(cache, state) == rest
+    finally:
+        reader.release()
+        thread.join()
+    assert f"pid {os.getpid()}" in said[-1]
+    assert "cachetool: pulling evicted shards of the epoch to resume again: " in said[-1]
+    assert "version 0" not in said[-1], "itself"
+
+
+def test_killed_in_the_middle_it_can_be_tried_again(cache: Cache, source: Path) -> None:
+    """Whatever is pulled between the two attempts."""
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    reader = cache.snapshot()  # it waits for this one
+    shards = state["resume"]["origins"]
+    task = {
+        "target": "cachetool.refetch:refetch",
+        "arguments": {"root": str(cache.root), "shards": shards, "keep": []},
+        "starter": os.getpid(),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", boot("cachetool.engines.child")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as helper:  # fmt: skip
+        assert helper.stdin is not None
+        helper.stdin.write(json.dumps(task).encode() + b"\n")
+        helper.stdin.flush()
+        until(lambda: bool(cache.catalog.rows("SELECT 1 FROM claims WHERE job LIKE 'again-%'")))
+        os.killpg(helper.pid, signal.SIGKILL)
+    reader.release()
+    cache.recover()
+    assert not cache.catalog.rows("SELECT 1 FROM claims WHERE job LIKE 'again-%' OR start < 80")
+    cache.pull(str(source), samples=20)
+    assert resumed(cache, state) == rest
+    sound(cache)
+
+
+def test_two_that_resume_at_once_pull_each_shard_once(cache: Cache, source: Path) -> None:
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    found: list[list[bytes]] = []
+    threads = [threading.Thread(target=lambda: found.append(resumed(cache, state))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [rest, rest]
+    contents = [shard.content for shard in cache.shards()]
+    assert len(contents) == len(set(contents))
+    sound(cache)
+
+
+def test_a_source_that_is_another_now_is_said_to_be(cache: Cache, source: Path) -> None:
+    state, _ = left(cache)
+    cache.evict(cache.usage().total - cache.shards()[0].bytes)
+    for number in range(300):
+        write(source, number, of=number + 1000)
+    with pytest.raises(CacheToolError, match=r"changed|not what it was"):
+        resumed(cache, state)
+    assert leases(cache) == []
+
+
+def test_shards_of_which_nothing_is_known_cannot_come_again(cache: Cache) -> None:
+    resume = Resume(0, 8, [["a", 1, 8, "content"]])
+    with pytest.raises(UsageError, match="shard a of the epoch to resume was not pulled"):
+        refetching.have_again(str(cache.root), View(1, "default", KEYED, ()), resume)
