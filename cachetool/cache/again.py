@@ -1,7 +1,7 @@
 """Draws of evicted shards that are drawn again, each into one shard as it was.
 
 Such draws are done, and stay done whatever becomes of the pull: a claim of them is never open to any other, and is gone
-with its job or with the process that has it (:func:`cachetool.cache.jobs.let_go`).
+with the process that has it (:func:`cachetool.cache.jobs.let_go`).
 """
 
 from __future__ import annotations

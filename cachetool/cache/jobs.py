@@ -72,8 +72,6 @@ def close_job(connection: Connection, job: str) -> Job:
     """End a pull; gives what it came to."""
     state = job_row(connection, job)
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
-    if job.startswith(AGAIN):
-        let_go(connection, "job = ?", job)
     return state
 
 

