@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Claim, SourceRow, again, draws, share
 from cachetool.cache.catalog import Connection
-from cachetool.cache.jobs import AGAIN, job_row
+from cachetool.cache.jobs import job_row
+from cachetool.cache.kinds import AGAIN
 from cachetool.engines.task import Asking
 from cachetool.passes import Cached, order_of_turn
 from cachetool.sources import Source
@@ -141,7 +142,8 @@ class Own:
                 if self._follow and not rest:
                     draws.next_turn(connection, self._source)
                 left = job_row(connection, self._job).left
-            if self._follow or not (self._row.whole or left == 0 or self._lost):
+            only = self._lost or self._job.startswith(AGAIN)
+            if self._follow or not (self._row.whole or left == 0 or only):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                 return 2.0 if rest else 0.2
             return None

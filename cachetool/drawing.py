@@ -11,8 +11,8 @@ The claim is taken by :mod:`cachetool.sampler`, which asks for the next one as s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,8 @@ class Plan:
     skip_bad: bool
     per_unit: int
     """About how many samples one draw brings."""
+    again: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
 
 
 class Drawing:
@@ -185,6 +187,7 @@ class Drawing:
         if files is None or staging is None:
             if upto == start:
                 return
+            self._require_same(start, upto, "")
             with self._cache.catalog.write() as connection:
                 self._regain(connection, upto, 0)
                 self._claims.finish(connection, self._held, done)
@@ -195,6 +198,7 @@ class Drawing:
         else:
             facts = files.facts()
             self._files = None
+            self._require_same(start, upto, facts.content)
 
             def close(connection: Connection) -> None:
                 self._regain(connection, upto, facts.samples)
@@ -213,6 +217,15 @@ class Drawing:
         if skipped:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
+
+    def _require_same(self, start: int, upto: int, content: str) -> None:
+        """Raise :class:`BadObject` when these draws were another shard before: it is not taken in, so that it can be
+        tried again with what the source had then."""
+        again = self._plan.again
+        if again and again.get((start, upto)) != content:
+            last = self._skipped[-1:]
+            why = f"; of {last[0].key} it says: {last[0].reason}" if last else ""
+            raise BadObject(f"{self._source.url} does not give the same samples any more as for an evicted shard{why}")
 
     def _regain(self, connection: Connection, upto: int, samples: int) -> None:
         """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from cachetool.cache import Room, policy_names
+from cachetool.cache.again import Wanted
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.schema import names_of
@@ -52,8 +53,8 @@ class PullOptions:
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
     lost: bool = False
     """Only what was there and was lost, which any pull draws first."""
-    again: tuple[tuple[int, int], ...] = ()
-    """Only these draws of the present pass, which are done: each range into one shard, as it was."""
+    again: tuple[Wanted, ...] = ()
+    """Only these shards, which were there before."""
     keep: tuple[str, ...] = ()
     """Shards that do not go for it."""
     source: SourceOptions = field(default_factory=SourceOptions)

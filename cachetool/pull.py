@@ -19,7 +19,8 @@ from cachetool.cache import CacheDir, SourceRow, again, draws
 from cachetool.cache.catalog import Connection
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import AGAIN, close_job, job_row
+from cachetool.cache.jobs import close_job, job_row
+from cachetool.cache.kinds import AGAIN
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
@@ -91,7 +92,7 @@ def pull(
         scratch = stack.enter_context(listing_scratch())
         listing = cache.listing(id) if known is not None and cache.listing(id).exists() else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
-        if known is not None and new is None and not known.whole and not options.start_early:
+        if known is not None and new is None and not (known.whole or options.start_early or options.again):
             engine.run([_listing(cache, url, options, id)], _reported(report))
             known = cache.source(id)
         limit = pace(options, scratch)
@@ -114,7 +115,7 @@ def pull(
         elif change is not None and (change["added"] or change["vanished"]):
             segment = {name: change[name] for name in ("name", "units", "identity")}
             grow_source(cache, row, scratch / "segment", whole=True, **segment)
-        per_unit = found["per_unit"]
+        per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
         per_shard = max(1, per_shard // per_unit)
         settled = Settled(url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began)
         if elsewhere is None:
@@ -167,17 +168,18 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
             connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room,
             turn=not (options.lost or only), kind=AGAIN if only else "",
         )  # fmt: skip
-        again.reserve(connection, job, source, only, holder=holder.id)
+        if only:
+            again.reserve(connection, cache.layout, job, source, only, holder=holder.id)
         return job, source
 
     job, source = edged(cache.catalog, cache.layout, begin)
     left = source.units - drawn_of(cache, source)
     count = left if wanted is None else min(left, wanted)
-    endless = options.follow or not source.whole
+    endless = options.follow or not (source.whole or only)
     workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
     task = settled.task(str(cache.root.resolve()), job)
     tasks = [task] * workers if count or endless else []
-    if not source.whole:
+    if not (source.whole or only):
         tasks.append(_listing(cache, url, options, id))
     tally = Tally()
     target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit

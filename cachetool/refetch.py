@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cachetool.cache import CacheDir, again, draws, open_cache
 from cachetool.cache.admission import asked
+from cachetool.cache.again import Wanted
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import SourceRow
 from cachetool.cache.removal import candidates
@@ -27,7 +28,12 @@ from cachetool.units import format_size, size_option
 
 __all__ = ["refetch"]
 
-_POLL, _PATIENCE = 0.2, 600.0
+_POLL, _PATIENCE, _TRIES = 0.5, 600.0, 3
+"""Seconds between two looks at what another process brings, and until one that brings nothing is given up; pulls."""
+_NEVER = {
+    again.TAKEN: "its samples are in other shards now, or in quarantine",
+    again.LOST: "some of its samples were damaged since, which cachetool verify --repair pulls again",
+}
 _SPARE = 4096
 """Bytes of values beyond those of the largest shard, so that none is cut in two."""
 
@@ -40,15 +46,18 @@ def refetch(channel: Channel, *, root: str, shards: Sequence[Message], keep: Seq
     the same again, :class:`CapBlocked` before anything goes where all that may go is too little, and what
     :func:`~cachetool.pull.pull` raises.
     """
-    kept, done = list(keep), 0
+    done = 0
     with open_cache(root, create=False) as cache:
-        _refuse_too_many(cache, [shard for shard in shards if _there(cache, shard) is None], kept)
-        for alike in _alike(shards):
+        groups = _alike(shards)
+        kept = [*keep, *(id for alike in groups for id in _there(cache, alike).values())]
+        _refuse_too_many(cache, [shard for alike in groups for shard in _missing(cache, alike)], kept)
+        for alike in groups:
 
             def tell(samples: int, note: str, before: int = done) -> None:
                 channel.send({"samples": before + samples, "note": note})
 
-            kept += _brought(cache, alike, kept, tell)
+            _bring(cache, alike, kept, tell)
+            kept += _there(cache, alike).values()
             done += sum(shard["samples"] for shard in alike)
     return {}
 
@@ -61,80 +70,86 @@ def _alike(shards: Sequence[Message]) -> list[list[Message]]:
     return list(groups.values())
 
 
-def _brought(
-    cache: CacheDir, shards: Sequence[Message], keep: Sequence[str], tell: Callable[[int, str], None]
-) -> list[str]:
-    """The ids of these shards as they are again."""
-    end, tried = time.monotonic() + _PATIENCE, set[str]()
-    while missing := [shard for shard in shards if _there(cache, shard) is None]:
+def _bring(cache: CacheDir, shards: Sequence[Message], keep: Sequence[str], tell: Callable[[int, str], None]) -> None:
+    """Have all of these there, which one pull can bring."""
+    tries, least, end = _TRIES, len(shards), 0.0
+    while missing := _missing(cache, shards):
+        if len(missing) <= least:  # others bring some
+            least, end = len(missing) - 1, time.monotonic() + _PATIENCE
         cache.recover()  # claims of whoever died meanwhile
         with cache.catalog.read() as connection:
-            sources = [_source(connection, shard) for shard in missing]
-            states = [
-                again.state_of(connection, source, *shard["draws"][0])
-                for source, shard in zip(sources, missing, strict=True)
-            ]
-        open = [shard for shard, state in zip(missing, states, strict=True) if state == again.OPEN]
+            source = _source(connection, missing)
+            states = again.states_of(connection, source, [_wanted(shard) for shard in missing])
+        there, open = _there(cache, shards), []
         for shard, state in zip(missing, states, strict=True):
-            if _there(cache, shard) is None:
-                _refuse(shard, state, sources[0].url, tried=shard["id"] in tried)
-        if time.monotonic() > end:
-            raise UsageError(f"shard {missing[0]['id']} did not come back: another process draws its samples")
+            if shard["content"] in there:  # by another process, just now
+                continue
+            if state in _NEVER:
+                raise UsageError(f"shard {shard['id']} cannot be pulled again as it was: {_NEVER[state]}")
+            open += [shard] if state == again.OPEN else []
+        if (open and not tries) or time.monotonic() > end:
+            why = "had to make room for another pull; raise --max-size" if open else "are drawn by another process"
+            raise UsageError(f"{len(missing)} of {len(shards)} evicted shards did not come back: they {why}")
         if not open:
             tell(0, "another process pulls them")
             time.sleep(_POLL)
             continue
-        tried |= {shard["id"] for shard in open}
+        tries -= 1
 
         def report(progress: Progress) -> None:
-            if progress.phase == "pull":
-                tell(progress.done, progress.note)
+            drawing = progress.phase == "pull"
+            tell(progress.done if drawing else 0, progress.note if drawing else "the source is looked at")
 
-        pull(cache, sources[0].url, _options(sources[0], open, keep), report=report)
-        end = time.monotonic() + _PATIENCE
-    return [id for shard in shards if (id := _there(cache, shard)) is not None]
+        pull(cache, source.url, _options(source, open, [*keep, *there.values()]), report=report)
 
 
-def _refuse(shard: Message, state: str, url: str, *, tried: bool) -> None:
-    """Raise :class:`UsageError` for a shard that pulling does not bring."""
-    why = {
-        again.TAKEN: f"{url} is not what it was, or they are" if tried else "they are",
-        again.LOST: "some of its samples were damaged since, which cachetool verify --repair pulls again",
-        again.OPEN: "nothing came of its draws" if tried else "",
-    }.get(state, "")
-    if why:
-        why = f"{why} in other shards now" if state == again.TAKEN else why
-        raise UsageError(f"shard {shard['id']} did not come back as it was: {why}")
+def _there(cache: CacheDir, shards: Sequence[Message]) -> dict[str, str]:
+    """Of the contents of these shards, of one dataset, those that are in it, with the ids that they have now."""
+    query = "SELECT content, id FROM shards WHERE dataset = ? AND state = 'ready'"
+    wanted = {shard["content"] for shard in shards}
+    found = cache.catalog.rows(query, (shards[0]["dataset"],))
+    return {row["content"]: row["id"] for row in found if row["content"] in wanted}
 
 
-def _there(cache: CacheDir, shard: Message) -> str | None:
-    """The id of a shard that has these samples, in this order."""
-    query = "SELECT id FROM shards WHERE content = ? AND dataset = ? AND state = 'ready'"
-    row = cache.catalog.one(query, (shard["content"], shard["dataset"]))
-    return None if row is None else str(row["id"])
+def _missing(cache: CacheDir, shards: Sequence[Message]) -> list[Message]:
+    there = _there(cache, shards)
+    return [shard for shard in shards if shard["content"] not in there]
 
 
-def _source(connection: Connection, shard: Message) -> SourceRow:
-    source = draws.source_row(connection, shard["source"] or "")
-    if source is None:
-        raise UsageError(f"shard {shard['id']} cannot be pulled again: it was not pulled, or its source is gone")
-    if source.turn != shard["turn"] or len(shard["draws"]) != 1:
-        raise UsageError(f"shard {shard['id']} cannot be pulled again as it was: its pass over {source.url} is over")
-    if source_id(source.url, _options(source, [shard], ())) != source.id:
+def _wanted(shard: Message) -> Wanted:
+    if len(shard["draws"]) != 1:
         raise UsageError(
-            f"shard {shard['id']} cannot be pulled again: {source.url} is not all that its source was named; pull it"
+            f"shard {shard['id']} cannot be pulled again as it was: it went around samples that the cache had then, or"
+            " was made of others"
+        )
+    [(start, stop)] = shard["draws"]
+    return Wanted(shard["id"], shard["turn"], start, stop, shard["samples"], shard["content"])
+
+
+def _source(connection: Connection, shards: Sequence[Message]) -> SourceRow:
+    """The source of these shards."""
+    source = draws.source_row(connection, shards[0]["source"] or "")
+    if source is None:
+        raise UsageError(f"shard {shards[0]['id']} cannot be pulled again: it was not pulled, or its source is gone")
+    if source_id(source.url, _options(source, shards, ())) != source.id:
+        raise UsageError(
+            f"shard {shards[0]['id']} cannot be pulled again: {source.url} is not all that its source was named;"
+            " pull it"
         )
     return source
 
 
 def _options(source: SourceRow, shards: Sequence[Message], keep: Sequence[str]) -> PullOptions:
+    wanted = tuple(_wanted(shard) for shard in shards)
     return PullOptions(
         to=shards[0]["format"],
         samples=sum(shard["samples"] for shard in shards),
         dataset=shards[0]["dataset"],
         shard_size=max(shard["payload"] for shard in shards) + _SPARE,
+        # Some of their draws gave nothing the first time.
+        on_error="skip" if any(each.samples < each.stop - each.start for each in wanted) else "error",
         renew=0,
-        again=tuple((start, stop) for shard in shards for start, stop in shard["draws"]),
+        again=wanted,
         keep=tuple(keep),
         source=SourceOptions.from_json(source.options),
     )

@@ -12,6 +12,7 @@ So the network is busy while a shard is committed. No sample crosses between pro
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Room, SourceRow
@@ -47,10 +48,12 @@ def draw(
     lost: bool,
     skip_bad: bool,
     pace: Message | None,
+    again: Sequence[tuple[int, int, str]],
     handed: bool = False,
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
-    claims are asked for through ``channel``.
+    claims are asked for through ``channel``. With ``again`` each claim is one shard that was there before: its draws,
+    and its content digest.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
@@ -64,6 +67,7 @@ def draw(
         Room(**room),
         skip_bad,
         per_unit,
+        {(start, stop): content for start, stop, content in again},
     )
     parsed = SourceOptions.from_json(options)
     with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:

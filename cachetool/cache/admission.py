@@ -97,7 +97,7 @@ def admit(
             retiring = connection.execute(
                 "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
             ).fetchone()[0]
-            endless, held = room.wait == math.inf, leaseholders(connection)
+            endless, held, coming = room.wait == math.inf, leaseholders(connection), about_to_read(connection)
             hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
             evict = room.evict and not hopeless
             if evict:
@@ -107,7 +107,7 @@ def admit(
                     {"need": wanted, "job": room.job},
                 )
             # Those who read let go of the share that was asked for.
-            if evict and not (endless and (held or about_to_read(connection))):
+            if evict and not (endless and (held or coming)):
                 victims = choose(
                     candidates(connection, seen=endless),
                     excess=max(excess, lack) - int(retiring),
@@ -123,7 +123,7 @@ def admit(
         if trash:
             continue
         gains = endless or bool(retiring) or bool(held and evict) or bool(writers)
-        who = _who(catalog, room, held, writers)
+        who = _who(catalog, room, held, writers, coming=coming)
         if time.monotonic() < deadline and gains:
             if waiting is not None:
                 waiting(f"waiting for room for up to {format_size(need)}: {who}")
@@ -161,7 +161,7 @@ def _ready(catalog: Catalog) -> list[Candidate]:
         return candidates(connection)
 
 
-def _who(catalog: Catalog, room: Room, held: list[str], writers: int) -> str:
+def _who(catalog: Catalog, room: Room, held: list[str], writers: int, *, coming: bool) -> str:
     """Who has the room, or why nothing goes."""
     if held:
         return "; ".join(held[:3])
@@ -170,7 +170,7 @@ def _who(catalog: Catalog, room: Room, held: list[str], writers: int) -> str:
     if writers:
         return f"{writers} {'shard is' if writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
-        return "no training has read yet what is in it"
+        return "evicted shards come back for an epoch" if coming else "no training has read yet what is in it"
     own = room.job if room.keep_own else None
     kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own, keep=frozenset(room.keep))
     return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"

@@ -1,51 +1,112 @@
 """Draws of evicted shards that are drawn again, each into one shard as it was.
 
 Such draws are done, and stay done whatever becomes of the pull: a claim of them is never open to any other, and is gone
-with the process that has it (:func:`cachetool.cache.jobs.let_go`).
+with the process that has it (:func:`cachetool.cache.kinds.let_go`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from cachetool.cache.catalog import Connection
+from cachetool.cache.catalog import Connection, bump
 from cachetool.cache.draws import Claim, SourceRow, source_row
 from cachetool.cache.jobs import job_row
+from cachetool.cache.layout import Layout
+from cachetool.cache.records import without, write_source_record
+from cachetool.errors import UsageError
 
-__all__ = ["LOST", "OPEN", "TAKEN", "UNDER_WAY", "reserve", "state_of", "take"]
+__all__ = ["LOST", "OPEN", "TAKEN", "UNDER_WAY", "Wanted", "reserve", "states_of", "take"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An evicted shard that is to be as it was."""
+
+    id: str
+    """The one that it had."""
+    turn: int
+    """Of which pass it has draws, from ``start`` up to but without ``stop``."""
+    start: int
+    stop: int
+    samples: int
+    content: str
+    """Content digest."""
+
+    @property
+    def per_unit(self) -> int:
+        """Samples that one draw brings, at least so many that the shard's all have room."""
+        return -(-self.samples // max(1, self.stop - self.start))
+
+    def require(self, source: SourceRow) -> None:
+        """Raise :class:`UsageError` unless these draws are still what they were."""
+        if source.turn != self.turn:
+            raise UsageError(f"shard {self.id} cannot be pulled again as it was: its pass over {source.url} is over")
+        if self.stop > source.frontier:
+            raise UsageError(
+                f"shard {self.id} cannot be pulled again as it was: this cache has not drawn its samples yet, so the"
+                " state is of another one"
+            )
+
 
 OPEN, UNDER_WAY, LOST, TAKEN = "open", "under way", "lost", "taken"
 """Of a range of draws: may be drawn again; somebody draws some of it; some of it was lost, which any pull draws first;
 some of it is in another shard."""
 
 
-def state_of(connection: Connection, source: SourceRow, start: int, stop: int) -> str:
-    """What can be done about the draws ``start`` to ``stop`` of the present pass."""
+def states_of(connection: Connection, source: SourceRow, shards: Sequence[Wanted]) -> list[str]:
+    """What can be done about each of these. Raises :class:`UsageError` when it is nothing any more."""
+    for each in shards:
+        each.require(source)
     rows = connection.execute(
         "SELECT draws FROM shards WHERE source = ? AND turn = ? AND state IN ('ready', 'quarantine')",
         (source.id, source.turn),
     )
-    if any(a < stop and b > start for row in rows for a, b in json.loads(row["draws"] or "[]")):
-        return TAKEN
+    taken = _Parts((start, stop) for row in rows for start, stop in json.loads(row["draws"] or "[]"))
     claims = connection.execute(
-        "SELECT holder, lost FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ?",
-        (source.id, source.turn, stop, start),
+        "SELECT start, stop, holder, lost FROM claims WHERE source = ? AND turn = ?", (source.id, source.turn)
     ).fetchall()
-    if any(row["holder"] is not None for row in claims):
-        return UNDER_WAY
-    return LOST if any(row["lost"] is not None for row in claims) else OPEN
+    held = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is not None)
+    lost = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is None and row["lost"] is not None)
+    which = ((taken, TAKEN), (held, UNDER_WAY), (lost, LOST))
+    return [next((state for parts, state in which if parts.meet(each.start, each.stop)), OPEN) for each in shards]
+
+
+class _Parts:
+    """Ranges of which no two meet."""
+
+    def __init__(self, parts: Iterable[tuple[int, int]]) -> None:
+        self._parts = sorted(parts)
+
+    def meet(self, start: int, stop: int) -> bool:
+        last = bisect_left(self._parts, (stop, 0))
+        return last > 0 and self._parts[last - 1][1] > start
 
 
 def reserve(
-    connection: Connection, job: str, source: SourceRow, ranges: Iterable[tuple[int, int]], *, holder: str
+    connection: Connection, layout: Layout, job: str, source: SourceRow, shards: Sequence[Wanted], *, holder: str
 ) -> None:
-    """Claim those of ``ranges`` for the workers of ``job`` that are not somebody else's by now."""
-    for start, stop in ranges:
-        if state_of(connection, source, start, stop) != OPEN:
-            continue
-        _cut_out(connection, source, start, stop)
-        _insert(connection, source, start, stop, holder, job)
+    """Claim the draws of ``shards`` for the workers of ``job``, but for those that are somebody else's by now. What of
+    them is open, as earlier versions left it, is not any more. Raises :class:`UsageError` when the pass is over."""
+    states = states_of(connection, source, shards)
+    mine = [(each.start, each.stop) for each, state in zip(shards, states, strict=True) if state == OPEN]
+    rows = connection.execute(
+        "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL AND lost IS NULL",
+        (source.id, source.turn),
+    ).fetchall()
+    cut = False
+    for row in rows:
+        whole = [[row["start"], row["stop"]]]
+        if (rest := without(whole, mine)) != whole:
+            connection.execute("DELETE FROM claims WHERE id = ?", (row["id"],))
+            _insert(connection, source, rest)
+            cut = True
+    _insert(connection, source, mine, holder, job)
+    if cut:
+        bump(connection)
+        write_source_record(connection, layout, source.id)
 
 
 def take(connection: Connection, job: str, *, holder: str) -> Claim | None:
@@ -59,22 +120,14 @@ def take(connection: Connection, job: str, *, holder: str) -> Claim | None:
     return None if row is None or source is None else Claim(row["id"], row["turn"], row["start"], row["stop"], source)
 
 
-def _cut_out(connection: Connection, source: SourceRow, start: int, stop: int) -> None:
-    """What is open of a range is not any more."""
-    rows = connection.execute(
-        "DELETE FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ? RETURNING start, stop",
-        (source.id, source.turn, stop, start),
-    ).fetchall()
-    for row in rows:
-        for first, end in ((row["start"], start), (stop, row["stop"])):
-            if first < end:
-                _insert(connection, source, first, end, None, None)
-
-
 def _insert(
-    connection: Connection, source: SourceRow, start: int, stop: int, holder: str | None, job: str | None
+    connection: Connection,
+    source: SourceRow,
+    ranges: Iterable[Sequence[int]],
+    holder: str | None = None,
+    job: str | None = None,
 ) -> None:
-    connection.execute(
+    connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, holder, job) VALUES (?, ?, ?, ?, ?, ?)",
-        (source.id, source.turn, start, stop, holder, job),
+        [(source.id, source.turn, start, stop, holder, job) for start, stop in ranges],
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
-from cachetool.cache.jobs import NOT_AGAIN
+from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import Layout
 from cachetool.cache.rebuild import Found, open_draws, scan, without_doubles
 from cachetool.cache.records import Record, without

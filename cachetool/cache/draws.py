@@ -21,7 +21,8 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.copies import Pass, still_there
-from cachetool.cache.jobs import OVER, add_job, job_row, let_go
+from cachetool.cache.jobs import add_job, job_row
+from cachetool.cache.kinds import AGAIN, OVER, let_go
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
 
@@ -244,10 +245,11 @@ def finish(
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
+    unused = 0 if job.startswith(AGAIN) else skipped + vanished  # those were counted when they were drawn first
     connection.execute(
         "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ?"
         " WHERE id = (SELECT source FROM jobs WHERE id = ?)",
-        (skipped + vanished, fetched, job),
+        (unused, fetched, job),
     )
 
 

@@ -9,14 +9,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.room import Room
 from cachetool.errors import UsageError
 
-__all__ = ["AGAIN", "NOT_AGAIN", "OVER", "Job", "add_job", "close_job", "job_row", "let_go"]
-
-OVER = "over-"
-"""How the ids of jobs begin that are a node's part of a pull over several."""
-AGAIN = "again-"
-"""How the ids of pulls begin that bring evicted shards again: the draws of these are done, and stay so without them."""
-NOT_AGAIN = f"(job IS NULL OR job NOT LIKE '{AGAIN}%')"
-"""Of a claim: its draws are not done."""
+__all__ = ["Job", "add_job", "close_job", "job_row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +66,3 @@ def close_job(connection: Connection, job: str) -> Job:
     state = job_row(connection, job)
     connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
     return state
-
-
-def let_go(connection: Connection, which: str, *values: str) -> None:
-    """Nobody draws the claims any more that the condition ``which`` names: they are open, or done as they were."""
-    connection.execute(f"DELETE FROM claims WHERE {which} AND job LIKE '{AGAIN}%'", values)
-    connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {which}", values)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import Connection
-from cachetool.cache.jobs import NOT_AGAIN
+from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, write_durable
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
-from cachetool.cache.jobs import let_go
+from cachetool.cache.kinds import let_go
 from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim

@@ -11,7 +11,8 @@ import secrets
 
 from cachetool.cache.catalog import Connection, bump
 from cachetool.cache.draws import Claim, SourceRow, source_row
-from cachetool.cache.jobs import OVER, add_job
+from cachetool.cache.jobs import add_job
+from cachetool.cache.kinds import OVER
 from cachetool.cache.layout import Layout
 from cachetool.cache.placing import Placed, carve
 from cachetool.cache.records import write_source_record

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cachetool.boot import boot
-from cachetool.errors import CacheToolError, CapBlocked, UsageError, from_json
+from cachetool.errors import CacheToolError, CapBlocked, SourceError, UsageError, from_json
+from cachetool.loaders.plan import Settings
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.view import View
 from cachetool.loaders.waiting import AGAIN, FIRST, say
@@ -19,7 +20,7 @@ from cachetool.loaders.waiting import AGAIN, FIRST, say
 __all__ = ["have_again"]
 
 
-def have_again(root: str, view: View, resume: Resume) -> None:
+def have_again(settings: Settings, view: View, resume: Resume) -> None:
     """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
     may go for them, so nobody may lease these here."""
     there, _, gone = found_again(view, resume)
@@ -29,12 +30,14 @@ def have_again(root: str, view: View, resume: Resume) -> None:
     if not gone:
         return
     try:
-        _pulled_again(root, [known[id] for id in gone], keep=[part.id for part in there.parts])
-    except CapBlocked as error:
-        raise CapBlocked(
-            f"no room to pull {len(gone)} of {len(resume.parts)} shards of the epoch to resume again: {error}, or go on"
-            " without them: missing='skip'"
-        ) from error
+        _pulled_again(settings.root, [known[id] for id in gone], keep=[part.id for part in there.parts])
+    except (CapBlocked, SourceError) as error:
+        what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
+        full = isinstance(error, CapBlocked)
+        # What a pull may do about a bad object is no option of a loader.
+        why = f"{error}, or " if full else str(error).partition(";\n")[0] + ";\n"
+        skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
+        raise type(error)(f"{what}: {why}{skip}") from error
 
 
 def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:

@@ -51,10 +51,8 @@ class _Turn:
 
 
 class Turns:
-    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of every new plan.
-
-    Methods may be called by one thread at a time.
-    """
+    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of each new plan. Methods may
+    be called by one thread at a time."""
 
     def __init__(self, settings: Settings, publish: Callable[[Plan], None]) -> None:
         self._settings, self._publish = settings, publish
@@ -260,11 +258,14 @@ class Turns:
 
     def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _Turn:
         """``lease``: of a snapshot that is given back unread for it."""
-        lease = lease or (self._free.pop() if self._free else self._open())
+        again = resume is not None and self._settings.missing == "refetch"
+        lease = lease or (self._free.pop() if self._free else self._open(empty=again))
         try:
             if resume is not None:
-                if self._settings.missing == "refetch":
-                    have_again(self._settings.root, lease.stay(), resume)
+                if again:
+                    self._drop_current()  # which may hold what is to go
+                    self.settle()
+                    have_again(self._settings, lease.stay(), resume)
                 # No room is made by it: what would go may be what it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
@@ -306,9 +307,9 @@ class Turns:
             self._short = view, short
             raise
 
-    def _open(self) -> Subscription:
+    def _open(self, *, empty: bool) -> Subscription:
         root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
-        if not paths:
+        if not paths and not empty:
             with open_cache(root, create=False) as cache:
                 names = cache.datasets()
                 known = bool(names) and dataset in (None, *names)

@@ -686,7 +686,7 @@ def test_waiting_says_for_what_and_that_nobody_pulls(
 ) -> None:
     """Once, on stderr; a name that does not exist and a batch that is too large are seen from it."""
     if workers == 0:
-        monkeypatch.setattr(waiting, "_FIRST", 0.1)
+        monkeypatch.setattr(waiting, "FIRST", 0.1)
     given = {"batch_size": 8, "wait": 3.5 if workers else 0.7, **more}
     with Loader(cache, workers=workers, **given) as loader, pytest.raises(UsageError) as raised:
         iter(loader)

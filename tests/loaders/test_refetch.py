@@ -4,11 +4,13 @@ cache and the state as they were."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +24,12 @@ from cachetool import Cache
 from cachetool.background import BackgroundPull
 from cachetool.boot import boot
 from cachetool.cache import CacheDir
+from cachetool.cache.again import Wanted, reserve
 from cachetool.cache.agreement import contradiction
-from cachetool.errors import CacheToolError, CapBlocked, UsageError
+from cachetool.errors import BadObject, CacheToolError, CapBlocked, UsageError
 from cachetool.loaders import refetching
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.plan import Settings
 from cachetool.loaders.resume import Resume
 from cachetool.loaders.view import View
 from cachetool.passes import order_of_turn
@@ -274,6 +278,114 @@ def test_a_source_that_is_another_now_is_said_to_be(cache: Cache, source: Path) 
     assert leases(cache) == []
 
 
+def test_what_the_source_has_now_does_not_take_the_place_of_what_it_had(cache: Cache, source: Path) -> None:
+    """Also where neither size nor time of a file tells: the content does."""
+    state, rest = left(cache)
+    cache.pull(str(source), samples=80)
+    there = ids(cache)
+    times = {path: path.stat().st_mtime_ns for path in source.iterdir()}
+    for number in range(300):
+        write(source, number, of=number + 1000)
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
+    with pytest.raises(BadObject, match=r"(?s)8 shards of the epoch.*not give the same samples.*missing='skip'"):
+        resumed(cache, state)
+    assert ids(cache) <= there
+    sound(cache)
+    for number in range(300):
+        write(source, number)
+    for path, time in times.items():
+        os.utime(path, ns=(time, time))
+    assert resumed(cache, state) == rest
+
+
+def test_archives_that_differ_in_size_come_again_as_they_were(tmp_path: Path) -> None:
+    source = tmp_path / "tars"
+    source.mkdir()
+    for number in range(60):
+        with tarfile.open(source / f"{number:03d}.tar", "w") as archive:
+            for each in range(1 + 11 * (number % 7 == 0)):
+                file = io.BytesIO()
+                np.save(file, np.random.default_rng(100 * number + each).random(500))
+                info = tarfile.TarInfo(f"{number:03d}-{each:02d}.npy")
+                info.size = len(file.getvalue())
+                archive.addfile(info, io.BytesIO(file.getvalue()))
+    with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
+        cache.pull(str(source), read_as="files", samples=90, shard_size="80kB")
+        sizes = {shard.samples for shard in cache.shards()}
+        assert len(sizes) > 1
+        state, rest = left(cache)
+        cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards()))
+        assert cache.shards() == []
+        assert resumed(cache, state) == rest
+        sound(cache)
+
+
+def test_draws_that_gave_nothing_give_nothing_again_and_count_once(cache: Cache, source: Path) -> None:
+    for number in range(0, 300, 50):
+        (source / f"{number:03d}.npy").write_bytes(b"no array")
+    with cachetool.open_cache(cache.root.with_name("other"), max_size="12MB") as other:
+        pulled = other.pull(str(source), samples=290, on_error="skip")
+        assert pulled.skipped == 6
+        state, rest = left(other)
+        other.evict(other.usage().total - sum(shard.bytes for shard in other.shards()))
+        before = other.catalog.rows("SELECT skipped, frontier FROM sources")
+        assert resumed(other, state) == rest
+        assert other.catalog.rows("SELECT skipped, frontier FROM sources") == before
+        sound(other)
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_asking_for_the_length_does_not_wait_for_the_epoch_that_was_left(
+    cache: Cache, source: Path, workers: int
+) -> None:
+    with Loader(cache, workers=workers, missing="refetch", **OPTIONS) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [batch["npy"].tobytes() for batch in batches]
+    cache.pull(str(source), samples=80)
+    with Loader(cache, workers=workers, missing="refetch", **OPTIONS) as loader:
+        next(iter(loader))  # and leaves it there
+        loader.load_state_dict(state)
+        assert len(loader) == len(rest)
+        assert [batch["npy"].tobytes() for batch in loader] == rest
+
+
+def test_draws_of_another_pass_or_cache_are_refused(cache: Cache, source: Path, tmp_path: Path) -> None:
+    state, _ = left(cache)
+    with cachetool.open_cache(tmp_path / "new", max_size="4MB") as new:
+        new.pull(str(source), samples=20)
+        there = ids(new)
+        with pytest.raises(UsageError, match="has not drawn its samples yet"):
+            resumed(new, state)
+        assert ids(new) == there
+        sound(new)
+    for _ in range(5):  # a pass goes by
+        cache.pull(str(source), samples=60)
+    row = cache.source(state["resume"]["origins"][0]["source"])
+    assert row is not None
+    assert row.turn == 1
+    with pytest.raises(UsageError, match=r"its pass over .* is over"):
+        resumed(cache, state)
+    shards = [Wanted("a", 0, 0, 10, 10, "")]
+    with cache.catalog.write() as connection, pytest.raises(UsageError, match="is over"):
+        reserve(connection, cache.layout, "again-1", row, shards, holder="me")
+    sound(cache)
+
+
+def test_snapshots_that_others_take_let_nothing_go_meanwhile(cache: Cache, source: Path) -> None:
+    """While a pull without an end wants room and evicted shards come back, which are to be read."""
+    cache.snapshot().release()
+    with BackgroundPull(cache, str(source)):
+        until(lambda: bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE hungry > 0")))
+        with cache.snapshot(empty=True):
+            now = ids(cache)
+            for _ in range(3):
+                cache.snapshot().release()
+            assert now <= ids(cache)
+
+
 def test_an_epoch_of_which_nothing_is_left_says_that_it_ends(
     cache: Cache, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,4 +400,4 @@ def test_an_epoch_of_which_nothing_is_left_says_that_it_ends(
 def test_shards_of_which_nothing_is_known_cannot_come_again(cache: Cache) -> None:
     resume = Resume(0, 8, [["a", 1, 8, "content"]])
     with pytest.raises(UsageError, match="shard a of the epoch to resume was not pulled"):
-        refetching.have_again(str(cache.root), View(1, "default", KEYED, ()), resume)
+        refetching.have_again(Settings(str(cache.root)), View(1, "default", KEYED, ()), resume)
