@@ -11,7 +11,7 @@ A claim is committed in the cache that it was drawn into in either case; of seve
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,7 +85,8 @@ class Claims(Protocol):
 class Own:
     """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
 
-    ``note`` is called with each claim, inside the transaction that made it.
+    ``note`` is called with each claim, inside the transaction that made it. ``again``: where evicted shards come back,
+    the draws of each claim that were theirs.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class Own:
         lost: bool = False,
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
+        again: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
+        self._again = again or {}
         self._cache, self._open, self._job = cache, open, job
         self.most = most
         """Draws of a claim."""
@@ -182,6 +185,11 @@ class Own:
 
     def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
+        if ranges := self._again.get((held.start, held.stop)):
+            flags = np.ones(len(units), dtype=np.bool_)
+            for start, stop in ranges:
+                flags[start - held.start : stop - held.start] = False
+            return flags
         # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
         return self.cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
 

@@ -252,6 +252,8 @@ class Drawing:
         return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
+        if self._plan.again:  # they were counted when they were drawn first
+            return
         unused, drawn = self._claims.unused()
         if too_many(unused, drawn):
             raise BadObject(

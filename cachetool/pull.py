@@ -174,7 +174,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
 
     job, source = edged(cache.catalog, cache.layout, begin)
     left = source.units - drawn_of(cache, source)
-    count = left if wanted is None else min(left, wanted)
+    count = left if wanted is None else wanted if only else min(left, wanted)
     endless = options.follow or not (source.whole or only)
     workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
     task = settled.task(str(cache.root.resolve()), job)

@@ -7,6 +7,7 @@ that the epoch still has; one that comes to nothing leaves the draws done, so th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,11 +15,14 @@ from cachetool.cache import CacheDir, again, draws, open_cache
 from cachetool.cache.admission import asked
 from cachetool.cache.again import Wanted
 from cachetool.cache.catalog import Connection
+from cachetool.cache.commit import folder_bound
 from cachetool.cache.draws import SourceRow
 from cachetool.cache.removal import candidates
 from cachetool.cache.usage import measure
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CapBlocked, UsageError
+from cachetool.formats import get_format
+from cachetool.formats.shard import shard_bound
 from cachetool.options import PullOptions
 from cachetool.planning import source_id
 from cachetool.progress import Progress
@@ -50,7 +54,10 @@ def refetch(channel: Channel, *, root: str, shards: Sequence[Message], keep: Seq
     with open_cache(root, create=False) as cache:
         groups = _alike(shards)
         kept = [*keep, *(id for alike in groups for id in _there(cache, alike).values())]
-        _refuse_too_many(cache, [shard for alike in groups for shard in _missing(cache, alike)], kept)
+        missing = [found for alike in groups if (found := _missing(cache, alike))]
+        for alike in missing:
+            _look(cache, alike)
+        _refuse_too_many(cache, missing, kept)
         for alike in groups:
 
             def tell(samples: int, note: str, before: int = done) -> None:
@@ -76,17 +83,7 @@ def _bring(cache: CacheDir, shards: Sequence[Message], keep: Sequence[str], tell
     while missing := _missing(cache, shards):
         if len(missing) <= least:  # others bring some
             least, end = len(missing) - 1, time.monotonic() + _PATIENCE
-        cache.recover()  # claims of whoever died meanwhile
-        with cache.catalog.read() as connection:
-            source = _source(connection, missing)
-            states = again.states_of(connection, source, [_wanted(shard) for shard in missing])
-        there, open = _there(cache, shards), []
-        for shard, state in zip(missing, states, strict=True):
-            if shard["content"] in there:  # by another process, just now
-                continue
-            if state in _NEVER:
-                raise UsageError(f"shard {shard['id']} cannot be pulled again as it was: {_NEVER[state]}")
-            open += [shard] if state == again.OPEN else []
+        source, open = _look(cache, missing)
         if (open and not tries) or time.monotonic() > end:
             why = "had to make room for another pull; raise --max-size" if open else "are drawn by another process"
             raise UsageError(f"{len(missing)} of {len(shards)} evicted shards did not come back: they {why}")
@@ -100,7 +97,24 @@ def _bring(cache: CacheDir, shards: Sequence[Message], keep: Sequence[str], tell
             drawing = progress.phase == "pull"
             tell(progress.done if drawing else 0, progress.note if drawing else "the source is looked at")
 
-        pull(cache, source.url, _options(source, open, [*keep, *there.values()]), report=report)
+        pull(cache, source.url, _options(source, open, [*keep, *_there(cache, shards).values()]), report=report)
+
+
+def _look(cache: CacheDir, shards: Sequence[Message]) -> tuple[SourceRow, list[Message]]:
+    """The source of these shards, which are not there, and those that nobody else brings now. Raises
+    :class:`UsageError` for one that nobody can bring any more."""
+    cache.recover()  # claims of whoever died meanwhile
+    with cache.catalog.read() as connection:
+        source = _source(connection, shards)
+        states = again.states_of(connection, source, [_wanted(shard) for shard in shards])
+    there, open = _there(cache, shards), []
+    for shard, state in zip(shards, states, strict=True):
+        if shard["content"] in there:  # by another process, just now
+            continue
+        if state in _NEVER:
+            raise UsageError(f"shard {shard['id']} cannot be pulled again as it was: {_NEVER[state]}")
+        open += [shard] if state == again.OPEN else []
+    return source, open
 
 
 def _there(cache: CacheDir, shards: Sequence[Message]) -> dict[str, str]:
@@ -117,13 +131,10 @@ def _missing(cache: CacheDir, shards: Sequence[Message]) -> list[Message]:
 
 
 def _wanted(shard: Message) -> Wanted:
-    if len(shard["draws"]) != 1:
-        raise UsageError(
-            f"shard {shard['id']} cannot be pulled again as it was: it went around samples that the cache had then, or"
-            " was made of others"
-        )
-    [(start, stop)] = shard["draws"]
-    return Wanted(shard["id"], shard["turn"], start, stop, shard["samples"], shard["content"])
+    ranges = tuple((start, stop) for start, stop in shard["draws"])
+    if not ranges or any(a[1] > b[0] for a, b in itertools.pairwise(ranges)):
+        raise UsageError(f"shard {shard['id']} cannot be pulled again as it was: it was made of others")
+    return Wanted(shard["id"], shard["turn"], ranges, shard["samples"], shard["content"])
 
 
 def _source(connection: Connection, shards: Sequence[Message]) -> SourceRow:
@@ -140,34 +151,36 @@ def _source(connection: Connection, shards: Sequence[Message]) -> SourceRow:
 
 
 def _options(source: SourceRow, shards: Sequence[Message], keep: Sequence[str]) -> PullOptions:
-    wanted = tuple(_wanted(shard) for shard in shards)
     return PullOptions(
         to=shards[0]["format"],
         samples=sum(shard["samples"] for shard in shards),
         dataset=shards[0]["dataset"],
         shard_size=max(shard["payload"] for shard in shards) + _SPARE,
-        # Some of their draws gave nothing the first time.
-        on_error="skip" if any(each.samples < each.stop - each.start for each in wanted) else "error",
+        on_error="skip",  # what gave nothing the first time; anything else would make another shard, which is refused
         renew=0,
-        again=wanted,
+        again=tuple(_wanted(shard) for shard in shards),
         keep=tuple(keep),
         source=SourceOptions.from_json(source.options),
     )
 
 
-def _refuse_too_many(cache: CacheDir, shards: Sequence[Message], keep: Sequence[str]) -> None:
-    """Raise :class:`CapBlocked` where these shards do not fit, whatever goes that may."""
-    need = sum(shard["payload"] for shard in shards)
-    stay = frozenset(keep)
+def _refuse_too_many(cache: CacheDir, groups: Sequence[Sequence[Message]], keep: Sequence[str]) -> None:
+    """Raise :class:`CapBlocked` where the shards of these groups do not fit, whatever goes that may."""
+    need, most, stay = 0, 0, frozenset(keep)
+    for alike in groups:
+        need += sum(max(shard.get("bytes", 0), shard["payload"]) for shard in alike)
+        schema, nbytes = cache.schema(alike[0]["dataset"]), max(shard["payload"] for shard in alike) + _SPARE
+        bound = shard_bound(get_format(alike[0]["format"]), schema, max(shard["samples"] for shard in alike), nbytes)
+        most = max(most, bound + folder_bound(schema, bound))
     with cache.catalog.read() as connection:
         going = sum(row.bytes for row in candidates(connection) if not row.sole and row.id not in stay)
         going += connection.execute(
             "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash', 'staging')"
         ).fetchone()[0]
         beside = measure(connection, cache.layout).total - going
-        growth = len(shards) * asked(connection, _SPARE)
+        growth = asked(connection, 0)
     if beside + need > cache.max_size:
-        cap = beside + need + need // 8 + growth
+        cap = beside + need + 2 * most + growth  # each of two workers reserves a whole one
         raise CapBlocked(
             f"{format_size(need)} do not fit into {cache.root}, capped at {format_size(cache.max_size)}, beside the"
             f" {format_size(beside)} that may not go for them;\nraise --max-size to about {size_option(cap)}"

@@ -48,7 +48,7 @@ def draw(
     lost: bool,
     skip_bad: bool,
     pace: Message | None,
-    again: Sequence[tuple[int, int, str]],
+    again: Sequence[tuple[Sequence[tuple[int, int]], str]],
     handed: bool = False,
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
@@ -57,6 +57,7 @@ def draw(
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
+    shards = {(ranges[0][0], ranges[-1][1]): (ranges, content) for ranges, content in again}
     plan = Plan(
         job,
         source,
@@ -67,7 +68,7 @@ def draw(
         Room(**room),
         skip_bad,
         per_unit,
-        {(start, stop): content for start, stop, content in again},
+        {claim: content for claim, (_, content) in shards.items()},
     )
     parsed = SourceOptions.from_json(options)
     with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:
@@ -79,7 +80,10 @@ def draw(
         if handed:
             claims = Handed(channel, opened, job=job, most=units_per_shard)
         else:
-            claims = Own(cache, opened, job=job, source=source, most=units_per_shard, follow=follow, lost=lost)
+            claims = Own(
+                cache, opened, job=job, source=source, most=units_per_shard, follow=follow, lost=lost,
+                again={claim: ranges for claim, (ranges, _) in shards.items()},
+            )  # fmt: skip
 
         def drawing_of(held: Claim | None) -> Drawing | None:
             return None if held is None else Drawing(cache, claims, plan, held, channel)

@@ -46,7 +46,7 @@ class Settled:
     def wanted(self) -> int | None:
         """Draws that were asked for."""
         if self.options.again:
-            return sum(each.stop - each.start for each in self.options.again)
+            return sum(each.draws for each in self.options.again)
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
 
     def task(self, root: str, job: str, **more: Any) -> Task:
@@ -71,7 +71,7 @@ class Settled:
                 "lost": options.lost,
                 "pace": self.pace,
                 "skip_bad": options.on_error == "skip",
-                "again": [(each.start, each.stop, each.content) for each in options.again],
+                "again": [(each.ranges, each.content) for each in options.again],
                 **more,
             },
         )

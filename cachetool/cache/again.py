@@ -28,17 +28,32 @@ class Wanted:
     id: str
     """The one that it had."""
     turn: int
-    """Of which pass it has draws, from ``start`` up to but without ``stop``."""
-    start: int
-    stop: int
+    """Of which pass it has draws."""
+    ranges: tuple[tuple[int, int], ...]
+    """These draws, ascending; what is between them was in the cache when they were drawn."""
     samples: int
     content: str
     """Content digest."""
 
     @property
+    def start(self) -> int:
+        """The first of its draws."""
+        return self.ranges[0][0]
+
+    @property
+    def stop(self) -> int:
+        """Behind the last of its draws."""
+        return self.ranges[-1][1]
+
+    @property
+    def draws(self) -> int:
+        """How many they are."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
     def per_unit(self) -> int:
         """Samples that one draw brings, at least so many that the shard's all have room."""
-        return -(-self.samples // max(1, self.stop - self.start))
+        return -(-self.samples // max(1, self.draws))
 
     def require(self, source: SourceRow) -> None:
         """Raise :class:`UsageError` unless these draws are still what they were."""

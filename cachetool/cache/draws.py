@@ -22,7 +22,7 @@ from typing import Any
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.copies import Pass, still_there
 from cachetool.cache.jobs import add_job, job_row
-from cachetool.cache.kinds import AGAIN, OVER, let_go
+from cachetool.cache.kinds import AGAIN, NOT_AGAIN, OVER, let_go
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
 
@@ -134,7 +134,7 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
 
 def drawn(connection: Connection, source: SourceRow) -> int:
     """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
-    query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ?"
+    query = f"SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND {NOT_AGAIN}"
     pending = connection.execute(query, (source.id,)).fetchone()[0]
     return max(0, source.frontier - int(pending))
 
@@ -165,7 +165,11 @@ def open_job(
         )
     if connection.execute("SELECT 1 FROM jobs WHERE source = ? AND id LIKE ?", (source, f"{OVER}%")).fetchone():
         raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
-    if turn and wanted is not None and next_turn(connection, source):
+    if turn and wanted is not None and _over(connection, row):
+        if not next_turn(connection, source):
+            raise UsageError(
+                f"evicted shards of {row.url} come back at this moment, for an epoch that goes on; run this again"
+            )
         row = source_row(connection, source) or row
     job = kind + secrets.token_hex(6)
     add_job(connection, job, source, holder=holder, wanted=wanted, room=room or Room())
@@ -275,12 +279,19 @@ def _insert(
     return int(cursor.lastrowid or 0)
 
 
-def next_turn(connection: Connection, source: str) -> bool:
-    """Begin the next pass, in one new order of all units, when the present one is complete; whether it was."""
-    row = source_row(connection, source)
+def _over(connection: Connection, source: SourceRow) -> bool:
+    """Whether the present pass is complete."""
     query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND tried IS NOT NULL"
-    barren = connection.execute(query, (source,)).fetchone()[0]
-    if row is None or not row.whole or drawn(connection, row) + barren < row.units:
+    barren = connection.execute(query, (source.id,)).fetchone()[0]
+    return source.whole and drawn(connection, source) + int(barren) >= source.units
+
+
+def next_turn(connection: Connection, source: str) -> bool:
+    """Begin the next pass, in one new order of all units, when the present one is complete; whether it was. Not while
+    evicted shards of the present one come back."""
+    row = source_row(connection, source)
+    returning = f"SELECT 1 FROM claims WHERE source = ? AND NOT {NOT_AGAIN} LIMIT 1"
+    if row is None or not _over(connection, row) or connection.execute(returning, (source,)).fetchone():
         return False
     connection.execute("DELETE FROM claims WHERE source = ? AND turn = ? AND tried IS NULL", (source, row.turn))
     past = still_there(connection, source, [*row.past, (row.turn, row.units, row.cuts)])

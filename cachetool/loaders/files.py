@@ -46,6 +46,10 @@ class FileSubscription:
         """The view."""
         return self._view
 
+    def shared(self, epoch: int) -> bool:
+        """False: nothing is leased."""
+        return False
+
     def stay(self) -> View:
         """As :meth:`now`."""
         return self.now()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cachetool.boot import boot
-from cachetool.errors import CacheToolError, CapBlocked, SourceError, UsageError, from_json
+from cachetool.errors import BadObject, CacheToolError, CapBlocked, NotFound, SourceError, UsageError, from_json
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.resume import Resume, found_again
 from cachetool.loaders.view import View
@@ -33,11 +33,15 @@ def have_again(settings: Settings, view: View, resume: Resume) -> None:
         _pulled_again(settings.root, [known[id] for id in gone], keep=[part.id for part in there.parts])
     except (CapBlocked, SourceError) as error:
         what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
-        full = isinstance(error, CapBlocked)
-        # What a pull may do about a bad object is no option of a loader.
-        why = f"{error}, or " if full else str(error).partition(";\n")[0] + ";\n"
         skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
-        raise type(error)(f"{what}: {why}{skip}") from error
+        if isinstance(error, CapBlocked):
+            remedy = f"{error}, or {skip}"
+        elif isinstance(error, BadObject | NotFound):  # what a pull may do about it is no option of a loader
+            first = str(error).partition(";\n")[0]
+            remedy = f"{first};\nput the source back as it was, its files with their times, or {skip}"
+        else:
+            remedy = f"{str(error).replace(chr(10), ' ')};\nor {skip}"
+        raise type(error)(f"{what}: {remedy}") from error
 
 
 def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:

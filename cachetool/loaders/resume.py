@@ -96,7 +96,7 @@ def is_resume(value: object) -> bool:
         return False
     origins = isinstance(resume.origins, list | tuple) and all(isinstance(each, dict) for each in resume.origins)
     inside = is_whole(resume.position) and is_whole(resume.samples) and resume.position <= resume.samples
-    return origins and inside and are_rows(resume.parts)
+    return origins and inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
 
 
 def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:

@@ -38,6 +38,10 @@ class Subscription(Protocol):
         went unread, and does not count as one that somebody has."""
         ...
 
+    def shared(self, epoch: int) -> bool:
+        """Whether another process of the run has the view of ``epoch``, which :meth:`newest` then gives."""
+        ...
+
     def stay(self) -> View:
         """What there is now; until the next view is asked for, a pull without an end takes nothing of it away. What
         goes for another reason goes at once: nothing is leased."""
@@ -136,6 +140,13 @@ class CacheSubscription:
             self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 
+    def shared(self, epoch: int) -> bool:
+        """Whether another process of the run leases a snapshot for ``epoch``."""
+        cache = self._open()
+        cache.recover()
+        query = "SELECT 1 FROM leases WHERE run = ? AND epoch = ? AND dataset = ?"
+        return cache.catalog.one(query, (self.run, epoch, self.dataset)) is not None
+
     def stay(self) -> View:
         """Lease no shard, but be known as one who is about to."""
         self._have(self._open().snapshot(dataset=self.dataset, instead=self._snapshot, empty=True))
@@ -172,7 +183,7 @@ class CacheSubscription:
         """Rows of the catalog: what it takes to pull each shard again."""
         here = {part.id for part in view.parts}
         rows = self._open().catalog.rows(
-            "SELECT id, dataset, format, samples, payload, content, source, turn, draws FROM shards"
+            "SELECT id, dataset, format, samples, payload, bytes, content, source, turn, draws FROM shards"
             " WHERE dataset = ? AND source IS NOT NULL",
             (self.dataset,),
         )

@@ -262,7 +262,7 @@ class Turns:
         lease = lease or (self._free.pop() if self._free else self._open(empty=again))
         try:
             if resume is not None:
-                if again:
+                if again and not lease.shared(epoch):  # all of it was there when that one began
                     self._drop_current()  # which may hold what is to go
                     self.settle()
                     have_again(self._settings, lease.stay(), resume)

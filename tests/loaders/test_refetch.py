@@ -26,6 +26,7 @@ from cachetool.boot import boot
 from cachetool.cache import CacheDir
 from cachetool.cache.again import Wanted, reserve
 from cachetool.cache.agreement import contradiction
+from cachetool.cache.removal import retire
 from cachetool.errors import BadObject, CacheToolError, CapBlocked, UsageError
 from cachetool.loaders import refetching
 from cachetool.loaders.numpy import Loader
@@ -93,6 +94,13 @@ def drawn(cache: Cache, shard: dict[str, Any]) -> int:
     with contextlib.closing(opened):
         [[start, _]] = shard["draws"]
         return int(order_of_turn(opened, row, shard["turn"])[np.arange(start, start + 1)][0])
+
+
+def origin(cache: Cache, shard: str) -> int:
+    """The pass that drew a shard."""
+    row = cache.catalog.one("SELECT turn FROM shards WHERE id = ?", (shard,))
+    assert row is not None
+    return int(row["turn"])
 
 
 def sound(cache: Cache) -> None:
@@ -368,10 +376,114 @@ def test_draws_of_another_pass_or_cache_are_refused(cache: Cache, source: Path, 
     assert row.turn == 1
     with pytest.raises(UsageError, match=r"its pass over .* is over"):
         resumed(cache, state)
-    shards = [Wanted("a", 0, 0, 10, 10, "")]
+    shards = [Wanted("a", 0, ((0, 10),), 10, "")]
     with cache.catalog.write() as connection, pytest.raises(UsageError, match="is over"):
         reserve(connection, cache.layout, "again-1", row, shards, holder="me")
     sound(cache)
+
+
+def test_shards_that_go_around_what_was_cached_come_again(cache: Cache, source: Path) -> None:
+    """As those of a further pass do."""
+    for _ in range(6):
+        cache.pull(str(source), samples=60)
+    state, rest = left(cache)
+    ranges = [len(shard["draws"]) for shard in state["resume"]["origins"] if shard["turn"] == 1]
+    assert max(ranges) > 1
+    cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards() if origin(cache, shard.id) == 1))
+    gone = [shard for shard in state["resume"]["origins"] if shard["id"] not in ids(cache)]
+    assert [shard["turn"] for shard in gone if shard["turn"] == 0] == []
+    cache.pull(str(source), samples=20)
+    assert resumed(cache, state) == rest
+    sound(cache)
+
+
+def test_archives_with_a_bad_member_come_again_without_it(tmp_path: Path) -> None:
+    source = tmp_path / "tars"
+    source.mkdir()
+    for number in range(40):
+        with tarfile.open(source / f"{number:03d}.tar", "w") as archive:
+            for each in range(3):
+                file = io.BytesIO()
+                np.save(file, np.random.default_rng(100 * number + each).random(500))
+                body = b"no array" if (number, each) == (7, 1) else file.getvalue()
+                info = tarfile.TarInfo(f"{number:03d}-{each:02d}.npy")
+                info.size = len(body)
+                archive.addfile(info, io.BytesIO(body))
+    with cachetool.open_cache(tmp_path / "cache", max_size="8MB") as cache:
+        cache.pull(str(source), read_as="files", everything=True, shard_size="80kB", on_error="skip")
+        assert sum(shard.samples for shard in cache.shards()) in (117, 119)
+        state, rest = left(cache)
+        cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards()))
+        assert resumed(cache, state) == rest
+        sound(cache)
+
+
+def test_nothing_is_pulled_when_one_of_several_sources_cannot_bring_its_shards(
+    cache: Cache, source: Path, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    for number in range(20):
+        write(small, number)
+    cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards()[:4]))
+    cache.pull(str(small), samples=20)
+    state, _ = left(cache)
+    cache.evict(cache.usage().total - sum(shard.bytes for shard in cache.shards()))
+    cache.pull(str(small), samples=10)  # another pass
+    there = ids(cache)
+    with pytest.raises(UsageError, match=r"its pass over .*small is over"):
+        resumed(cache, state)
+    assert ids(cache) == there
+
+
+def test_a_pass_waits_for_shards_that_come_back(cache: Cache, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its draws are done all the while."""
+    for _ in range(3):
+        cache.pull(str(source), samples=60)
+    state, rest = left(cache)
+    cache.pull(str(source), samples=40)
+    assert cache.stats().sources[0]["drawn"] == 300
+    reader = cache.snapshot()
+    found: list[list[bytes]] = []
+    thread = threading.Thread(target=lambda: found.append(resumed(cache, state)))
+    thread.start()
+    try:
+        until(lambda: bool(cache.catalog.rows("SELECT 1 FROM claims WHERE job LIKE 'again-%'")))
+        assert cache.stats().sources[0]["drawn"] == 300
+        with pytest.raises(UsageError, match="come back at this moment, for an epoch that goes on; run this again"):
+            cache.pull(str(source), samples=20)
+    finally:
+        reader.release()
+        thread.join()
+    assert found == [rest]
+    assert cache.pull(str(source), samples=20).samples == 20
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_ranks_share_the_snapshot_of_the_first_of_them(cache: Cache, source: Path, workers: int) -> None:
+    """Also when some of it is on its way out: the first one looked ahead to the next epoch, which is to have others."""
+    state, rest = left(cache)
+    cache.pull(str(source), samples=60)
+    options = {**OPTIONS, "workers": workers, "missing": "refetch", "world_size": 2, "run": "shared"}
+    with Loader(cache, rank=0, **options) as first, Loader(cache, rank=1, **options) as second:
+        for loader in (first, second):
+            loader.load_state_dict(state)
+        mine = [batch["npy"] for batch in first]
+        oldest = cache.shards()[0].id
+        with cache.catalog.write() as connection:  # as the snapshot of the next epoch does, for a pull
+            retire(connection, [oldest], reason="renewal", policy="oldest")
+        there = ids(cache)
+        yours = [batch["npy"] for batch in second]
+        assert ids(cache) == there
+    found = {sample.tobytes() for batch in [*mine, *yours] for sample in batch}
+    assert found == {rest_of[at : at + 24_000] for rest_of in rest for at in range(0, len(rest_of), 24_000)}
+
+
+def test_a_state_without_its_parts_is_none(cache: Cache) -> None:
+    state, _ = left(cache)
+    state["resume"]["parts"] = []
+    with Loader(cache, workers=0, **OPTIONS) as loader, pytest.raises(UsageError, match="its 'resume' is"):
+        loader.load_state_dict(state)
 
 
 def test_snapshots_that_others_take_let_nothing_go_meanwhile(cache: Cache, source: Path) -> None:
