@@ -126,7 +126,7 @@ def make_dataset(
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
             yield *([column[i] for i in at] for column in columns), number
-            mine.served()
+            mine.served(last=True)
         except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
             close = functools.partial(beside, mine.close)
             raise
