@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cachetool.cache import Room, policy_names
-from cachetool.cache.again import Wanted
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.schema import names_of
 from cachetool.sources import SourceOptions
 from cachetool.units import parse_duration, parse_fraction, parse_rate, parse_size, parse_whole
+
+if TYPE_CHECKING:
+    from cachetool.cache.again import Wanted
 
 __all__ = ["PullOptions"]
 

@@ -1,8 +1,9 @@
 """Pulling evicted shards again, each as it was: for an epoch that was broken off and is to go on with its samples.
 
-A pulled shard is a range of draws of one pass. That range is drawn once more by one worker into one shard, which then
-has the same samples in the same order, and the same content digest. In a full cache other shards go for it, not those
-that the epoch still has; one that comes to nothing leaves the draws done, so that it can be tried again.
+A pulled shard has some draws of one pass. One worker draws them once more into one shard, which then has the same
+samples in the same order, and the same content digest; one that has another is refused. In a full cache other shards go
+for it, not those that the epoch still has; one that comes to nothing leaves the draws done, so that it can be tried
+again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What the id of a pull says of its kind, and what becomes of its claims without it."""
+"""What the id of a pull says of its kind, and what becomes of its claims without it.
+
+By itself, since whoever finishes what the dead left needs this, trainers too, which load nothing that fills a cache.
+"""
 
 from __future__ import annotations
 

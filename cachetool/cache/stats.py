@@ -148,7 +148,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                     f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
                     wanted,
                 )
-                if row["holder"] not in gone and row["version"]
+                if row["holder"] not in gone and row["version"]  # an empty snapshot, of version 0, reads nothing
             ],
             quarantine=[each for each in quarantined(connection) if dataset in (None, each["dataset"])],
             missing=[asdict(each) for each in losses(connection) if dataset in (None, each.dataset)],
