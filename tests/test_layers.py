@@ -40,7 +40,7 @@ HEAVY = {
     "zarr": {"formats.zarr", "sources.zarr", "sources.remote.zarr_store"},
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
-    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_values"},
+    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_stages", "loaders.tensorflow_values"},
     "jax": {"loaders.jax"},
     "pyarrow": {"sources.parquet"},
     "asyncssh": {"stores.sftp"},

@@ -10,6 +10,9 @@
       map                       a whole batch at once: parse_example, or small fields cut out where they lie; decode_raw
       repeat
 
+Functions within it are run as they are (:mod:`cachetool.loaders.tensorflow_stages`), or each epoch would begin with
+30 ms of TensorFlow's optimising them.
+
 Records of half a MiB and more are decoded one by one and then batched: each is still in the processor's cache then.
 
 The snapshot's lease ends when the last file of the epoch has been read, or with an iterator that was abandoned. Nothing
@@ -43,6 +46,7 @@ try:
 except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
 
+from cachetool.loaders import tensorflow_stages as stages
 from cachetool.loaders.tensorflow_values import feature_spec, fields_of, parse_batch
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
@@ -154,12 +158,11 @@ def make_dataset(
 
     column = tf.TensorSpec((None,), tf.string)
     signature = (column, column, column, tf.TensorSpec((), tf.int64))
-    out = tf.data.Dataset.from_generator(epoch, output_signature=signature).flat_map(one_epoch)
+    out = stages.flat_mapped(stages.from_generator(epoch, signature), one_epoch)
     if together:
-        out = out.map(parsed, num_parallel_calls=tf.data.AUTOTUNE)
+        out = stages.mapped(out, parsed)
     else:
-        out = out.map(parsed_alone, num_parallel_calls=tf.data.AUTOTUNE)
-        out = out.batch(batch_size, drop_remainder=drop_remainder)
+        out = stages.mapped(out, parsed_alone).batch(batch_size, drop_remainder=drop_remainder)
     # Prefetching ends with the epoch: behind `repeat`, where TensorFlow puts one by itself, it would take the next
     # snapshot before the last batches of this one are out.
     out = out.prefetch(tf.data.AUTOTUNE)
@@ -216,13 +219,14 @@ def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: boo
         if not split:
             return records
         mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
-        return tf.data.Dataset.zip(records, mine).filter(lambda _, here: here).map(lambda record, _: record)
+        chosen = stages.filtered(tf.data.Dataset.zip(records, mine), lambda _, here: here)
+        return stages.mapped(chosen, lambda record, _: record)
 
     named = tf.data.Dataset.from_tensor_slices(files)
     cycle = _OPEN_FILES if mixed else 1
     if size < _LARGE:  # to hand a small record from thread to thread takes longer than to read it
-        return named.interleave(of, cycle_length=cycle, block_length=_TOGETHER)
-    return named.interleave(of, cycle_length=cycle, num_parallel_calls=tf.data.AUTOTUNE, deterministic=fixed)
+        return stages.interleaved(named, of, cycle=cycle, block=_TOGETHER)
+    return stages.interleaved(named, of, cycle=cycle, parallel=True, deterministic=fixed)
 
 
 def _shuffled(records: tf.data.Dataset, buffer: int, seed: int, epoch: tf.Tensor) -> tf.data.Dataset:

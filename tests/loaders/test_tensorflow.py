@@ -56,6 +56,11 @@ def test_a_lease_lasts_as_long_as_the_epoch_or_its_iterator(seen: dict[str, Any]
     assert seen["leases at the end"] == 0
 
 
+def test_a_loop_that_is_traced_reads_whole_epochs(seen: dict[str, Any]) -> None:
+    everything = sum(range(1000, 5000))  # the oldest shard was evicted
+    assert seen["in a function"] == [everything, everything, 4000]
+
+
 def test_python_takes_one_turn_an_epoch_however_many_samples_and_files_it_has(seen: dict[str, Any]) -> None:
     small, large = seen["turns"]
     assert small[:2] == [50, 1]
