@@ -38,7 +38,7 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``): all take the same number of steps, no sample
       goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
     - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready, one
-      that is in use among them, at least 2 (default: 256 MiB of them shared by the feeders, at least 48 MiB and 2, at
+      that is in use among them, at least 2 (default: 384 MiB of them shared by the feeders, at least 48 MiB and 2, at
       most 128; 8,192 at most).
     - ``transform``: a function over each sample, a dict, that gives another one, called in the feeders; over a dict of
       columns with ``transform_each="batch"``. With a parameter ``rng`` it gets a generator seeded for the sample.
