@@ -56,6 +56,8 @@ _TOGETHER = 16
 """Small records that are taken from one file before the next one's turn."""
 _LARGE = 2**16
 """Bytes of a record from which on it is read without a buffer in between, and files are worth a thread each."""
+_BUFFER = 2**18
+"""Bytes of one file that are read at once."""
 _HUGE = 2**19
 """Bytes of a record from which on a batch of them leaves the processor's cache between reading and parsing."""
 
@@ -95,16 +97,20 @@ def make_dataset(
     ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. Raises :class:`UsageError`
     for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
     a dataset that was emptied since, or has other fields, ends with an error that says so; with ``repeat`` so does one
-    over an empty side.
+    over an empty side, or over less than a batch with ``drop_remainder``.
     """
     batch_size = parse_whole(batch_size, what="batch_size=")
     shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
-    if batch_size < 1 or shuffle_buffer < 0:
-        raise UsageError(f"batch_size must be at least 1 and shuffle_buffer 0, got {batch_size} and {shuffle_buffer}")
+    if batch_size < 1:
+        raise UsageError(f"batch_size={batch_size} cannot be used: at least 1")
+    if shuffle_buffer < 0:
+        raise UsageError(f"shuffle_buffer={shuffle_buffer} cannot be used: 0 (no shuffling) or more")
     share = parse_split(split, validation)
     sides = None if split is None else Split(split, share)
     subscription = subscribe(cache, dataset=dataset, run=run)
-    where = f" --cache {shlex.quote(str(subscription.root))}" if isinstance(subscription, CacheSubscription) else ""
+    where = f" --out NEW {shlex.quote(str(cache))}"
+    if isinstance(subscription, CacheSubscription):
+        where = f" --cache {shlex.quote(str(subscription.root))}"
     try:
         first = subscription.newest(peek=True)
         if not first.samples:
@@ -127,6 +133,12 @@ def make_dataset(
                 raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
             if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
                 raise UsageError(_nothing(view, where, split))
+            samples = view.samples if sides is None else sum(mask.count(1) for mask in columns[2])
+            if repeat and drop_remainder and samples < batch_size:
+                raise UsageError(
+                    f"{samples} samples make no batch of batch_size={batch_size} with drop_remainder=True;"
+                    " pull more, or take smaller batches"
+                )
             turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
             at = [int(i) for block in turns for i in block]
             yield *([column[i] for i in at] for column in columns), number
@@ -190,9 +202,10 @@ def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list
     """
     others = sorted({part.format for part in view.parts} - {"tfrecord"})
     if others:
+        name = f"dataset {view.dataset!r}" if view.dataset else "the folder"
         raise UsageError(
-            f"dataset {view.dataset!r} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run:"
-            f" cachetool convert --to tfrecord{where}"
+            f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run: cachetool convert --to tfrecord"
+            f"{where}"
         )
     mine = np.ones(view.samples, dtype=np.bool_)
     if sides is not None:
@@ -215,12 +228,12 @@ def _record_size(view: View, files: list[str]) -> int:
 
 def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: bool, split: bool) -> tf.data.Dataset:
     def of(file: tf.Tensor, kind: tf.Tensor, mask: tf.Tensor) -> tf.data.Dataset:
-        records = tf.data.TFRecordDataset(file, compression_type=kind, buffer_size=0 if size >= _LARGE else None)
+        records = stages.records_of(file, compression=kind, buffer=0 if size >= _LARGE else _BUFFER)
         if not split:
             return records
         mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
-        chosen = stages.filtered(tf.data.Dataset.zip(records, mine), lambda _, here: here)
-        return stages.mapped(chosen, lambda record, _: record)
+        chosen = stages.filtered(tf.data.Dataset.zip(records, mine), lambda record, here: here)
+        return stages.mapped(chosen, lambda record, here: record, parallel=False)
 
     named = tf.data.Dataset.from_tensor_slices(files)
     cycle = _OPEN_FILES if mixed else 1

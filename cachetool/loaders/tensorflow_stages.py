@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["filtered", "flat_mapped", "from_generator", "interleaved", "mapped"]
-
-Fields = dict[str, Any]
+__all__ = ["filtered", "flat_mapped", "from_generator", "interleaved", "mapped", "records_of"]
 
 
-def from_generator(generator: Callable[[], Iterator[tuple[Any, ...]]], specs: tuple[tf.TensorSpec, ...]) -> Any:
+def from_generator(
+    generator: Callable[[], Iterator[tuple[Any, ...]]], specs: tuple[tf.TensorSpec, ...]
+) -> tf.data.Dataset:
     """As ``Dataset.from_generator``: for each iterator a generator, which is dropped with it."""
     running: dict[int, Iterator[tuple[Any, ...]]] = {}
     numbers = itertools.count()
@@ -107,8 +107,9 @@ def filtered(data: tf.data.Dataset, function: Callable[..., tf.Tensor]) -> tf.da
     return tf.data.experimental.from_variant(made, spec)
 
 
-def mapped(data: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Dataset:
-    """As ``Dataset.map`` with ``num_parallel_calls=AUTOTUNE``, to tensors and ragged tensors."""
+def mapped(data: tf.data.Dataset, function: Callable[..., Any], *, parallel: bool = True) -> tf.data.Dataset:
+    """As ``Dataset.map``, to tensors and ragged tensors; ``parallel`` with ``AUTOTUNE``, which takes a small element
+    longer than the function."""
     results: list[Any] = []
 
     def flat(*values: tf.Tensor) -> list[tf.Tensor]:
@@ -117,15 +118,26 @@ def mapped(data: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Datas
         return [_encoded(value) for value in tf.nest.flatten(result)]
 
     plain = _plain(flat, *tf.nest.flatten(data.element_spec))
-    made = tf.raw_ops.ParallelMapDatasetV2(
-        input_dataset=_variant(data),
-        other_arguments=plain.captured_inputs,
-        num_parallel_calls=tf.constant(tf.data.AUTOTUNE, tf.int64),
-        f=plain,
-        preserve_cardinality=True,
+    common = {
+        "input_dataset": _variant(data),
+        "other_arguments": plain.captured_inputs,
+        "f": plain,
+        "preserve_cardinality": True,
         **_output(results[-1]),
-    )
+    }
+    if parallel:
+        made = tf.raw_ops.ParallelMapDatasetV2(**common, num_parallel_calls=tf.constant(tf.data.AUTOTUNE, tf.int64))
+    else:
+        made = tf.raw_ops.MapDataset(**common)
     return tf.data.experimental.from_variant(made, results[-1])
+
+
+def records_of(file: tf.Tensor, *, compression: tf.Tensor, buffer: int) -> tf.data.Dataset:
+    """As ``TFRecordDataset`` of one file, which has a function for several."""
+    made = tf.raw_ops.TFRecordDataset(
+        filenames=file, compression_type=compression, buffer_size=tf.constant(buffer, tf.int64)
+    )
+    return tf.data.experimental.from_variant(made, tf.TensorSpec((), tf.string))
 
 
 def _plain(function: Callable[..., Any], *specs: tf.TypeSpec) -> Any:

@@ -84,6 +84,7 @@ def test_training_and_validation_are_disjoint_and_whole_and_those_of_the_numpy_l
     assert "split='test' cannot be used: 'train' or 'validation'" in seen["bad split"][0]
     assert "a share between 0 and 1" in seen["bad split"][1]
     assert "split= needs the field __key__" in seen["no keys"]
+    assert not [said for said in seen["warnings"] if "valid node name" in said]  # of a function's parameters
 
 
 @pytest.mark.parametrize("nbytes", [2**17, 2**19])
@@ -103,7 +104,13 @@ def test_other_formats_and_bad_arguments_are_refused(seen: dict[str, Any]) -> No
     for message in (seen["other format"], seen["other format later"]):
         assert "shards in hdf5" in message
         assert "cachetool convert --to tfrecord --cache /" in message
-    assert "batch_size must be at least 1" in seen["no batch"]
+    assert "the folder has shards in lmdb" in seen["other folder"]
+    assert seen["other folder"].endswith("/in lmdb'")
+    assert "cachetool convert --to tfrecord --out NEW '/" in seen["other folder"]
+    assert "batch_size=0 cannot be used: at least 1" in seen["no batch"]
+    assert "shuffle_buffer=-1 cannot be used" in seen["no buffer"]
+    assert seen["less than a batch"][0] == []
+    assert "5 samples make no batch of batch_size=6 with drop_remainder=True" in seen["less than a batch"][1]
     assert "no field 'no'" in seen["unknown field"]
     assert "no dataset 'no'" in seen["unknown dataset"]
     assert seen["left by errors"] == 0

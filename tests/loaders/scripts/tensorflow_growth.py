@@ -294,10 +294,15 @@ def errors(root: Path, out: dict[str, Any]) -> None:
         put(cache, range(5), format="tfrecord")
         dataset = make_dataset(cache, batch_size=2)
         out["no batch"] = refused(lambda: make_dataset(cache, batch_size=0))
+        out["no buffer"] = refused(lambda: make_dataset(cache, batch_size=1, shuffle_buffer=-1))
+        large = [make_dataset(cache, batch_size=6, drop_remainder=True, repeat=repeat) for repeat in (False, True)]
+        out["less than a batch"] = [numbers(iter(large[0])), refused(lambda: next(iter(large[1])))]
         out["unknown field"] = refused(lambda: make_dataset(cache, batch_size=2, fields=["no"]))
         out["unknown dataset"] = refused(lambda: make_dataset(cache, batch_size=2, dataset="no"))
         put(cache, range(5, 10), format="hdf5")
         out["other format"] = refused(lambda: make_dataset(cache, batch_size=2))
+        cachetool.convert(cache=cache.root, to="lmdb", out=root / "in lmdb")
+        out["other folder"] = refused(lambda: make_dataset(root / "in lmdb", batch_size=2))
         out["other format later"] = refused(lambda: list(dataset))
         out["left by errors"] = len(leases(cache))
     with open_cache(root / "emptied", max_size="20MB") as cache:
@@ -308,7 +313,8 @@ def errors(root: Path, out: dict[str, Any]) -> None:
 
 
 def main(name: str) -> None:
-    root, out = Path(name), {}
+    root, out, said = Path(name), {}, []
+    tf.get_logger().addFilter(lambda record: said.append(record.getMessage()) or True)
     dtypes(root, out)
     with open_cache(root / "growing", max_size="50MB") as cache:
         growth(cache, out)
@@ -318,6 +324,7 @@ def main(name: str) -> None:
     turns(root, out)
     sides(root, out)
     large(root, out)
+    out["warnings"] = said
     out["tfrecord package"] = "tfrecord" in sys.modules
     print(json.dumps(out))
 
