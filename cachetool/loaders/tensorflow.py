@@ -204,8 +204,8 @@ def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list
     if others:
         name = f"dataset {view.dataset!r}" if view.dataset else "the folder"
         raise UsageError(
-            f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord; run: cachetool convert --to tfrecord"
-            f"{where}"
+            f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord;"
+            f" run: cachetool convert --to tfrecord{where}"
         )
     mine = np.ones(view.samples, dtype=np.bool_)
     if sides is not None:
