@@ -123,7 +123,7 @@ def redact(url: str) -> str:
             return f"{scheme}://***"
     if scheme != "file":
         # Keys have a # like any other character; before the first slash there is no key yet.
-        ends = r"\?|^[^/]*?#" if scheme in _WITHOUT_PORT else r"[?#]"
+        ends = r"\?|^[^/?]*?#" if scheme in _WITHOUT_PORT else r"[?#]"
         if (end := re.search(ends, rest)) is not None:
             rest = rest[: end.end() - 1]
     place, slash, path = rest.partition("/")
