@@ -4,13 +4,13 @@
                                      [--json] [--peers-dir DIR [--peers "FFCV;Grain"]]
     python benchmarks/feed.py FOLDER --cold [...]            # see cold.py
 
-Warm and shuffled, fields ``x`` and ``y``. Of every case a cache in each format is written into FOLDER; then every
-round goes through the formats in random order, each time ``np.take`` of a shuffled order from memory into one reused
+Warm and shuffled, fields ``x`` and ``y``. Of every case a cache in each format is written into FOLDER; then, in five
+passes a round, all of the formats in random order: ``np.take`` of a shuffled order from memory into one reused
 batch and then the loader, first alone (*idle*), then with a pure-Python thread spinning in this process (*busy*). The
 consumer touches one byte of every page of every batch without letting go of the GIL. Shares are medians over pairs of
-the same round. A rate is that of epochs of 1.5 GB together, the loader's with their beginnings and after one epoch that
+the same pass. A rate is that of epochs of 1.5 GB together, the loader's with their beginnings and after one epoch that
 does not count: what was made ready beforehand is used up then. *Of fastest format* is the share of the fastest one in
-the same round.
+the same pass.
 
 *blocked* is how much of its time that thread was neither running nor waiting for a processor, from
 ``/proc/thread-self/schedstat``: it waited for the GIL. Once at full speed, once with the consumer paced at 600 MB/s for
@@ -52,6 +52,9 @@ from cachetool.schema import Field, Schema
 
 REST = 0.2
 """Seconds before a paced measurement."""
+
+PASSES = 5
+"""In a round: a pair takes half a second, and a shared machine may be half as fast in it as in the next."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def sustained(loader: Loader, case: Case) -> float:
 
 
 def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int) -> list[dict[str, Any]]:
-    """What a loader over ``block`` in each of the formats comes to: in every round all of them, each beside np.take."""
+    """What a loader over ``block`` in each of the formats comes to: in every pass all of them, each beside np.take."""
     rng = np.random.default_rng(1)
     for loader in loaders.values():
         for _ in range(2):  # fills the page tables
@@ -122,7 +125,7 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
         for what, value in values.items():
             found[name].setdefault(what, []).append(value)
 
-    for name in [name for _ in range(rounds) for name in rng.permutation(list(loaders)).tolist()]:
+    for name in [name for _ in range(rounds * PASSES) for name in rng.permutation(list(loaders)).tolist()]:
         loader = loaders[name]
         orders = [rng.permutation(case.samples) for _ in range(case.epochs)]
         take = rate(lambda orders=orders: sum(touched(taken(block, case.batch, order)) for order in orders))
@@ -145,10 +148,10 @@ def measure(loaders: dict[str, Loader], block: Block, case: Case, *, rounds: int
                     for _ in range(case.paced):
                         touched(loader if "paced" in way else held, PACE)
                 note(name, **{way: spinner.blocked})
-    for number in range(rounds):
-        fastest = max(each["idle"][number] for each in found.values())
+    for one in range(rounds * PASSES):
+        fastest = max(each["idle"][one] for each in found.values())
         for name, each in found.items():
-            note(name, fastest=each["idle"][number] / fastest)
+            note(name, fastest=each["idle"][one] / fastest)
     return [_row(name, each) for name, each in found.items()]
 
 
