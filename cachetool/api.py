@@ -15,6 +15,7 @@ from cachetool.engines.task import Engine
 from cachetool.errors import UsageError
 from cachetool.nodes import PLACE
 from cachetool.progress import Report, silent
+from cachetool.units import parse_location
 
 if TYPE_CHECKING:
     from cachetool.conversion import ConvertResult
@@ -103,7 +104,7 @@ class Cache(CacheDir):
             key=key,
             concurrency=concurrency,
         )
-        source = os.fspath(source)
+        source = parse_location(source, what="source=")
         if elsewhere(on, self.root, address=address, placement=placement):
             from cachetool.cluster import pull_over
 

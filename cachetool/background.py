@@ -48,6 +48,7 @@ from cachetool.planning import source_id
 from cachetool.progress import Progress
 from cachetool.pull import pull
 from cachetool.stores import redact
+from cachetool.units import parse_location
 
 __all__ = ["BackgroundPull", "follow"]
 
@@ -86,7 +87,7 @@ class BackgroundPull:
         if refused := {"samples", "everything", "follow", "wait", "progress"} & set(options):
             raise UsageError(f"a background pull takes no {min(refused)}=; use cache.pull for a pull with an end")
         asked = PullOptions.of(workers=workers, follow=True, **options)
-        url = os.fspath(url)
+        url = parse_location(url, what="url=")
         self.url = redact(url)
         self._source = source_id(url, asked)
         self._pid = os.getpid()

@@ -70,7 +70,7 @@ def describe(path: Path, options: FileOptions) -> Message:
 
 def _describe(path: Path, options: FileOptions) -> Message:
     if not path.exists():
-        raise UsageError(f"there is no {path}; name a file or a folder to convert")
+        raise UsageError(f"there is no {path}; name a file or a folder")
     if Layout(path).is_cache:
         raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
     value: Message = {"path": str(path.resolve()), "options": options.to_json()}

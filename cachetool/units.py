@@ -14,6 +14,7 @@ __all__ = [
     "format_size",
     "parse_duration",
     "parse_fraction",
+    "parse_location",
     "parse_rate",
     "parse_size",
     "parse_whole",
@@ -43,6 +44,14 @@ def parse_whole(value: object, *, what: str) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"{_named(what)}{value!r} is not a whole number") from None
+
+
+def parse_location(value: object, *, what: str) -> str:
+    """A path or URL as text. Raises :class:`UsageError`: an unset environment variable is None."""
+    text = value.__fspath__() if hasattr(value, "__fspath__") else value
+    if not isinstance(text, str):
+        raise UsageError(f"{what} takes a path or URL as text, not {type(value).__name__}")  # it may hold a password
+    return text
 
 
 def parse_size(text: str | float, *, what: str = "size") -> int:

@@ -61,6 +61,8 @@ def default_root() -> Path:
 def root_of(named: str | Path | None) -> Path:
     """The folder of the cache that was named; of None the default one. Raises :class:`UsageError` for a name that is
     empty, too long or a URL."""
+    if not isinstance(named, str | os.PathLike | None):
+        raise UsageError(f"a cache is named by text or a Path, not by {type(named).__name__}")
     if named is not None and not str(named).strip():
         raise UsageError("the name of the cache folder is empty; name one with --cache")
     if (url := _URL.match(str(named))) is not None:  # not more of it: there may be a password in it

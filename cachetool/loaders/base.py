@@ -17,7 +17,7 @@ from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed
 from cachetool.loaders.files import located
-from cachetool.loaders.order import SHUFFLES, Steps
+from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.processes import Processes
 from cachetool.loaders.ranks import given, launched
@@ -94,7 +94,7 @@ class BaseLoader(ABC, Generic[T]):
                 "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
                 "epochs": (epochs is None or epochs >= 1, epochs, "at least 1"),
                 "min_samples": (min_samples is None or min_samples >= 1, min_samples, "at least 1"),
-                "dataset": (dataset is None or isinstance(dataset, str), dataset, "the name of one"),
+                "dataset": (dataset is None or (isinstance(dataset, str) and dataset != ""), dataset, "a name"),
                 "run": (run is None or isinstance(run, str), run, "a name"),
                 "verify": (verify in (True, False), verify, "True or False"),
                 "transform": (transform is None or callable(transform), transform, "a function"),
@@ -173,9 +173,7 @@ class BaseLoader(ABC, Generic[T]):
 
     @epoch.setter
     def epoch(self, number: int) -> None:
-        number = parse_whole(number, what="epoch=")
-        _check({"epoch": (number >= 0, number, "0 or more")})
-        self._epoch, self._chosen = number, True
+        self._epoch, self._chosen = parse_epoch(number), True
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 

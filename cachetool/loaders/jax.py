@@ -40,8 +40,8 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     JAX. What JAX has no arrays for stays as it is: dates, columns of str and bytes, ragged columns.
 
     Works for any iterable; of a loader an epoch counts when its last batch is handed out, not when that is on its way.
-    What the iterable raises is raised after the batches before it. Raises :class:`UsageError` for a size below 1, and
-    for text or what is not iterable.
+    What the iterable raises is raised after the batches before it. Raises :class:`UsageError` for a size below 1, a
+    device given by its name, tensors of other frameworks, and text or what is not iterable.
     """
     if hasattr(size, "platform") or isinstance(size, str):
         raise UsageError(f"size={size!r} is not a whole number; a device is given by its name: device=")
@@ -49,6 +49,8 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     check_batches(iterable)
     if size < 1:
         raise UsageError(f"size={size} cannot be used: at least 1")
+    if isinstance(device, str):
+        raise UsageError(f"device={device!r} is no device of JAX; give one, as jax.devices({device!r})[0]")
     return _prefetched(iterable, size, device)
 
 
@@ -57,6 +59,9 @@ def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any
 
     def put(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "mMOSU":
+            if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                what = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+                raise UsageError(f"a batch holds a {what}; JAX takes NumPy's, as of cachetool.loaders.numpy.Loader")
             return leaf
         return jax.device_put(np.array(leaf) if on_cpu else leaf, device)
 

@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from cachetool.errors import UsageError
 from cachetool.permutation import MAX_N, Permutation
+from cachetool.units import parse_whole
 
-__all__ = ["RUN_BYTES", "SHUFFLES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "share"]
+__all__ = ["RUN_BYTES", "SHUFFLES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "parse_epoch", "share"]
 
 _BITS = 40
 _MASK = MAX_N - 1
@@ -37,6 +38,14 @@ SHUFFLES: dict[Any, Shuffle] = {True: "full", "full": "full", "window": "window"
 RUN_BYTES = 2**18  # of neighbours that "window" keeps together: read from a disk as one
 _WINDOW_RUNS = 256
 _OF_A_RUN = 128  # samples that say where a run lies
+
+
+def parse_epoch(number: object) -> int:
+    """Number of an epoch. Raises :class:`UsageError` for what is none."""
+    epoch = parse_whole(number, what="epoch=")
+    if epoch < 0:
+        raise UsageError(f"epoch={epoch} cannot be used: 0 or more")
+    return epoch
 
 
 def encode(version: int, index: int) -> int:

@@ -96,11 +96,12 @@ def make_dataset(
 
     ``cache`` is a cache or its folder, or a folder that ``cachetool convert --out`` wrote. Raises :class:`UsageError`
     for a cache, dataset or field that is not there, and when shards are in another format than TFRecord. An epoch over
-    a dataset that was emptied since, or has other fields, ends with an error that says so; with ``repeat`` so does one
-    over an empty side, or over less than a batch with ``drop_remainder``.
+    a dataset that was emptied since, has other fields, or with ``drop_remainder`` less than a batch, ends with an error
+    that says so; with ``repeat`` so does one over an empty side.
     """
     batch_size = parse_whole(batch_size, what="batch_size=")
     shuffle_buffer = parse_whole(shuffle_buffer, what="shuffle_buffer=")
+    seed = None if seed is None else parse_whole(seed, what="seed=")
     if batch_size < 1:
         raise UsageError(f"batch_size={batch_size} cannot be used: at least 1")
     if shuffle_buffer < 0:
@@ -134,7 +135,7 @@ def make_dataset(
             if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
                 raise UsageError(_nothing(view, where, split))
             samples = view.samples if sides is None else sum(mask.count(1) for mask in columns[2])
-            if repeat and drop_remainder and samples < batch_size:
+            if drop_remainder and samples < batch_size:
                 raise UsageError(
                     f"{samples} samples make no batch of batch_size={batch_size} with drop_remainder=True;"
                     " pull more, or take smaller batches"

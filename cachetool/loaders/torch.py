@@ -34,13 +34,14 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
-from cachetool.loaders.order import decode, encode, order, share
+from cachetool.loaders.order import decode, encode, order, parse_epoch, share
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_iterable import CacheIterableDataset
 from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.views import Check, Views, usable
+from cachetool.units import parse_whole
 
 __all__ = [
     "CacheDataset",
@@ -222,7 +223,7 @@ class EpochSampler(Sampler[int]):
         if not hasattr(dataset, "refresh"):
             raise UsageError(f"an EpochSampler is of a CacheDataset or LMDBDataset, not of {type(dataset).__name__}")
         self._dataset = dataset
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._shuffle, self._seed, self._drop_last = shuffle, parse_whole(seed, what="seed="), drop_last
         self.rank, self.world_size = world(rank, world_size)
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins."""
@@ -232,7 +233,7 @@ class EpochSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` begin epoch number ``epoch``: to go on after a restart."""
-        self.epoch = epoch
+        self.epoch = parse_epoch(epoch)
 
     def __len__(self) -> int:
         """Number of indices of the present snapshot; the next epoch may have more."""

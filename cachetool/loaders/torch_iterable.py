@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cachetool.errors import UsageError
 from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.order import SHUFFLES, Steps
+from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.produce import announced, batches
 from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
@@ -130,6 +130,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         """
         if get_worker_info() is not None:
             raise UsageError("set_epoch() belongs to the process that made the dataset, not to a worker")
+        epoch = parse_epoch(epoch)
         if not self._led:
             self._calls.next_epoch = epoch
             return

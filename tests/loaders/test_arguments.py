@@ -26,7 +26,7 @@ from cachetool.loaders import processes
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.ring import Ring
 from cachetool.loaders.ring_memory import MOST_KEPT
-from cachetool.loaders.torch import CacheDataset, DevicePrefetcher, EpochSampler
+from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, DevicePrefetcher, EpochSampler
 from cachetool.loaders.torch import Loader as TorchLoader
 from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
@@ -81,7 +81,8 @@ def test_a_wait_may_be_endless_and_flags_and_counts_those_of_numpy(workers: int,
         ({"prefetch": 0}, "prefetch=0 cannot be used: 1 to 8192 batches"),
         ({"prefetch": 8193}, "prefetch=8193 cannot be used: 1 to 8192 batches"),
         ({"min_samples": 0}, "min_samples=0 cannot be used: at least 1"),
-        ({"dataset": 5}, "dataset=5 cannot be used: the name of one"),
+        ({"dataset": 5}, "dataset=5 cannot be used: a name"),
+        ({"dataset": ""}, "dataset='' cannot be used: a name"),
         ({"run": 5}, "run=5 cannot be used: a name"),
         ({"verify": "q"}, "verify='q' cannot be used: True or False"),
     ],
@@ -157,6 +158,29 @@ def test_a_device_that_is_not_there_is_refused_before_an_epoch_begins(device: st
 def test_an_order_is_of_a_dataset_of_ours(cache: CacheDir) -> None:
     with pytest.raises(UsageError, match="an EpochSampler is of a CacheDataset or LMDBDataset, not of str"):
         EpochSampler(str(cache.root))  # type: ignore[arg-type]
+
+
+def test_seeds_and_epochs_of_samplers_and_datasets_are_whole_numbers(cache: CacheDir) -> None:
+    with pytest.raises(UsageError, match="seed='x' is not a whole number"):
+        EpochSampler(CacheDataset(cache), seed="x")  # type: ignore[arg-type]
+    for made in (EpochSampler(CacheDataset(cache)), CacheIterableDataset(cache)):
+        with pytest.raises(UsageError, match="epoch='x' is not a whole number"):
+            made.set_epoch("x")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="epoch=-1 cannot be used: 0 or more"):
+            made.set_epoch(-1)
+
+
+@pytest.mark.parametrize("what", [None, 3, b"s3://user:secret@bucket"])
+def test_what_names_neither_a_source_nor_a_cache_is_said_without_its_value(what: Any, tmp_path: Path) -> None:
+    name = type(what).__name__
+    with cachetool.open_cache(tmp_path / "new", max_size="3MB") as new:
+        with pytest.raises(UsageError, match=f"source= takes a path or URL as text, not {name}$"):
+            new.pull(what, samples=3)
+        with pytest.raises(UsageError, match=f"url= takes a path or URL as text, not {name}$"):
+            cachetool.BackgroundPull(new, what)
+    if what is not None:  # the default cache
+        with pytest.raises(UsageError, match=f"a cache is named by text or a Path, not by {name}$"):
+            cachetool.open_cache(what)
 
 
 @pytest.mark.parametrize("twice", [pickle.dumps, copy.copy, copy.deepcopy])

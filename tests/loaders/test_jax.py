@@ -75,4 +75,6 @@ def test_what_is_no_size_and_what_gives_no_batches_are_refused(seen: dict[str, A
         "size=2.5 is not a whole number",
         "'data/cache' gives no batches; give a Loader, or another iterable of batches",
         "None gives no batches; give a Loader, or another iterable of batches",
+        "device='cpu' is no device of JAX; give one, as jax.devices('cpu')[0]",
+        "a batch holds a torch.Tensor; JAX takes NumPy's, as of cachetool.loaders.numpy.Loader",
     ]

@@ -135,6 +135,13 @@ def ends(out: dict[str, Any]) -> None:
             prefetch_to_device(batches_of, size=size)
         except UsageError as error:
             out["refused"].append(str(error))
+    import torch
+
+    for device, batch in (("cpu", np.zeros(2)), (None, {"x": torch.zeros(2)})):
+        try:
+            next(prefetch_to_device([batch], device=device))
+        except UsageError as error:
+            out["refused"].append(str(error))
 
 
 def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
@@ -164,8 +171,8 @@ def main(name: str) -> None:
         waiting(cache, Path(name) / "arrived", out)
     refilled(out)
     trees(out)
-    ends(out)
     out["frameworks"] = [name for name in ("torch", "tensorflow") if name in sys.modules]
+    ends(out)
     print(json.dumps(out))
 
 

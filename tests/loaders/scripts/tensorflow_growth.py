@@ -294,9 +294,10 @@ def errors(root: Path, out: dict[str, Any]) -> None:
         put(cache, range(5), format="tfrecord")
         dataset = make_dataset(cache, batch_size=2)
         out["no batch"] = refused(lambda: make_dataset(cache, batch_size=0))
+        out["no seed"] = refused(lambda: make_dataset(cache, batch_size=1, seed="x"))
         out["no buffer"] = refused(lambda: make_dataset(cache, batch_size=1, shuffle_buffer=-1))
         large = [make_dataset(cache, batch_size=6, drop_remainder=True, repeat=repeat) for repeat in (False, True)]
-        out["less than a batch"] = [numbers(iter(large[0])), refused(lambda: next(iter(large[1])))]
+        out["less than a batch"] = [refused(lambda each=each: next(iter(each))) for each in large]
         out["unknown field"] = refused(lambda: make_dataset(cache, batch_size=2, fields=["no"]))
         out["unknown dataset"] = refused(lambda: make_dataset(cache, batch_size=2, dataset="no"))
         put(cache, range(5, 10), format="hdf5")
