@@ -4,7 +4,7 @@
 
     int64: bytes of text | arrays | offset, length | offset, length | ...
     text: {"fields": schema} or {"error": ...}
-    array | array | ...             each at a multiple of 64, one of more than a page in the middle of one
+    array | array | ...             each at another multiple of 64, one of more than a page in the middle of one
 
 Arrays of a field: the values; for bytes, str and ragged fields behind them where each sample begins, and for ragged
 ones the shapes. All that is before the arrays is the form of the batch. A slot that is filled with a batch of the form
@@ -152,14 +152,14 @@ class SlotWriter:
             del arrays[number:]
         nbytes = math.prod(shape) * dtype.itemsize
         start = _start(self._used, nbytes)
-        stop = start + nbytes
+        stop = start + max(1, nbytes)  # an address of its own, by which torch.save tells arrays apart
         memory = self._ring.memory(self._slot)
         if stop > len(memory):
             # Room for the rest of a batch like the one before, so that the slot is not moved once a field.
             memory = self._ring.memory(self._slot, max(stop, self._largest), keep=self._used)
         self._used = stop
         self._ring.fill(self._slot, stop)
-        place, out = (start, shape[0]), memory[start:stop].view(dtype).reshape(shape)
+        place, out = (start, shape[0]), memory[start : start + nbytes].view(dtype).reshape(shape)
         arrays.append((place, out, stop))
         self._form.form = 0
         return place, out

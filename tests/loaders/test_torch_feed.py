@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -13,11 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cachetool.bench.samples import fill
+from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
 from cachetool.loaders import torch_device
+from cachetool.loaders.torch import Loader as TorchLoader
+from cachetool.schema import Field, Schema
 from tests.loaders.conftest import REPOSITORY, run_script
 from tests.loaders.numbered import leases, put
 
@@ -48,6 +54,25 @@ def test_a_batch_is_saved_and_pickled_alone(seen: dict[str, Any]) -> None:
     assert seen["loaded"]
     assert seen["pickled"]
     assert seen["shared"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_with_arrays_of_no_bytes_is_saved_whole(workers: int, tmp_path: Path) -> None:
+    """PyTorch tells the memory of tensors apart by where it begins."""
+    schema = Schema((Field("none", "<i2", (0, 3)), Field("boxes", "<f4", (None, None)), Field("y", "<i8")))
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        samples = [
+            {"none": np.zeros((0, 3), "<i2"), "boxes": np.zeros((0, 4), "<f4"), "y": number} for number in range(3)
+        ]
+        fill(cache, "lmdb", Block.from_samples(schema, samples), 1)
+        with TorchLoader(cache, batch_size=2, shuffle=False, workers=workers) as loader:
+            saved = io.BytesIO()
+            torch.save(list(loader), saved)
+    saved.seek(0)
+    found = torch.load(saved, weights_only=False)
+    assert [batch["y"].tolist() for batch in found] == [[0, 1], [2]]
+    assert [tuple(batch["none"].shape) for batch in found] == [(2, 0, 3), (1, 0, 3)]
+    assert [[tuple(box.shape) for box in batch["boxes"]] for batch in found] == [[(0, 4)] * 2, [(0, 4)]]
 
 
 def test_a_device_gets_batches_ahead_and_keeps_them_until_they_are_copied(seen: dict[str, Any]) -> None:
