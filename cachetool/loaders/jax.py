@@ -58,12 +58,14 @@ def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any
     on_cpu = any(each.platform == "cpu" for each in jax.device_put(np.int8(0), device).devices())
 
     def put(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind in "mMOSU":
-            if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-                what = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-                raise UsageError(f"a batch holds a {what}; JAX takes NumPy's, as of cachetool.loaders.numpy.Loader")
-            return leaf
-        return jax.device_put(np.array(leaf) if on_cpu else leaf, device)
+        if isinstance(leaf, np.ndarray | np.generic):
+            if leaf.dtype.kind in "mMOSU":
+                return leaf
+            return jax.device_put(np.array(leaf) if on_cpu else leaf, device)
+        if hasattr(leaf, "__dlpack__") and not isinstance(leaf, jax.Array):  # tensors of another framework
+            what = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise UsageError(f"a batch holds a {what}; JAX takes NumPy's, as of cachetool.loaders.numpy.Loader")
+        return leaf
 
     batches = iter(iterable)
     epoch = batches if isinstance(batches, Epoch) else None

@@ -58,6 +58,9 @@ def test_what_is_no_head_node_of_ray_is_known_by_its_first_answer(answer: bytes,
                     line.sendall(bytes((byte,)))
                 line.recv(65536)
                 line.sendall(answer)
+                line.shutdown(socket.SHUT_WR)
+                while line.recv(65536):  # closed with some of it unread, the connection would be reset
+                    pass
 
         with ThreadPoolExecutor() as pool:
             served = pool.submit(serve)
