@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -29,16 +29,30 @@ BLOCK_BYTES = 8 * 2**20
 """About how many bytes of samples one block carries."""
 
 
-@dataclass(frozen=True, slots=True)
 class Ragged:
-    """Values of k samples of different sizes, one after another."""
+    """Values of k samples of different sizes, one after another.
 
-    values: npt.NDArray[Any]
-    """All values, flat, shape (total,); ``uint8`` for bytes and str."""
-    offsets: npt.NDArray[np.int64]
-    """Where each sample begins, in values, shape (k + 1,); the first need not be 0."""
-    shapes: npt.NDArray[np.int64] | None = None
-    """Shape of each sample's array, (k, rank); None for bytes and str."""
+    Neither a dataclass nor a Sequence: what moves or converts the batches of a trainer takes both apart, and would
+    rebuild this one wrongly. So it is handed on whole.
+    """
+
+    __slots__ = ("offsets", "shapes", "values")
+
+    def __init__(
+        self,
+        values: npt.NDArray[Any],
+        offsets: npt.NDArray[np.int64],
+        shapes: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self.values = values
+        """All values, flat, shape (total,); ``uint8`` for bytes and str."""
+        self.offsets = offsets
+        """Where each sample begins, in values, shape (k + 1,); the first need not be 0."""
+        self.shapes = shapes
+        """Shape of each sample's array, (k, rank); None for bytes and str."""
+
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} arrays of {self.values.dtype})"
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -163,7 +177,7 @@ class Block:
             values = column.values if isinstance(column, Ragged) else column
             if field.numpy.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
                 plain = values.view(np.uint8) != 0
-                made[field.name] = replace(column, values=plain) if isinstance(column, Ragged) else plain
+                made[field.name] = Ragged(plain, column.offsets, column.shapes) if isinstance(column, Ragged) else plain
         return Block(self.schema, {**self.columns, **made}) if made else self
 
     def sample(self, index: int) -> dict[str, Any]:

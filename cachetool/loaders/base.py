@@ -7,6 +7,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
@@ -14,21 +15,19 @@ from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
 from cachetool.cache import CacheDir
 from cachetool.cache.forking import members
 from cachetool.errors import CacheToolError, UsageError
+from cachetool.loaders.arguments import parse_arguments, parse_place
 from cachetool.loaders.epoch import Epoch, Progress
 from cachetool.loaders.feed import Feed
-from cachetool.loaders.files import located
-from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
+from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.lengths import Lengths
+from cachetool.loaders.order import Steps, parse_epoch
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.processes import Processes
-from cachetool.loaders.ranks import given, launched
+from cachetool.loaders.ranks import launched
 from cachetool.loaders.resume import SAVED, require_order, require_state
-from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.slot import Batch
-from cachetool.loaders.split import parse_split
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
-from cachetool.schema import names_of
-from cachetool.units import parse_duration, parse_whole
 
 __all__ = ["BaseLoader", "CacheOrPaths"]
 
@@ -70,90 +69,35 @@ class BaseLoader(ABC, Generic[T]):
         verify: bool = False,
         concurrent: bool = False,
     ) -> None:
-        rank, world_size = self._world(rank, world_size)
-        rank, world_size = parse_whole(rank, what="rank="), parse_whole(world_size, what="world_size=")
-        batch_size, seed = parse_whole(batch_size, what="batch_size="), parse_whole(seed, what="seed=")
-        workers = parse_whole(workers, what="workers=")
-        steps, prefetch, epochs, min_samples = (
-            None if value is None else parse_whole(value, what=f"{name}=")
-            for name, value in (
-                ("steps", steps), ("prefetch", prefetch), ("epochs", epochs), ("min_samples", min_samples)
-            )
-        )  # fmt: skip
-        wait, hold = parse_duration(wait, what="wait="), parse_duration(hold, what="hold=")
-        share = parse_split(split, validation)
-        _check(
-            {
-                "batch_size": (batch_size >= 1, batch_size, "at least 1"),
-                "shuffle": (shuffle in SHUFFLES, shuffle, "'full', 'window' or False"),
-                "world_size": (world_size >= 1, world_size, "at least 1"),
-                "rank": (0 <= rank < world_size, rank, f"0 to {world_size - 1}, below world_size"),
-                "workers": (workers >= 0, workers, "0 (a thread) or more feeder processes"),
-                "prefetch": (prefetch is None or 1 <= prefetch <= MOST_KEPT, prefetch, f"1 to {MOST_KEPT} batches"),
-                "steps": (steps is None or steps >= 1, steps, "at least 1"),
-                "transform_each": (transform_each in ("sample", "batch"), transform_each, "'sample' or 'batch'"),
-                "epochs": (epochs is None or epochs >= 1, epochs, "at least 1"),
-                "min_samples": (min_samples is None or min_samples >= 1, min_samples, "at least 1"),
-                "dataset": (dataset is None or (isinstance(dataset, str) and dataset != ""), dataset, "a name"),
-                "run": (run is None or isinstance(run, str), run, "a name"),
-                "verify": (verify in (True, False), verify, "True or False"),
-                "transform": (transform is None or callable(transform), transform, "a function"),
-                "drop_last": (drop_last in (True, False), drop_last, "True or False"),
-                "missing": (missing in ("error", "skip", "refetch"), missing, "'error', 'skip' or 'refetch'"),
-            }
-        )
-        if isinstance(cache_or_paths, CacheDir):
-            cache_or_paths.settle_cap()  # the feeders must find it on disk, as it is to be
-        root, paths = located(cache_or_paths)
-        if paths and dataset is not None:
-            raise UsageError(f"{root} is a folder of plain files, which hold one dataset; leave out dataset=")
-        run = run or launched_run() or self._shared_run(world_size)
-        if world_size > 1 and run is None:
-            raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
-        least = world_size * (1 if split == "validation" else batch_size)
-        self._settings = Settings(
-            root=str(root),
-            paths=tuple(map(str, paths)),
-            dataset=dataset,
-            run=run,
-            fields=None if fields is None else names_of(fields),
-            batch_size=batch_size,
-            shuffle=SHUFFLES[shuffle],
-            seed=seed,
-            drop_last=bool(drop_last),
-            rank=rank,
-            world_size=world_size,
-            split=split,
-            validation=share,
-            min_samples=least if min_samples is None else min_samples,
-            wait=wait,
-            hold=hold,
-            epochs=epochs,
-            missing=missing,
-            verify=bool(verify),
-            prefetch=prefetch,
-            each=transform_each,
-        )
-        self._limit, self._workers, self._transform = steps, workers, transform
+        self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
+        self._least_given = min_samples is not None
+        self._given = parse_place(rank, world_size)
+        self._here: tuple[int, Settings] | None = None  # a pid, and the settings with the place of that process
+        self._fed_with: Settings | None = None
+        self._transform = transform
         self._concurrent, self._claim = concurrent, threading.Lock()
         self._home: threading.Thread | None = None
-        self._function = b"" if transform is None or workers == 0 else dumps(transform)
+        self._function = b"" if transform is None or self._workers == 0 else dumps(transform)
         self._epoch, self._chosen = 0, False
         self._feed: Feed | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._iterator: weakref.ref[Epoch[T]] | None = None
-        self._progress: Progress | None = None
+        self._latest: weakref.ref[Epoch[T]] | None = None  # iterator of the epoch that was begun last
+        self._progress: Progress | None = None  # of that epoch
         self._resume: dict[str, Any] | None = None
         self._taken = self._resumed = 0  # batches of the epoch to resume that were delivered before, and its number
+        self._loaded = False  # whether a state was loaded, and no epoch begun since
         self._last = self._others = -1  # number of the epoch that was begun last, and of the last one beside another
         self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
+        self._lengths = Lengths()
+        weakref.finalize(self, self._lengths.check)
 
     # -- what a framework adds -----------------------------------------------------------------------------------------
 
-    def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
-        return given(rank, world_size) or launched()
+    def _world(self) -> tuple[int, int]:
+        """Rank and world size of this process, looked up anew."""
+        return self._given or launched()
 
-    def _shared_run(self, world_size: int) -> str | None:
+    def _shared_run(self) -> str | None:
         """A name of this run that all its processes have, when the launcher gave none."""
         return None
 
@@ -165,6 +109,18 @@ class BaseLoader(ABC, Generic[T]):
     def _finish(self, batch: Batch) -> T:
         """The batch as the framework has it."""
 
+    # -- what trainers read --------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank, at most."""
+        return self._settings.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether every batch has ``batch_size`` samples."""
+        return self._settings.drop_last
+
     @property
     def epoch(self) -> int:
         """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
@@ -175,19 +131,38 @@ class BaseLoader(ABC, Generic[T]):
     def epoch(self, number: int) -> None:
         self._epoch, self._chosen = parse_epoch(number), True
 
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this before each epoch.
+
+        A state that was loaded decides itself where its epoch goes on: then the number is ignored.
+        """
+        epoch = parse_epoch(epoch)
+        if not self._loaded and epoch != self._next():
+            self.epoch = epoch
+
+    def epochs_of(self, *, steps: int) -> FixedEpochs[T]:
+        """Return a view of this loader whose every epoch has ``steps`` batches, pass after pass of the cache.
+
+        A trainer that keeps the first length, and a learning-rate schedule that counts steps, are right with it while
+        the cache grows. Raises :class:`UsageError` for ``steps`` below 1.
+        """
+        return FixedEpochs(self, steps=steps)
+
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[T]:
-        """Begin an epoch on the newest snapshot. Older iterators end with an error, or go on with ``concurrent``."""
+        """Begin an epoch on the newest snapshot, or the same one again if no batch of it was taken. Older iterators end
+        with an error, or go on with ``concurrent``."""
         return self.begin()
 
     def begin(self) -> Epoch[T]:
         """The same, with batches in host memory whatever ``device=`` says."""
-        before = None if self._iterator is None else self._iterator()
+        before = None if self._latest is None else self._latest()
         going_on = before is not None and not before.progress.ended and not before.replaced
         with self._claim:  # threads that begin at the same moment begin different epochs
             beside = self._concurrent and (going_on or not self._at_home())
-            if not beside:
+            untouched = None if beside else self._untouched(before)
+            if not beside and untouched is None:
                 self._epoch = self._next()
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
             self._others = number if beside else self._others
@@ -196,14 +171,41 @@ class BaseLoader(ABC, Generic[T]):
             epoch.own_feed()
             self._beside.add(epoch)
             return epoch
+        if untouched is not None:
+            if before is not None:
+                before.hand_over()
+            epoch = Epoch(self, untouched)
+            self._latest = weakref.ref(epoch)
+            return epoch
         if before is not None:
             before.replace()
-        self._chosen = False
+        self._lengths.check()
+        self._chosen = self._loaded = False
         epoch = self._started(self._fed(), number, self._left_over(number))
-        self._iterator, self._progress = weakref.ref(epoch), epoch.progress
+        self._latest, self._progress = weakref.ref(epoch), epoch.progress
+        self._lengths.progress = epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
             epoch.deliver()
         return epoch
+
+    def _untouched(self, iterator: Epoch[T] | None) -> Progress | None:
+        """The epoch that was begun last, if no batch of it was asked for and its snapshot is still leased.
+
+        Trainers call ``iter()`` two or three times before they take a batch, and the length that they kept meanwhile
+        must be that of the epoch that they then read.
+        """
+        progress = self._progress
+        if progress is None or progress.touched or progress.ended or self._chosen:
+            return None
+        feed = progress.feed
+        if feed is not self._feed or feed.closed or feed.unsure or feed.pid != os.getpid():
+            return None
+        if self._fed_with is not self._placed():
+            return None
+        if iterator is not None:
+            return None if iterator.replaced else progress
+        # Nobody has its iterator, so its snapshot is given up after hold= seconds: the feeders know.
+        return progress if feed.regain(progress.begun.generation) else None
 
     def _next(self) -> int:
         """Number of the epoch that comes next: after one that was left another one, else a loop with a ``break`` in it
@@ -240,32 +242,61 @@ class BaseLoader(ABC, Generic[T]):
         return self._resume if epoch == self._resumed else None
 
     def __len__(self) -> int:
-        """Number of batches of the epoch under way, else of the next one; later ones may have more. Waits as ``iter()``
-        does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this process used the
-        cache meanwhile."""
-        epoch = None if self._iterator is None else self._iterator()
+        """Number of batches of the whole epoch: of the one that ``iter()`` began, with those that were delivered before
+        it was resumed; else of the next one. Later epochs may have more.
+
+        Waits as ``iter()`` does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this
+        process used the cache meanwhile.
+        """
+        epoch = None if self._latest is None else self._latest()
         if epoch is not None and not (epoch.over or epoch.replaced):
-            return epoch.progress.steps
+            progress: Progress | None = epoch.progress
+        else:
+            progress = self._untouched(None)
+        if progress is not None:
+            return self._lengths.tell(progress.begun.epoch, progress.before + progress.steps)
         number = self._next()
-        rest = self._left_over(number)
-        return self._limited(self._fed().prepare(number, rest).steps, 0 if rest is None else self._taken)
+        left_over = self._left_over(number)
+        taken = 0 if left_over is None else self._taken
+        steps = self._limited(self._fed().prepare(number, left_over).steps, taken)
+        return self._lengths.tell(number, taken + steps)
+
+    def _placed(self) -> Settings:
+        """The settings with rank, world size and run, looked up when an epoch begins or is counted.
+
+        In the constructor it would be too early: trainers start their ranks, or fork them, once they have the loader.
+        """
+        rank, world_size = self._world()
+        if self._here is not None and self._here[0] == os.getpid():
+            settings = self._here[1]
+            if (settings.rank, settings.world_size) == (rank, world_size):
+                return settings
+        run = self._settings.run or launched_run() or self._shared_run()
+        if world_size > 1 and run is None:
+            raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
+        least = self._settings.min_samples * (1 if self._least_given else world_size)
+        settings = replace(self._settings, rank=rank, world_size=world_size, run=run, min_samples=least)
+        self._here = os.getpid(), settings
+        return settings
 
     def _fed(self) -> Feed:
+        settings = self._placed()
         feed = self._feed  # a handler may close the loader anywhere in here: no feed is noted that none would end
-        if feed is not None and feed.unsure:
+        if feed is not None and (feed.unsure or self._fed_with is not settings):
             feed.close()
         if feed is None or feed.closed or feed.pid != os.getpid():  # a fork has feeders of its own
             feed = self._new_feed()
             self._finalizer = weakref.finalize(self, feed.close)
-            self._feed = feed
+            self._feed, self._fed_with = feed, settings
         return feed
 
     def _new_feed(self) -> Feed:
+        settings = self._placed()
         if self._workers:
-            return Processes(self._settings, feeders=self._workers, transform=self._function)
+            return Processes(settings, feeders=self._workers, transform=self._function)
         from cachetool.loaders.threads import Thread
 
-        return Thread(self._settings, transform=self._transform)
+        return Thread(settings, transform=self._transform)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -299,9 +330,10 @@ class BaseLoader(ABC, Generic[T]):
         self._epoch = self._resumed = int(state["epoch"])
         self._others = -1
         self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
-        if self._iterator is not None and (before := self._iterator()) is not None:
+        self._loaded, self._chosen = True, False
+        if self._latest is not None and (before := self._latest()) is not None:
             before.replace()
-        self._iterator = self._progress = None
+        self._latest = self._progress = self._lengths.progress = None
 
     def _delivered(self, progress: Progress) -> None:
         """The last batch of an epoch was delivered. One that ran beside another is no part of the state."""
@@ -324,7 +356,8 @@ class BaseLoader(ABC, Generic[T]):
         for beside in members(self._beside):
             beside.replace()
             beside.end()
-        if self._iterator is not None and (before := self._iterator()) is not None:
+        self._lengths.check()
+        if self._latest is not None and (before := self._latest()) is not None:
             before.replace()
         if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
             self._finalizer()
@@ -337,12 +370,6 @@ class BaseLoader(ABC, Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check(values: dict[str, tuple[bool, Any, str]]) -> None:
-    for name, (good, value, wanted) in values.items():
-        if not good:
-            raise UsageError(f"{name}={value!r} cannot be used: {wanted}")
 
 
 BaseLoader.__init__.__qualname__ = "Loader.__init__"  # as Python says it of a keyword that there is not

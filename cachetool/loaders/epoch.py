@@ -46,7 +46,7 @@ def check_batches(given: object) -> None:
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "ready", "steps")
+    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "ready", "steps", "touched")
 
     def __init__(self, feed: Feed, begun: Begun, steps: int, before: int) -> None:
         self.feed, self.begun = feed, begun
@@ -60,6 +60,8 @@ class Progress:
         """Batches delivered, where a prefetcher counts them."""
         self.failed = False
         """Whether an error ended it."""
+        self.touched = False
+        """Whether a batch was asked for."""
 
     @property
     def step(self) -> int:
@@ -111,6 +113,7 @@ class Epoch(Iterator[T]):
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self.replaced = False
         self._asked = False
+        progress.counted = None  # by a prefetcher of an iterator that handed this epoch over
         drop_in_child(self)
 
     @property
@@ -176,6 +179,7 @@ class Epoch(Iterator[T]):
 
     def _taken(self) -> list[Batch]:
         feed = self.progress.feed
+        self.progress.touched = True
         most = _AT_ONCE if self._counts else _PREFETCHED
         feed.unsure = True
         try:
@@ -194,6 +198,12 @@ class Epoch(Iterator[T]):
         """Nothing is handed out from now on: the feeders work for somebody else."""
         self.replaced = True
         self.drop()
+
+    def hand_over(self) -> None:
+        """Another iterator has this epoch from now on, of which nothing was taken."""
+        self.replaced = True
+        self._ready = deque()
+        self._left.detach()
 
     def drop(self) -> None:
         """Throw away what is at hand."""

@@ -57,6 +57,10 @@ class Feed(Protocol):
         ``hold`` seconds from now. May be called in the middle of any other call."""
         ...
 
+    def regain(self, generation: int) -> bool:
+        """Whether the epoch that :meth:`left` was said of still has its snapshot, which it then keeps."""
+        ...
+
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks. Raises
         :class:`UsageError` when another one is the present one."""

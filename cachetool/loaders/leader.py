@@ -140,6 +140,8 @@ class Leader:
             case "delivered":
                 self._turns.delivered(asked["generation"], Delivered(*asked["pace"]))
                 return None
+            case "regain":
+                return {"regained": self._turns.regain(asked["generation"])}
             case "state":
                 return {"state": asdict(self._turns.state(asked["generation"], asked["reached"]))}
             case unknown:

@@ -14,17 +14,17 @@ from typing import Any
 
 from cachetool.block import Ragged
 from cachetool.loaders.base import BaseLoader
-from cachetool.loaders.columns import Strings
+from cachetool.loaders.columns import texts
 from cachetool.loaders.slot import Batch
 
-__all__ = ["Loader", "Strings"]
+__all__ = ["Loader"]
 
 
 class Loader(BaseLoader[dict[str, Any]]):
     """Batches of a cache as dicts of NumPy arrays, made by ``workers`` feeder processes into shared memory.
 
     A batch has an array (k, *shape) for each numeric field, a :class:`~cachetool.block.Ragged` column for each ragged
-    one, :class:`Strings` for str and bytes; k is at most ``batch_size``. Nothing is copied in this process; memory is
+    one, a list for str and bytes; k is at most ``batch_size``. Arrays are not copied in this process; their memory is
     used again once nothing sees it any more.
 
     - ``cache_or_paths``: a cache or its folder; or a folder that ``cachetool convert --out`` wrote, one of its files,
@@ -62,5 +62,5 @@ class Loader(BaseLoader[dict[str, Any]]):
         out: dict[str, Any] = dict(batch.columns)
         for name, column in batch.columns.items():
             if isinstance(column, Ragged) and column.shapes is None:
-                out[name] = Strings(column, text=batch.schema[name].kind == "str")
+                out[name] = texts(column, text=batch.schema[name].kind == "str")
         return out

@@ -164,6 +164,11 @@ class Processes:
         with contextlib.suppress(OSError, ValueError):  # whoever needs the leader will hear of it
             os.write(self._keeper.stdin.fileno(), line)  # type: ignore[union-attr]
 
+    def regain(self, generation: int) -> bool:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        regained: bool = self._ask("regain", generation=generation)["regained"]
+        return regained
+
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         found: dict[str, Any] = self._ask("state", generation=generation, reached=reached)["state"]

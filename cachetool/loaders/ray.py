@@ -35,7 +35,6 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cachetool.cache import CacheDir
-from cachetool.loaders.columns import Strings
 from cachetool.loaders.numpy import Loader
 from cachetool.nodes import Node, cache_of, node_of
 
@@ -171,13 +170,8 @@ def _made(cache: str | list[str], single: str | None, epoch: int, settings: dict
         made = iter(loader)
         yield len(made)  # type: ignore[arg-type]
         for batch in made:
-            values = {name: _plain(column) for name, column in batch.items()}
+            yield batch if single is None else batch[single]
             del batch
-            yield values if single is None else values[single]
-
-
-def _plain(column: Any) -> Any:
-    return list(column) if isinstance(column, Strings) else column
 
 
 def _cancel(made: Any) -> None:

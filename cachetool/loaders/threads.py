@@ -142,6 +142,12 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         self._duties.left = generation
 
+    def regain(self, generation: int) -> bool:
+        """See :class:`~cachetool.loaders.feed.Feed`."""
+        with self._lock:
+            self._duties.left = 0
+            return self._turns.regain(generation)
+
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.Feed`."""
         with self._lock:

@@ -192,7 +192,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, TensorList):
-        return TensorList(function(value.values), value.offsets.copy(), value.shapes.copy())
+        return TensorList.of(function(value.values), value.offsets.copy(), value.shapes.copy())
     if isinstance(value, Mapping):
         there = {name: _map(each, function) for name, each in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):

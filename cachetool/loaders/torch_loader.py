@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Iterator
 from typing import Any, ClassVar, NoReturn
 
@@ -13,28 +12,29 @@ from torch import distributed
 from cachetool.block import Ragged
 from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
-from cachetool.loaders.columns import Strings
+from cachetool.loaders.columns import texts
 from cachetool.loaders.ranks import launched
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
-from cachetool.loaders.torch_values import TensorList, world
+from cachetool.loaders.torch_values import TensorList, shared_run, world
 
 __all__ = ["Loader"]
 
 
 class Loader(BaseLoader[dict[str, Any]]):
     """Batches of a cache as dicts: a tensor (k, *shape) for each numeric field, a :class:`TensorList` for each ragged
-    one, sequences of str and bytes decoded when they are looked at. datetime64 comes as int64.
+    one, a list for str and bytes. datetime64 comes as int64.
 
     The arguments are those of :class:`cachetool.loaders.numpy.Loader`, and ``device``: where the tensors are to be,
     copied there on a stream of their own (:class:`DevicePrefetcher`). On the CPU every tensor is pageable memory of its
     own that stays as it is for as long as anything sees it: views, autograd, ``.numpy()``, a ``non_blocking`` copy.
 
-    Without ``rank`` and ``world_size`` those of torch.distributed are taken, when it is initialised, and all ranks
-    agree by one ``all_reduce`` at each ``iter()`` on the least number of steps any of them can take, unless ``steps``
-    says how many. With ``agree`` they do so as well where ``rank`` and ``world_size`` are given: where each node has a
-    cache of its own, which only the ranks of that node divide. Raises :class:`UsageError` for what no loader can be
-    made of, and for ``agree`` before torch.distributed is initialised.
+    Without ``rank`` and ``world_size`` those of torch.distributed are taken, if it is initialised when an epoch or its
+    length is first asked for. All ranks then agree by one ``all_reduce`` for each epoch on the least number of steps
+    that any of them can take, unless ``steps`` says how many. With ``agree`` they do so as well where ``rank`` and
+    ``world_size`` are given: where each node has a cache of its own, which only the ranks of that node divide. Raises
+    :class:`UsageError` for what no loader can be made of; the first epoch raises it for ``agree`` where
+    torch.distributed is not initialised.
     """
 
     gives_tensors: ClassVar = True
@@ -48,23 +48,23 @@ class Loader(BaseLoader[dict[str, Any]]):
         **options: Any,
     ) -> None:
         self.device = None if device is None else parse_device(device)
-        running = distributed.is_available() and distributed.is_initialized()
-        self._collective = running and (agree or options.get("rank") is None)
+        self._agree = agree
         self._fixed_steps = options.get("steps") is not None
         super().__init__(cache_or_paths, **options)
-        if agree and not running and max(self._settings.world_size, launched()[1]) > 1:
+
+    @property
+    def _collective(self) -> bool:
+        """Whether all ranks of torch.distributed agree on the steps of an epoch."""
+        return _initialised() and (self._agree or self._given is None)
+
+    def _world(self) -> tuple[int, int]:
+        rank, world_size = self._given or world(None, None)
+        if self._agree and not _initialised() and max(world_size, launched()[1]) > 1:
             raise UsageError("agree=True: torch.distributed is not initialised; call init_process_group() before")
+        return rank, world_size
 
-    def _world(self, rank: int | None, world_size: int | None) -> tuple[int, int]:
-        return world(rank, world_size)
-
-    def _shared_run(self, world_size: int) -> str | None:
-        # All ranks of the job take part, though one that is alone on its node needs no name.
-        if not self._collective or distributed.get_world_size() == 1:
-            return None
-        name = _numbers(secrets.randbits(62))
-        distributed.broadcast(name, src=0)
-        return f"torch {int(name):x}"
+    def _shared_run(self) -> str | None:
+        return shared_run() if self._collective and distributed.get_world_size() > 1 else None
 
     def _agreed(self, steps: int) -> int:
         if not self._collective or self._fixed_steps or distributed.get_world_size() == 1:
@@ -97,10 +97,10 @@ class Loader(BaseLoader[dict[str, Any]]):
             if not isinstance(column, Ragged):
                 out[field.name] = torch.from_numpy(column.view("<i8") if field.numpy.kind in "mM" else column)
             elif column.shapes is None:
-                out[field.name] = Strings(column, text=field.kind == "str")
+                out[field.name] = texts(column, text=field.kind == "str")
             else:
                 values = column.values.view("<i8") if field.numpy.kind in "mM" else column.values
-                out[field.name] = TensorList(torch.from_numpy(values), column.offsets, column.shapes)
+                out[field.name] = TensorList.of(torch.from_numpy(values), column.offsets, column.shapes)
         return out
 
 
@@ -112,6 +112,10 @@ def _signature() -> inspect.Signature:
 
 
 Loader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _initialised() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _numbers(*values: int) -> torch.Tensor:

@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, overload
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cachetool.block import Column, Ragged
+from cachetool.loaders.columns import texts
 from cachetool.loaders.gather import Empty
 from cachetool.loaders.ranks import given, launched
 from cachetool.schema import Field
 
-__all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "world"]
+__all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "shared_run", "world"]
 
 Sample: TypeAlias = dict[str, Any]
 
 
 class TensorList(Sequence[torch.Tensor]):
-    """Tensors of one dtype whose shapes differ, kept as one: what a ragged field is in a batch.
+    """Tensors of one dtype whose shapes differ, kept in one storage: a ragged field of a batch.
 
-    Tensor i is a view of ``values``; a list of its own is ``list(tensors)``.
+    Tensor i is a view of ``values``; a plain list is ``list(tensors)``. ``TensorList(list_of_tensors)`` copies tensors
+    of one dtype and rank into a new storage: trainers rebuild the sequences of a batch that way. Raises
+    :class:`TypeError` for what is no such list.
     """
 
-    def __init__(self, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
-        self.values = values
-        """All values, flat."""
-        self.offsets = offsets
-        """Where each tensor begins in values, (k + 1,)."""
-        self.shapes = shapes
-        """Shape of each tensor, (k, rank)."""
+    values: torch.Tensor
+    """All values, flat, (total,)."""
+    offsets: npt.NDArray[np.int64]
+    """Where each tensor begins in values, (k + 1,)."""
+    shapes: npt.NDArray[np.int64]
+    """Shape of each tensor, (k, rank)."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        tensors = list(tensors)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            wrong = next(tensor for tensor in tensors if not isinstance(tensor, torch.Tensor))
+            raise TypeError(f"a TensorList is of tensors, not of {type(wrong).__name__}; take list(tensors) instead")
+        ranks = {tensor.ndim for tensor in tensors}
+        if len(ranks) > 1 or len({tensor.dtype for tensor in tensors}) > 1:
+            raise TypeError("a TensorList is of tensors of one dtype and rank; take list(tensors) instead")
+        self.values = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+        self.offsets = np.cumsum([0, *(tensor.numel() for tensor in tensors)], dtype=np.int64)
+        shapes = [list(tensor.shape) for tensor in tensors]
+        self.shapes = np.array(shapes, dtype=np.int64).reshape(len(tensors), ranks.pop() if ranks else 0)
+
+    @classmethod
+    def of(cls, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> Self:
+        """Return the tensors that lie one after another in ``values``, (total,), without a copy: tensor i has the
+        shape ``shapes[i]``, (k, rank), and begins at ``offsets[i]``, (k + 1,)."""
+        made = cls.__new__(cls)
+        made.values, made.offsets, made.shapes = values, offsets, shapes
+        return made
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -50,7 +73,12 @@ class TensorList(Sequence[torch.Tensor]):
 
     def pin_memory(self, device: Any = None) -> TensorList:
         """The same tensors in page-locked memory; called by DataLoader."""
-        return TensorList(self.values.pin_memory(device), self.offsets, self.shapes)
+        return self.of(self.values.pin_memory(device), self.offsets, self.shapes)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same tensors on another device or of another dtype; the arguments are those of
+        :meth:`torch.Tensor.to`. As there, nothing is copied where nothing changes."""
+        return self.of(self.values.to(*args, **kwargs), self.offsets, self.shapes)
 
     def __repr__(self) -> str:
         return f"TensorList({len(self)} tensors of {self.values.dtype})"
@@ -87,6 +115,21 @@ def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return launched()
 
 
+def shared_run() -> str | None:
+    """Return a name of this job that all its processes get, from the key-value store of torch.distributed; None where
+    that has none.
+
+    Unlike a collective, the store answers any process at any time: a length that rank 0 alone asks for, to print it,
+    does not wait for the other ranks.
+    """
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        name: bytes = store.compare_set("cachetool/run", "", f"torch {secrets.token_hex(8)}")
+    except (AttributeError, RuntimeError, ValueError):  # a function of no promised name; MPI has no store
+        return None
+    return name.decode()
+
+
 @functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of a stored one; dates and durations as the int64 they are."""
@@ -114,7 +157,5 @@ def finished(field: Field, column: Column, tensor: torch.Tensor | None) -> torch
         return tensor
     if column.shapes is not None:
         assert tensor is not None
-        return TensorList(tensor, column.offsets, column.shapes)
-    data, offsets = column.values.tobytes(), column.offsets.tolist()
-    pieces = [data[start:stop] for start, stop in itertools.pairwise(offsets)]
-    return pieces if field.kind == "bytes" else [piece.decode("utf-8", "surrogateescape") for piece in pieces]
+        return TensorList.of(tensor, column.offsets, column.shapes)
+    return texts(column, text=field.kind == "str")

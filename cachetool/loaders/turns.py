@@ -175,6 +175,13 @@ class Turns:
         if self._current is not None and self._current.plan.generation == generation:
             self._until, self._left = time.monotonic() + self._settings.hold, True
 
+    def regain(self, generation: int) -> bool:
+        """Whether this epoch, which was :meth:`left`, is still the present one; its time is then no longer over."""
+        if self._current is None or self._current.plan.generation != generation:
+            return False
+        self._left = False
+        return True
+
     def tick(self) -> float | None:
         """Take the next snapshot when that is due; give it up, and that of an epoch that was left, when their time is
         over. Gives how many seconds are left until then, None: no matter."""

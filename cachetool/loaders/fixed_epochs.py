@@ -1,0 +1,122 @@
+"""Epochs of a fixed number of steps over a loader whose own epochs grow.
+
+::
+
+    passes of the loader   |----- 6 -----|-------- 9 --------|----------- 12 -----------|
+    epochs of 8 steps      |------- 8 -------|------- 8 -------|------- 8 -------|-- ...
+
+A *pass* goes once through one snapshot. Trainers that keep the first length for all epochs, and learning-rate schedules
+that count steps, are right with epochs of one length; every pass still takes the newest snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from cachetool.errors import UsageError
+from cachetool.loaders.resume import is_whole, require_state
+from cachetool.units import parse_whole
+
+if TYPE_CHECKING:
+    from cachetool.loaders.base import BaseLoader
+
+__all__ = ["FixedEpochs"]
+
+T = TypeVar("T")
+_STATE = 1
+
+
+class FixedEpochs(Generic[T]):
+    """The batches of ``loader`` in epochs of ``steps`` batches; see :meth:`Loader.epochs_of`.
+
+    An epoch that is left with ``break`` ends there; the next one goes on with the batch behind it, so no sample of a
+    pass is left out. ``state_dict`` says where the loader stands and how far this epoch is, and ``load_state_dict``
+    lets the next ``iter()`` give the rest of that epoch. Raises :class:`UsageError` for ``steps`` below 1.
+    """
+
+    def __init__(self, loader: BaseLoader[T], *, steps: int) -> None:
+        steps = parse_whole(steps, what="steps=")
+        if steps < 1:
+            raise UsageError(f"steps={steps} cannot be used: at least 1")
+        self.loader, self._steps = loader, steps
+        self._pass: Iterator[T] | None = None
+        self._at = 0
+        """Batches of the present epoch that were handed out."""
+        self._newest: object = None
+        """The iterator that was made last; older ones end with an error."""
+        self._resumed = False
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank, at most."""
+        return self.loader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether every batch has ``batch_size`` samples."""
+        return self.loader.drop_last
+
+    def __len__(self) -> int:
+        """Number of batches of every epoch."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin an epoch; of one that was loaded from a state, go on with the rest."""
+        if not self._resumed:
+            self._at = 0
+        self._newest = mine = object()
+        return self._batches(mine)
+
+    def _batches(self, mine: object) -> Iterator[T]:
+        while True:
+            if self._newest is not mine:
+                raise UsageError("this iterator ended when its loader was iterated again or closed")
+            if self._at == self._steps:
+                self._at, self._resumed = 0, False
+                return
+            batch = self._next()
+            self._at, self._resumed = self._at + 1, False
+            yield batch
+            del batch
+
+    def _next(self) -> T:
+        """The next batch of this pass, or the first of the next one."""
+        for batch in self._pass or ():
+            return batch
+        for _ in range(2):  # nothing may be left of a pass that was resumed
+            self._pass = iter(self.loader)
+            for batch in self._pass:
+                return batch
+        raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader gives no batch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training stands, as plain values: the state of the loader, and how many batches of this epoch
+        were handed out. Raises what :meth:`Loader.state_dict` does."""
+        return {"state": _STATE, "at": self._at % self._steps, "steps": self._steps, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where ``state_dict`` was called.
+
+        With another number of ``steps`` that epoch goes on up to the new number. Raises :class:`UsageError` for what is
+        no state of such epochs, and what :meth:`Loader.load_state_dict` raises; nothing has changed then.
+        """
+        kinds = {"at": is_whole, "loader": lambda value: isinstance(value, Mapping)}
+        require_state(state, _STATE, kinds, of="epochs of fixed length")
+        self.loader.load_state_dict(state["loader"])
+        self._pass, self._newest = None, None
+        self._at, self._resumed = min(int(state["at"]), self._steps - 1), True
+
+    def close(self) -> None:
+        """Close the loader."""
+        self._pass, self._newest = None, None
+        self.loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
