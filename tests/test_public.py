@@ -20,7 +20,7 @@ PUBLIC = {
     " __version__ convert open_cache",
     "cachetool.loaders.torch": "CacheDataset CacheIterableDataset DevicePrefetcher EpochSampler LMDBDataset Loader"
     " Samples TensorList",
-    "cachetool.loaders.numpy": "Loader Strings",
+    "cachetool.loaders.numpy": "Loader",
     "cachetool.loaders.jax": "prefetch_to_device",
     "cachetool.loaders.tensorflow": "feature_spec make_dataset parse_batch",
     # what Cache's methods give, and what somebody who writes a format builds on

@@ -35,7 +35,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``drop_last``: batches of ``batch_size`` only; else sizes differ by at most one, and where fewer samples than
       ranks are left some of the last ones are empty. ``steps``: batches of an epoch at most, with those before it was
       resumed.
-    - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``): all take the same number of steps, no sample
+    - ``rank`` of ``world_size`` (default: ``RANK`` and ``WORLD_SIZE``, looked up when an epoch or its length is asked
+      for, since trainers start their ranks once they have the loader): all take the same number of steps, no sample
       goes to two of them. They need the same ``run`` name (default: from torchrun's or Slurm's environment).
     - ``workers=0``: one thread of this process instead. ``prefetch``: batches that each feeder keeps ready, one
       that is in use among them, at least 2 (default: 384 MiB of them shared by the feeders, at least 48 MiB and 2, at

@@ -437,7 +437,7 @@ def test_the_first_thread_begins_none_of_the_epochs_that_others_began(workers: i
 
 def test_ranks_that_are_to_agree_need_torch_distributed(cache: CacheDir) -> None:
     with pytest.raises(UsageError, match=r"agree=True: torch.distributed is not initialised; call init_process_group"):
-        TorchLoader(cache, batch_size=4, rank=0, world_size=2, run="a", agree=True)
+        iter(TorchLoader(cache, batch_size=4, rank=0, world_size=2, run="a", agree=True))
     with TorchLoader(cache, batch_size=4, agree=True) as alone:
         assert len(list(alone)) == 15
 
@@ -459,8 +459,10 @@ def test_an_environment_that_is_of_no_job_is_named(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
-    with pytest.raises(UsageError, match=re.escape(says)):
-        Loader(cache, batch_size=4)
+    with Loader(cache, batch_size=4) as loader:
+        for asked in (iter, len):
+            with pytest.raises(UsageError, match=re.escape(says)):
+                asked(loader)
     with pytest.raises(UsageError, match=re.escape(says)):
         EpochSampler(CacheDataset(cache))
     Loader(cache, batch_size=4, rank=0, world_size=1).close()

@@ -299,7 +299,7 @@ def test_a_loop_that_is_left_before_an_error_keeps_nothing(cache: CacheDir, devi
         try:
             batches: Any = iter(loader)
             next(batches)
-            epoch = loader._iterator
+            epoch = loader._latest
             assert epoch is not None
             del batches
             assert epoch() is None

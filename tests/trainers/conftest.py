@@ -1,0 +1,111 @@
+"""Runs one cell of the table of trainers and cases: a script of ``scripts/`` as one process, or as two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Trained:
+    """What a cell trained."""
+
+    ranks: list[dict[str, Any]]
+    """The record of each rank: see :class:`tests.trainers.growing.Record`."""
+    stderr: str
+    more: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Records of other names, such as of the validation."""
+
+    def epochs(self, name: str = "record") -> list[tuple[int, int]]:
+        """Distinct samples that all ranks trained in each epoch of the trainer, and how often any came again."""
+        records = self.ranks if name == "record" else self.more[name]
+        numbers = sorted({int(number) for record in records for number in record["epochs"]})
+        out = []
+        for number in numbers:
+            ids = [one for record in records for one in record["epochs"].get(str(number), {"ids": []})["ids"]]
+            out.append((len(set(ids)), len(ids) - len(set(ids))))
+        return out
+
+    def passes(self, name: str = "record") -> list[tuple[int, int, int]]:
+        """For each pass of the loader: samples of its snapshot, distinct samples trained, how often any came again."""
+        records = self.ranks if name == "record" else self.more[name]
+        ids: dict[int, list[int]] = {}
+        snapshots: dict[int, int] = {}
+        for record in records:
+            for row in record["epochs"].values():
+                for number, one in row["passes"].items():
+                    ids.setdefault(int(number), []).extend(one["ids"])
+                    snapshots[int(number)] = one["snapshot"]
+        return [
+            (snapshots[number], len(set(ids[number])), len(ids[number]) - len(set(ids[number])))
+            for number in sorted(ids)
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The lines that cachetool wrote to stderr about epochs that were cut or samples sharded twice."""
+        return [line for line in self.stderr.splitlines() if line.startswith("cachetool: ")]
+
+
+Cell = Callable[..., Trained]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Cell:
+    """Run ``scripts/NAME.py CASE FOLDER``; with ``ranks`` by torchrun. Fails with the output where the script does."""
+
+    def run(
+        name: str,
+        case: str,
+        *,
+        ranks: int = 1,
+        environment: dict[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        seconds: float = 280,
+    ) -> Trained:
+        script = [str(Path(__file__).parent / "scripts" / f"{name}.py"), case, str(tmp_path), *arguments]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+        done = subprocess.run(
+            [sys.executable, *(launcher if ranks > 1 else []), *script],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+            env={
+                **{key: value for key, value in os.environ.items() if key not in _LAUNCHER},
+                "PYTHONPATH": str(REPOSITORY),
+                "PYTHONWARNINGS": "ignore",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "HF_HUB_OFFLINE": "1",
+                **(environment or {}),
+            },
+        )
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        more: dict[str, list[dict[str, Any]]] = {}
+        for path in sorted(tmp_path.glob("*-*.json")):
+            more.setdefault(path.stem.rpartition("-")[0], []).append(json.loads(path.read_text()))
+        return Trained(more.pop("record"), done.stderr, more)
+
+    return run
