@@ -174,6 +174,7 @@ class BaseLoader(ABC, Generic[T]):
         if untouched is not None:
             if before is not None:
                 before.hand_over()
+            untouched.feed.lock_pages(None)  # as after a begin: a prefetcher of the older iterator asked for it
             epoch = Epoch(self, untouched)
             self._latest = weakref.ref(epoch)
             return epoch
@@ -249,7 +250,8 @@ class BaseLoader(ABC, Generic[T]):
         process used the cache meanwhile.
         """
         epoch = None if self._latest is None else self._latest()
-        if epoch is not None and not (epoch.over or epoch.replaced):
+        here = epoch is not None and epoch.progress.feed.pid == os.getpid()  # a fork begins an epoch of its own
+        if epoch is not None and here and not (epoch.over or epoch.replaced):
             progress: Progress | None = epoch.progress
         else:
             progress = self._untouched(None)
@@ -310,6 +312,21 @@ class BaseLoader(ABC, Generic[T]):
         if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
             return {**state, "resume": self._left_over(self.epoch), "taken": self._taken}
         return {**state, "resume": at.resume(), "taken": at.before + at.step}
+
+    def state_behind(self, batches: int) -> dict[str, Any]:
+        """Return ``state_dict()`` as it was so many batches ago, in the same epoch: for trainers that read ahead.
+
+        The last batch of an epoch ends it, but its state can be asked for until the next one begins. Raises
+        :class:`UsageError` for more batches than this epoch has delivered, and what :meth:`state_dict` does.
+        """
+        at = self._progress
+        if batches == 0:
+            return self.state_dict()
+        if at is None or batches > at.step:
+            raise UsageError(f"the present epoch has not delivered {batches} batches, so it was never at that place")
+        taken = at.step - batches
+        state = {"state": _STATE, "epoch": at.begun.epoch, "seed": self._settings.seed, "order": self._order()}
+        return {**state, "resume": at.resume(taken), "taken": at.before + taken}
 
     def _order(self) -> dict[str, Any]:
         """What the samples of an epoch and their order depend on, beside the seed."""

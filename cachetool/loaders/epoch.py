@@ -88,8 +88,9 @@ class Progress:
         self.drop()
         self.feed.left(self.begun.generation)
 
-    def resume(self) -> dict[str, Any]:
-        """What it takes to go on from here. Raises :class:`UsageError` when the feeders ended."""
+    def resume(self, step: int | None = None) -> dict[str, Any]:
+        """What it takes to go on from here, or from an earlier ``step``. Raises :class:`UsageError` when the feeders
+        ended."""
         if self.feed.pid != os.getpid():
             raise UsageError(f"this epoch is under way in process {self.feed.pid}; call state_dict() there")
         if self.feed.closed:
@@ -97,7 +98,7 @@ class Progress:
                 f"the loader was closed, or its feeders ended, after {self.step} of {self.steps} batches of epoch"
                 f" {self.begun.epoch}; call state_dict() before that"
             )
-        return self.feed.state(self.begun.generation, self.begun.steps.reached(self.step))
+        return self.feed.state(self.begun.generation, self.begun.steps.reached(self.step if step is None else step))
 
 
 class Epoch(Iterator[T]):

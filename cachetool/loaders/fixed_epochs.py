@@ -11,7 +11,7 @@ that count steps, are right with epochs of one length; every pass still takes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -42,6 +42,7 @@ class FixedEpochs(Generic[T]):
             raise UsageError(f"steps={steps} cannot be used: at least 1")
         self.loader, self._steps = loader, steps
         self._pass: Iterator[T] | None = None
+        self._begin: Callable[[], Iterator[T]] = lambda: iter(loader)
         self._at = 0
         """Batches of the present epoch that were handed out."""
         self._newest: object = None
@@ -64,8 +65,13 @@ class FixedEpochs(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch; of one that was loaded from a state, go on with the rest."""
+        return self.begun_by(lambda: iter(self.loader))
+
+    def begun_by(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """The same, with passes that ``begin`` begins: a prefetcher's, so that only delivered batches count."""
         if not self._resumed:
             self._at = 0
+        self._begin = begin
         self._newest = mine = object()
         return self._batches(mine)
 
@@ -83,12 +89,16 @@ class FixedEpochs(Generic[T]):
 
     def _next(self) -> T:
         """The next batch of this pass, or the first of the next one."""
-        for batch in self._pass or ():
-            return batch
-        for _ in range(2):  # nothing may be left of a pass that was resumed
-            self._pass = iter(self.loader)
-            for batch in self._pass:
+        try:
+            for batch in self._pass or ():
                 return batch
+            for _ in range(2):  # nothing may be left of a pass that was resumed
+                self._pass = self._begin()
+                for batch in self._pass:
+                    return batch
+        except BaseException:
+            self._pass = None  # a pass with a hole in it is not gone on with
+            raise
         raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader gives no batch")
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class Lengths:
             del self._told[next(iter(self._told))]
         return length
 
+    def forget(self) -> None:
+        """Forget all lengths. An integration that asks for the length of each epoch calls this before, because an epoch
+        that is left at an older length is then left on purpose: by early stopping, or at a number of steps."""
+        self._told.clear()
+
     def check(self) -> None:
         """Say once on stderr, on rank 0, that the epoch begun last was left at the length of another epoch.
 

@@ -35,6 +35,7 @@ from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
+from cachetool.loaders.sharded_twice import check_sharded_once
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_iterable import CacheIterableDataset
@@ -205,6 +206,9 @@ class EpochSampler(Sampler[int]):
     no two read the same sample; ``drop_last`` leaves out the remainder, at most ``world_size - 1`` samples, another one
     every epoch, so that all take the same number of steps. Without it some ranks may take one step more.
 
+    Accelerate divides a prepared ``DataLoader`` among the processes by itself: use ``rank=0, world_size=1`` there, on
+    each process. All processes of one run then use the same snapshot as well.
+
     Its indices carry the number of the snapshot: workers that outlive the epoch read the right list of shards, and an
     index whose shard was evicted raises :class:`UsageError`. Raises :class:`UsageError` where the cache has less than
     one sample for each process.
@@ -230,6 +234,7 @@ class EpochSampler(Sampler[int]):
         if self.world_size > 1 and getattr(dataset, "run", None) is None:
             raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
         share(0, rank=self.rank, world_size=self.world_size)
+        self._warned = False
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next ``iter()`` begin epoch number ``epoch``: to go on after a restart."""
@@ -243,7 +248,13 @@ class EpochSampler(Sampler[int]):
         # A generator: the old snapshot stays leased until the first index is asked for, when workers of an epoch that
         # was broken off have finished what was still in flight.
         epoch, self.epoch = self.epoch, self.epoch + 1
-        samples = self._dataset.refresh(epoch=epoch if self.world_size > 1 else None, sparing=True)
+        run = getattr(self._dataset, "run", None)
+        if not self._warned:
+            self._warned = check_sharded_once(rank=self.rank, world_size=self.world_size, run=run)
+        # Somebody else may divide the indices of a sampler for all samples among the processes of the job, which is
+        # right only if all of them use one snapshot.
+        shared = self.world_size > 1 or (run is not None and _processes() > 1)
+        samples = self._dataset.refresh(epoch=epoch if shared else None, sparing=True)
         if samples < self.world_size:
             raise UsageError(f"{samples} samples are too few for {self.world_size} processes; pull more first")
         base = encode(self._dataset.version, 0)
@@ -261,3 +272,9 @@ class EpochSampler(Sampler[int]):
                 yield base + index
         if self.rank == 0:
             self._dataset.served()
+
+
+def _processes() -> int:
+    """Return the number of processes of torch.distributed; 1 if it is not initialised."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Epoch, check_batches
+from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.torch_pages import page_lock
 from cachetool.loaders.torch_values import TensorList
 from cachetool.units import parse_whole
@@ -94,6 +95,8 @@ class DevicePrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self._loader
+        if isinstance(loader, FixedEpochs):  # whose passes are prefetched, each by itself
+            return loader.begun_by(lambda: iter(DevicePrefetcher(loader.loader, self._device, depth=self._depth)))
         # Not of an epoch, whose owner may go on with it himself, nor of arrays, which are handed out as they are.
         lock = getattr(loader, "gives_tensors", False)
         if self._device.type != "cpu" and lock:  # its epoch is counted here, also where it has a device of its own

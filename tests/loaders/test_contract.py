@@ -1,18 +1,21 @@
-"""The contract of a loader with trainers: lengths, ``iter()`` more than once, ranks at first use, epochs of fixed length,
-and the one line about an epoch that a trainer cut."""
+"""The contract of a loader with trainers: lengths, ``iter()`` more than once, ranks looked up at first use, epochs of
+fixed length, and the one line about an epoch that a trainer cut."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import tempfile
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -22,7 +25,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders import numpy as numpy_loader
 from cachetool.loaders import torch as torch_loader
 from cachetool.loaders import torch_device
-from tests.loaders.numbered import leases, put
+from tests.loaders.numbered import KEYED, leases, put
 from tests.loaders.processes import until
 
 Make = Callable[..., Any]
@@ -30,24 +33,22 @@ KINDS = {"numpy": numpy_loader.Loader, "torch": torch_loader.Loader}
 OLD = "ended when its loader was iterated again"
 
 
-@pytest.fixture(params=[(kind, workers) for kind in KINDS for workers in (0, 2)], ids=lambda each: f"{each[0]}-{each[1]}")
+@pytest.fixture(
+    params=[(kind, workers) for kind in KINDS for workers in (0, 2)], ids=lambda each: f"{each[0]}-{each[1]}"
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes loaders of one kind, with so many workers, which are closed at the end."""
     kind, workers = request.param
-    made = []
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def opened(cache: CacheDir, **options: Any) -> Any:
-        made.append(KINDS[kind](cache, **{"batch_size": 4, "fields": ["number"], "workers": workers, **options}))
-        return made[-1]
+        loader = KINDS[kind](cache, **{"batch_size": 4, "fields": ["number"], "workers": workers, **options})
+        made.add(loader)
+        return loader
 
     yield opened
-    for loader in made:
+    for loader in list(made):
         loader.close()
-
-
-def some(make: Make, cache: CacheDir, **options: Any) -> Any:
-    """A loader for tests that need no feeder processes."""
-    return make(cache, **options)
 
 
 def numbers(batches: Any) -> list[int]:
@@ -154,16 +155,9 @@ def test_an_older_iterator_that_is_collected_takes_nothing_from_the_newer_one(ma
     del first
     gc.collect()
     assert leases(cache)
-    torch_free_wait(0.5)
+    time.sleep(0.7)
     assert leases(cache), "the newer one keeps the snapshot"
     assert sorted(numbers(second)) == list(range(60))
-
-
-def torch_free_wait(seconds: float) -> None:
-    """Let feeders do what is due in so many seconds."""
-    import time
-
-    time.sleep(seconds)
 
 
 def test_a_dropped_iterator_leaves_its_epoch_to_the_next_one(make: Make, cache: CacheDir) -> None:
@@ -402,19 +396,420 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("cachetool: ")]
 
 
-@pytest.mark.parametrize("when", ["iter", "close", "collected"])
+@pytest.mark.parametrize("when", ["iterated", "closed", "collected"])
 def test_a_cut_epoch_is_said_once(when: str, make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
     loader = make(cache)
     cut(loader, cache)
     assert said(capfd) == []
-    if when == "iter":
+    if when == "iterated":
         iter(loader)
-        iter(loader)
-    elif when == "close":
-        loader.close()
+    elif when == "closed":
         loader.close()
     else:
-        make.__closure__[1 if callable(make.__closure__[0].cell_contents) else 0]  # noqa: B018
-    assert len(said(capfd)) == (0 if when == "collected" else 1)
+        del loader
+        gc.collect()
+    assert [line[: len(LINE)] for line in said(capfd)] == [LINE]
 
 
+def test_a_cut_epoch_is_said_once_in_all(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = make(cache)
+    cut(loader, cache)
+    for _ in range(3):
+        taken(iter(loader), 15)
+        grow(cache)
+    loader.close()
+    assert [line[: len(LINE)] for line in said(capfd)] == [LINE]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cut_epoch_is_said_when_the_process_ends_without_close(workers: int, cache: CacheDir, script: Any) -> None:
+    process = script(
+        """
+        import sys
+        from cachetool.cache import open_cache
+        from cachetool.loaders.numpy import Loader
+        from tests.loaders.numbered import put
+
+        cache = open_cache(sys.argv[1], create=False)
+        loader = Loader(sys.argv[1], batch_size=4, fields=["number"], workers=int(sys.argv[2]))
+        kept = len(loader)
+        for epoch in range(2):
+            for step, batch in enumerate(loader, 1):
+                if step == kept:
+                    break
+            if epoch == 0:
+                put(cache, range(60, 80))
+        """,
+        cache.root,
+        workers,
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert [line[: len(LINE)] for line in errors.splitlines()] == [LINE]
+
+
+def test_a_break_elsewhere_is_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = make(cache)
+    cut(loader, cache, count=14)
+    loader.close()
+    assert said(capfd) == []
+
+
+def test_epochs_that_are_read_whole_by_their_own_lengths_are_no_cut(
+    make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = make(cache)
+    for epoch in range(3):
+        batches = iter(loader)
+        assert len(taken(batches, len(loader))) == 60 + 20 * epoch  # never asked for more, as trainers do
+        grow(cache)
+    del batches
+    loader.close()
+    assert said(capfd) == []
+
+
+def test_steps_are_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = make(cache, steps=8)
+    for _ in range(3):
+        assert len(taken(iter(loader), len(loader))) == 32
+        grow(cache)
+    loader.close()
+    assert said(capfd) == []
+
+
+def test_epochs_of_fixed_length_are_no_cut(make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]) -> None:
+    loader = make(cache)
+    view = loader.epochs_of(steps=len(loader))
+    for _ in range(4):
+        for _ in range(len(view)):
+            pass
+        numbers(view)
+        grow(cache)
+    loader.close()
+    assert said(capfd) == []
+
+
+def test_another_rank_than_the_first_says_nothing(
+    make: Make, cache: CacheDir, place: Callable[[int, int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (1, 0):
+        place(rank, 2)
+        loader = make(cache, run=f"r{rank}")
+        kept = len(loader)
+        for _ in range(2):
+            taken(iter(loader), kept)
+            grow(cache)
+        loader.close()
+        lines = said(capfd)
+        assert len(lines) == (rank == 0)
+
+
+# -- epochs of fixed length --------------------------------------------------------------------------------------------
+
+
+def test_epochs_of_a_fixed_length_go_on_through_passes_that_grow(make: Make, cache: CacheDir) -> None:
+    loader = make(cache)
+    view = loader.epochs_of(steps=10)
+    got: list[list[int]] = []
+    for _ in range(5):
+        assert len(view) == 10
+        got.append(numbers(view))
+        grow(cache)
+    together = [number for each in got for number in each]
+    # 60, then a pass begun after one epoch and a half, when 40 more samples were there
+    assert sorted(together[:60]) == list(range(60))
+    assert sorted(together[60 : 60 + 80]) == list(range(80))
+    assert len(together[140:]) == 60
+    assert len(set(together[140:])) == 60
+    assert max(together[140:]) >= 80
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for the caches of the property test."""
+    return tmp_path_factory.mktemp("fixed")
+
+
+@hypothesis_settings(max_examples=25)
+@given(
+    steps=st.integers(1, 9),
+    batch_size=st.integers(1, 7),
+    first=st.integers(1, 12),
+    more=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    stop=st.integers(0, 20),
+    drop_last=st.booleans(),
+    kind=st.sampled_from(sorted(KINDS)),
+)
+def test_passes_are_whole_and_states_exact_for_any_length_of_an_epoch(
+    shards: Path, steps: int, batch_size: int, first: int, more: list[int], stop: int, drop_last: bool, kind: str
+) -> None:
+    """In the middle of it all, after ``stop`` batches, another loader goes on by the state."""
+    samples = first + batch_size
+    with open_cache(tempfile.mkdtemp(dir=shards) + "/cache", max_size="20MB") as cache:
+        put(cache, range(samples))
+        options = {"batch_size": batch_size, "fields": ["number"], "workers": 0, "drop_last": drop_last}
+        loader = KINDS[kind](cache, **options)
+        view = loader.epochs_of(steps=steps)
+        lengths: list[int] = []
+        snapshots: dict[int, int] = {}
+        got: dict[int, list[int]] = {}
+        count = 0
+        for grown in more:
+            at = count % steps if count else 0
+            for batch in view:
+                progress = view.loader._progress
+                snapshots[progress.begun.epoch] = progress.begun.steps.samples
+                got.setdefault(progress.begun.epoch, []).extend(map(int, batch["number"]))
+                del batch
+                at, count = at + 1, count + 1
+                if count == stop:
+                    state = json.loads(json.dumps(view.state_dict()))
+                    loader.close()
+                    loader = KINDS[kind](cache, **options)
+                    view = loader.epochs_of(steps=steps)
+                    view.load_state_dict(state)
+                    break
+            if at < steps:
+                for batch in view:  # the rest of the epoch that was resumed
+                    progress = view.loader._progress
+                    snapshots[progress.begun.epoch] = progress.begun.steps.samples
+                    got.setdefault(progress.begun.epoch, []).extend(map(int, batch["number"]))
+                    at, count = at + 1, count + 1
+            lengths.append(at)
+            if grown:
+                put(cache, range(samples, samples + grown))
+                samples += grown
+        loader.close()
+
+    assert lengths == [steps] * len(more)
+    for number, ids in got.items():
+        assert len(set(ids)) == len(ids), "no sample twice in a pass"
+        if number != max(got):
+            whole = snapshots[number] - (snapshots[number] % batch_size if drop_last else 0)
+            assert len(ids) == whole, "no sample is lost"
+    assert sorted(got) == list(range(len(got)))
+
+
+def test_a_state_at_any_position_goes_on_with_the_next_batch(make: Make, cache: CacheDir) -> None:
+    """Also at the end of a pass, of an epoch, and before the first batch."""
+    options = {"batch_size": 12, "seed": 5}  # passes of 5 batches
+    whole = make(cache, **options).epochs_of(steps=4)
+    expected = [batch for _ in range(3) for batch in map(numbers, ([each] for each in whole))]
+    whole.close()
+    loader = make(cache, **options)
+    view, got, lengths = loader.epochs_of(steps=4), [], []
+    at = 0
+    while len(got) < 12:
+        state = json.loads(json.dumps(view.state_dict()))
+        view.close()
+        view = make(cache, **options).epochs_of(steps=4)
+        view.load_state_dict(state)
+        for batch in view:
+            got.append(numbers([batch]))
+            at += 1
+            break
+        if state["at"] == 3:
+            lengths.append(at)
+            at = 0
+    assert got == expected
+    assert lengths == [4, 4, 4]
+
+
+def test_the_rest_of_an_epoch_is_given_after_its_state_was_loaded(make: Make, cache: CacheDir) -> None:
+    view = make(cache).epochs_of(steps=10)
+    numbers(view)
+    before = taken(iter(view), 7)
+    state = view.state_dict()
+
+    again = make(cache).epochs_of(steps=10)
+    again.load_state_dict(state)
+    assert len(again) == 10
+    iter(again)  # trainers call it more than once
+    rest = numbers(again)
+    assert len(rest) == 12
+    assert not set(rest) & set(before[20:]), "the second pass, of which 2 batches were delivered"
+    assert len(numbers(again)) == 40
+
+    other = make(cache).epochs_of(steps=8)  # another length, of which 7 are done
+    other.load_state_dict(state)
+    assert numbers(other) == rest[:4]
+    assert len(numbers(other)) == 32
+
+
+def test_a_break_ends_an_epoch_and_no_pass(make: Make, cache: CacheDir) -> None:
+    view = make(cache).epochs_of(steps=10)
+    got = []
+    for batch in view:
+        got += numbers([batch])
+        if len(got) == 12:
+            break
+    del batch
+    rest = numbers(view)
+    assert len(rest) == 40
+    rest += taken(iter(view), 2)
+    assert sorted(got + rest) == list(range(60))
+
+
+def test_iter_again_before_the_first_batch_gives_the_same(make: Make, cache: CacheDir) -> None:
+    view, other = make(cache).epochs_of(steps=10), make(cache).epochs_of(steps=10)
+    expected = numbers(other)
+    for _ in range(3):
+        kept = iter(view)
+    assert numbers(kept) == expected
+    assert next(kept, None) is None
+    with pytest.raises(StopIteration):
+        next(kept)
+
+
+def test_an_older_iterator_of_an_epoch_of_fixed_length_raises(make: Make, cache: CacheDir) -> None:
+    view = make(cache).epochs_of(steps=10)
+    older = iter(view)
+    got = taken(older, 2)
+    newer = iter(view)
+    with pytest.raises(UsageError, match=OLD):
+        next(older)
+    got += taken(newer, 10)
+    assert len(set(got)) == 48
+    with view:
+        kept = iter(view)
+    with pytest.raises(UsageError, match=OLD):
+        next(kept)
+
+
+def test_an_error_ends_a_pass_and_no_more(make: Make, cache: CacheDir, tmp_path: Path) -> None:
+    """In a notebook the cell is run again."""
+    once = tmp_path / "once"
+
+    def fails_once(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["number"] == 33 and not once.exists():
+            once.touch()
+            raise ValueError("once")
+        return sample
+
+    view = make(cache, transform=fails_once, shuffle=False).epochs_of(steps=15)
+    with pytest.raises(UsageError, match="ValueError: once"):
+        numbers(view)
+    assert sorted(numbers(view)) == list(range(60))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, "3", None])
+def test_a_length_that_is_none_is_refused(steps: Any, cache: CacheDir) -> None:
+    with numpy_loader.Loader(cache, batch_size=4, workers=0) as loader, pytest.raises(UsageError, match="steps="):
+        loader.epochs_of(steps=steps)
+
+
+@pytest.mark.parametrize("state", [{}, {"state": 1, "at": -1, "loader": {}}, {"state": 2, "at": 0, "loader": {}}, 3])
+def test_what_is_no_state_of_epochs_of_fixed_length_is_refused(state: Any, cache: CacheDir) -> None:
+    with numpy_loader.Loader(cache, batch_size=4, fields=["number"], workers=0) as loader:
+        view = loader.epochs_of(steps=10)
+        got = taken(iter(view), 3)
+        with pytest.raises(UsageError, match="state"):
+            view.load_state_dict(state)
+        with pytest.raises(UsageError):
+            view.load_state_dict({**view.state_dict(), "loader": {"state": 1}})
+        assert len(set(got + numbers(view))) == 52, "nothing changed"
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with streams, whose tensors have no values: ids do not go there."""
+
+    class Stream:
+        device_index = 0
+
+        def __init__(self, _: object) -> None: ...
+        def synchronize(self) -> None: ...
+
+    class Event:
+        def record(self, _: object) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    module = SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda _: SimpleNamespace(wait_event=lambda _: None),
+    )
+    monkeypatch.setattr(torch_device, "_module", lambda _: module)
+    monkeypatch.setattr(torch_device, "_record", lambda *_, **__: None)
+    monkeypatch.setattr(torch_device, "page_lock", lambda _: None)
+
+
+def words(batches: Any) -> list[str]:
+    """What came of the samples that stays in host memory."""
+    return [word for batch in batches for word in batch["__key__"]]
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[CacheDir]:
+    """60 samples with keys."""
+    with open_cache(tmp_path / "keyed", max_size="20MB") as opened:
+        put(opened, range(60), schema=KEYED)
+        yield opened
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("by", ["device=", "DevicePrefetcher"])
+def test_the_contract_holds_on_a_device(by: str, workers: int, keyed: CacheDir, meta: None) -> None:
+    def opened() -> tuple[Any, Any]:
+        options = {"batch_size": 4, "workers": workers}
+        if by == "device=":
+            loader = torch_loader.Loader(keyed, device="meta", **options)
+            return loader, loader
+        loader = torch_loader.Loader(keyed, **options)
+        return loader, torch_loader.DevicePrefetcher(loader, "meta")
+
+    loader, batches = opened()
+    with loader:
+        iter(batches)
+        kept = iter(batches)
+        put(keyed, range(60, 80), schema=KEYED)
+        assert len(batches) == 15
+        first = next(kept)
+        assert first["number"].device.type == "meta"
+        got = words([first, *(next(kept) for _ in range(5))])
+        state = loader.state_dict()
+        del kept
+    loader, batches = opened()
+    with loader:
+        loader.load_state_dict(state)
+        assert len(batches) == 15
+        assert sorted(got + words(batches)) == sorted(f"scan{number}" for number in range(60))
+        assert len(words(batches)) == 80
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("by", ["device=", "DevicePrefetcher"])
+def test_epochs_of_fixed_length_come_on_a_device(by: str, workers: int, keyed: CacheDir, meta: None) -> None:
+    """What is on its way there does not count yet: the state says where the training is."""
+
+    def opened() -> tuple[Any, Any]:
+        options = {"batch_size": 4, "workers": workers}
+        if by == "device=":
+            view = torch_loader.Loader(keyed, device="meta", **options).epochs_of(steps=10)
+            return view, view
+        view = torch_loader.Loader(keyed, **options).epochs_of(steps=10)
+        return view, torch_loader.DevicePrefetcher(view, "meta")
+
+    view, source = opened()
+    with view:
+        assert len(source) == 10
+        got = words(source)
+        batches = iter(source)
+        first = next(batches)
+        assert first["number"].device.type == "meta"
+        got += words([first, next(batches)])
+        state = view.state_dict()
+        assert state["at"] == 2
+        del batches
+    view, source = opened()
+    with view:
+        view.load_state_dict(state)
+        got += words(source)
+    assert len(got) == 80
+    assert len(set(got[:60])) == 60
+    assert len(set(got[60:])) == 20

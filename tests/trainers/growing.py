@@ -38,7 +38,7 @@ FIRST, STEP, LAST = 96, 48, 240
 BATCH = 16
 
 
-def put(cache: CacheDir, start: int, stop: int) -> None:
+def put(cache: CacheDir, start: int, stop: int, *, format: str = "lmdb") -> None:
     """Commit one shard of the samples with the numbers ``start`` to ``stop - 1``."""
     samples = [
         {
@@ -52,10 +52,10 @@ def put(cache: CacheDir, start: int, stop: int) -> None:
         }
         for number in range(start, stop)
     ]
-    kind, block = get_format("lmdb"), Block.from_samples(SCHEMA, samples)
+    kind, block = get_format(format), Block.from_samples(SCHEMA, samples)
     cache.declare("default", SCHEMA)
     bound = shard_bound(kind, SCHEMA, block.samples, block.nbytes)
-    with cache.stage(dataset="default", schema=SCHEMA, format="lmdb", bound=bound) as staging:
+    with cache.stage(dataset="default", schema=SCHEMA, format=format, bound=bound) as staging:
         files = ShardFiles(staging.path, kind, SCHEMA, samples=block.samples, nbytes=block.nbytes)
         files.write(block)
         facts = files.facts()
@@ -63,20 +63,20 @@ def put(cache: CacheDir, start: int, stop: int) -> None:
         staging.commit(row, origin=Origin())
 
 
-def fill(folder: Path | str, samples: int = FIRST) -> str:
+def fill(folder: Path | str, samples: int = FIRST, *, format: str = "lmdb") -> str:
     """Make a cache of so many samples in ``folder``; returns its path."""
     with open_cache(folder, max_size="50MB") as cache:
         for start in range(0, samples, STEP):
-            put(cache, start, min(start + STEP, samples))
+            put(cache, start, min(start + STEP, samples), format=format)
     return str(folder)
 
 
-def grow(folder: Path | str, by: int = STEP, *, most: int = LAST) -> int:
+def grow(folder: Path | str, by: int = STEP, *, most: int = LAST, format: str = "lmdb") -> int:
     """Add so many samples, up to ``most`` in all; returns how many there are then. Only rank 0 may call it."""
     with open_cache(folder, create=False) as cache:
         there = sum(shard.samples for shard in cache.shards())
         if there < most:
-            put(cache, there, min(there + by, most))
+            put(cache, there, min(there + by, most), format=format)
         return min(there + by, most)
 
 

@@ -1,0 +1,5 @@
+"""A class that composer imports by name."""
+
+
+class Bottleneck:
+    """Never made."""

@@ -1,0 +1,1 @@
+"""Nothing: composer imports the module."""

@@ -1,0 +1,76 @@
+"""torchdata's StatefulDataLoader over a CacheDataset and an EpochSampler, with its batches made here and in workers.
+
+An EpochSampler has no state of its own: the StatefulDataLoader goes on by drawing so many indices again and dropping
+them. That is the same epoch only with the number of the epoch, which the program has to give, and only while the cache
+is the same. The ``Loader`` has neither limit. A CacheDataset has no validation split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cachetool.loaders.torch import CacheDataset
+from tests.trainers.conftest import Cell
+from tests.trainers.growing import FIRST, LAST, fill
+
+pytestmark = pytest.mark.trainers
+WORKERS = pytest.mark.parametrize("workers", ["0", "2"])
+
+
+@pytest.mark.first
+def test_every_epoch_trains_the_grown_cache(cell: Cell) -> None:
+    trained = cell("stateful", "grow", arguments=["0"])
+    assert trained.passes() == [(96, 96, 0), (144, 144, 0), (192, 192, 0), (240, 240, 0)]
+
+
+def test_every_epoch_trains_the_grown_cache_with_workers_that_stay(cell: Cell) -> None:
+    trained = cell("stateful", "grow", arguments=["2"])
+    assert trained.passes() == [(96, 96, 0), (144, 144, 0), (192, 192, 0), (240, 240, 0)]
+
+
+@WORKERS
+def test_an_epoch_left_in_the_middle_is_gone_on_with_by_its_number(workers: str, cell: Cell) -> None:
+    trained = cell("stateful", "resume", arguments=[workers])
+    assert trained.passes() == [(LAST, LAST, 0)] * 3
+
+
+@WORKERS
+def test_without_the_number_of_the_epoch_another_order_is_gone_on_with(workers: str, cell: Cell) -> None:
+    """Wrong, and silent: the sampler begins with epoch 0, of which the first 48 indices are dropped."""
+    trained = cell("stateful", "resume-number", arguments=[workers])
+    assert trained.passes() == [(LAST, LAST, 0), (LAST, 203, 37), (LAST, LAST, 0)]
+
+
+@WORKERS
+def test_an_epoch_is_not_gone_on_with_once_the_cache_grew(workers: str, cell: Cell) -> None:
+    """Wrong, and silent: the order is now one of 240 samples, of which the first 48 indices are dropped, not the 48 of
+    144 that were trained. A state of the sampler would have to name its snapshot."""
+    trained = cell("stateful", "resume-growing", arguments=[workers])
+    assert trained.epochs() == [(144, 0), (216, 24), (LAST, 0)]
+
+
+@WORKERS
+def test_default_fields_arrive_with_their_values(workers: str, cell: Cell) -> None:
+    trained = cell("stateful", "fields", arguments=[workers])
+    assert trained.epochs() == [(FIRST, 0)] * 4
+
+
+@WORKERS
+def test_an_epoch_that_is_left_early_is_followed_by_a_whole_one(workers: str, cell: Cell) -> None:
+    trained = cell("stateful", "stop", arguments=[workers])
+    assert trained.passes() == [(96, 96, 0), (144, 48, 0), (192, 192, 0), (240, 240, 0)]
+
+
+@WORKERS
+def test_a_second_fit_trains_the_grown_cache(workers: str, cell: Cell) -> None:
+    trained = cell("stateful", "twice", arguments=[workers])
+    assert trained.passes() == [(96, 96, 0), (144, 144, 0), (192, 192, 0), (240, 240, 0)]
+
+
+def test_a_cache_dataset_has_no_validation_split(tmp_path: Path) -> None:
+    """A dataset of its own, or the ``Loader``, has validation samples."""
+    cache = fill(tmp_path / "cache")
+    with pytest.raises(TypeError, match="split"):
+        CacheDataset(cache, split="train")  # type: ignore[call-arg]
