@@ -1,11 +1,11 @@
 """Train with Accelerate on a cache that grows, stop in the middle of an epoch, and resume.
 
     python examples/accelerate_growing_cache.py [FOLDER]
-    accelerate launch --num-processes 2 examples/accelerate_growing_cache.py FOLDER      or torchrun --nproc-per-node 2
+    torchrun --nproc-per-node 2 examples/accelerate_growing_cache.py FOLDER              (or accelerate launch)
 
 The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background; a fifth of the
-samples is held out. Every epoch reads the samples that are in the cache when it begins. No sample goes to two processes.
-The loader's state is saved by ``accelerator.save_state()``.
+samples is held out. Every epoch reads the samples that are in the cache when it begins, and no sample goes to two
+processes. ``accelerator.save_state()`` saves the loader's state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def accuracy(accelerator: Accelerator, model: torch.nn.Module, held_out: Loader)
 
 
 def train(folder: Path, stop: int | None = None) -> None:
-    """One job: from its checkpoint, or from the beginning; ``stop`` ends it in its second epoch, after so many steps."""
+    """One job: from its checkpoint, or from the beginning. ``stop`` ends it after so many steps of its second epoch."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)

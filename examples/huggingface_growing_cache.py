@@ -1,11 +1,11 @@
-"""Train with the Trainer of Hugging Face transformers on a cache that grows, stop in the middle of an epoch, and resume.
+"""Train with the Trainer of Hugging Face on a cache that grows, stop in the middle of an epoch, and resume.
 
     python examples/huggingface_growing_cache.py [FOLDER]
     torchrun --nproc-per-node 2 examples/huggingface_growing_cache.py FOLDER
 
 The 1,797 handwritten digits of scikit-learn stand for a bucket. One process pulls in the background; a fifth of the
-samples is held out. An epoch is 40 steps, so the Trainer's learning-rate schedule ends with the training; each pass over
-the cache takes the newest samples. The loader's state is saved in the Trainer's checkpoints.
+samples is held out. An epoch is 40 steps, so the Trainer's learning-rate schedule ends with the training. Each pass
+over the cache takes the newest samples. The loader's state is saved in the Trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Digits(torch.nn.Module):
         )
 
     def forward(self, image: torch.Tensor, label: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Called with the fields of the loader by their names."""
         scores = self.layers(image)
         return {"loss": torch.nn.functional.cross_entropy(scores, label), "logits": scores}
 
@@ -55,6 +56,7 @@ class StopAt(TrainerCallback):
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Called after each step of the optimizer."""
         if state.global_step == self.step:
             control.should_save = control.should_training_stop = True
 
@@ -118,6 +120,7 @@ def main(folder: Path) -> None:
             write_digits(folder / "bucket")
             with cachetool.open_cache(folder / "cache", max_size="8MB") as cache:
                 cache.pull(str(folder / "bucket"), samples=300)
+            print("300 samples are in the cache; the others arrive during the training", flush=True)
     pulls = args.process_index == 0
     pulling = cachetool.BackgroundPull(folder / "cache", str(folder / "bucket")) if pulls else contextlib.nullcontext()
     with pulling:

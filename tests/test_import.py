@@ -90,15 +90,14 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert version("cachetool") == cachetool.__version__
 
 
+OPTIONAL = ("torch", "tensorflow", "lightning", "huggingface", "composer", "keras")
+
+
 def public_modules() -> list[str]:
     """Every module that can be imported without an optional library."""
     names = [found.name for found in pkgutil.walk_packages(cachetool.__path__, "cachetool.")]
-    return [
-        name
-        for name in names
-        if not name.endswith("__main__")
-        and not name.startswith(("cachetool.loaders.torch", "cachetool.loaders.tensorflow"))
-    ]
+    optional = tuple(f"cachetool.loaders.{name}" for name in OPTIONAL)
+    return [name for name in names if not name.endswith("__main__") and not name.startswith(optional)]
 
 
 @pytest.mark.parametrize("name", public_modules())
@@ -112,7 +111,8 @@ def test_public_names_exist_and_are_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "library"), [("torch", "torch"), ("tensorflow", "tensorflow"), ("ray", "ray"), ("jax", "jax")]
+    ("module", "library"),
+    [(name, name) for name in ("torch", "tensorflow", "ray", "jax", "keras")] + [("huggingface", "transformers")],
 )
 def test_a_loader_without_its_library_names_the_extra(module: str, library: str) -> None:
     code = f"import sys; sys.modules[{library!r}] = None; import cachetool.loaders.{module}"
@@ -120,7 +120,7 @@ def test_a_loader_without_its_library_names_the_extra(module: str, library: str)
 
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last == f"ModuleNotFoundError: this needs {library}: pip install 'cachetool[{library}]'"
+    assert last == f"ModuleNotFoundError: this needs {library}: pip install 'cachetool[{module}]'"
 
 
 def test_public_names_stay_what_they_are_when_everything_is_loaded() -> None:

@@ -22,6 +22,10 @@ PUBLIC = {
     " Samples TensorList",
     "cachetool.loaders.numpy": "Loader",
     "cachetool.loaders.jax": "prefetch_to_device",
+    "cachetool.loaders.lightning": "CacheDataModule GrowthCallback",
+    "cachetool.loaders.huggingface": "GrowthMixin LoaderStateCallback",
+    "cachetool.loaders.composer": "GrowthCallback",
+    "cachetool.loaders.keras": "LoaderDataset LoaderStateCallback",
     "cachetool.loaders.tensorflow": "feature_spec make_dataset parse_batch",
     # what Cache's methods give, and what somebody who writes a format builds on
     "cachetool.cache": "CacheDir Claim Facts Origin Removal Room Shard Snapshot SourceRow Staging Stats Victim"

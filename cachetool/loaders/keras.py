@@ -44,7 +44,7 @@ from cachetool.units import parse_whole
 try:
     import keras
 except ModuleNotFoundError as error:
-    raise without("keras", "tensorflow", error) from None
+    raise without("keras", "keras", error) from None
 
 __all__ = ["LoaderDataset", "LoaderStateCallback"]
 
@@ -72,14 +72,15 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
         train = LoaderDataset(loader.epochs_of(steps=100), {"image": "volume"}, "label")
         model.fit(train, epochs=90, validation_data=LoaderDataset(validation, {"image": "volume"}, "label"))
 
-    ``loader`` is a :class:`Loader`, best that of :mod:`cachetool.loaders.numpy`, or for training its
-    ``epochs_of(steps=N)``. ``inputs``, ``targets`` and ``sample_weights`` name fields: one, a list of them, or a dict
-    from the names of the model's inputs or outputs. Other fields of a batch are left out. Numbers of one shape alone
-    can be given to Keras: pad ragged fields, and turn text into numbers, with the loader's ``transform=``.
+    ``loader`` is a :class:`cachetool.loaders.numpy.Loader`; for training it is the view ``loader.epochs_of(steps=N)``.
+    ``inputs``, ``targets`` and ``sample_weights`` name fields: one field, a list of fields, or a dict from the names of
+    the model's inputs or outputs to fields. Other fields of a batch are left out. Keras takes only numbers of one
+    shape: pad ragged fields, and turn text into numbers, with the loader's ``transform=``.
 
-    A batch that Keras asks for again, because it only looked at the first one, is handed out again; none is lost. When
-    training is stopped in mid-epoch, TensorFlow's backend has read ahead: with a :class:`LoaderStateCallback` those
-    batches come first in the next ``fit``, else they are lost, and a stop after one or two batches repeats them.
+    Keras looks at the first batches before it trains; the data set hands those batches out again, so none is lost. When
+    training stops in mid-epoch, TensorFlow's backend has read ahead. With a :class:`LoaderStateCallback` the batches
+    that were not trained come first in the next ``fit``. Without the callback they are lost, and a stop after one or
+    two batches repeats these.
 
     Raises :class:`UsageError` for what is no loader, for epochs of fewer than three steps, for names of another type,
     and with the first batch for a field that is not there, is text, dates or ragged.
@@ -216,6 +217,8 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
         if self._trained is not None or in_vain:
             self._again.extendleft(reversed(self._handed))
             self._handed.clear()
+            waiting = {item.number for item in self._again}
+            self._states = {number: state for number, state in self._states.items() if number in waiting}
         else:
             self._forget()
         self._under_way, self._count = False, 0

@@ -85,9 +85,8 @@ def make_dataset(
     ``validation`` (default: 5 %) of the samples in the latter: the sides of every loader, and a sample never changes
     sides.
 
-    Its length is unknown to TensorFlow. Keras takes the number of batches of the first epoch for that of all: to see a
-    growing cache whole, call ``model.fit(..., initial_epoch=k, epochs=k + 1)`` for each epoch, or repeat the dataset
-    and give ``steps_per_epoch``. TensorFlow's autotuning is off, which costs short epochs more than it brings them,
+    Its length is unknown to TensorFlow, and Keras takes the number of batches of the first epoch for that of all. To
+    train on a growing cache whole, give ``repeat=True`` here and ``steps_per_epoch=`` to ``model.fit``. TensorFlow's autotuning is off, which costs short epochs more than it brings them,
     for all that is built on it too; options of your own behind it may switch it on.
 
     An element is a dict of batches: fixed fields as dense tensors (batch, *shape), bytes and str as ``tf.string``

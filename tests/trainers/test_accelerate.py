@@ -6,9 +6,13 @@ AttributeError is asserted here; ``register_for_checkpointing(loader)`` does wha
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.trainers.conftest import Cell, Trained
+from tests.trainers.examples import run_example
 from tests.trainers.growing import LAST
 
 pytestmark = pytest.mark.trainers
@@ -137,3 +141,14 @@ def test_ranks_without_a_common_run_are_an_error(cell: Cell) -> None:
     trained = cell("accelerate_loop", "sampler_no_run", ranks=2)
     error = "several processes need run=NAME on their datasets, the same on each, to share snapshots"
     assert [record["error"] for record in trained.ranks] == [error, error]
+
+
+@RANKS
+def test_the_example_stops_resumes_and_learns(tmp_path: Path, ranks: int) -> None:
+    printed = run_example("accelerate_growing_cache.py", tmp_path, ranks=ranks)
+    epochs = re.findall(r"epoch (\d): (\d+) held-out samples, accuracy (\d\.\d\d)", printed)
+    assert [int(epoch) for epoch, _, _ in epochs] == [0, 1, 2, 3]
+    assert int(epochs[0][1]) <= int(epochs[-1][1]) == 356
+    assert float(epochs[-1][2]) > 0.85
+    assert "stopped in epoch 1 after 5 of" in printed
+    assert "going on in epoch 1" in printed

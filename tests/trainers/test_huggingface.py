@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cachetool.errors import UsageError
 from tests.trainers.conftest import Cell, Trained
+from tests.trainers.examples import run_example
 from tests.trainers.growing import LAST
 
 pytestmark = pytest.mark.trainers
@@ -283,3 +286,14 @@ def test_two_ranks_evaluate_whole_and_gather_each_prediction_once(cell: Cell) ->
     assert [len(ids) for ids in trained.ranks[0]["predicted"]] == validated
     assert all(len(set(ids)) == len(ids) for ids in trained.ranks[0]["predicted"])
     assert trained.warnings == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_stops_resumes_and_ends_with_its_schedule(tmp_path: Path, ranks: int) -> None:
+    printed = run_example("huggingface_growing_cache.py", tmp_path, ranks=ranks)
+    evaluated = re.findall(r"(\d+) held-out samples, accuracy (\d\.\d\d)", printed)
+    assert len(evaluated) == 5  # the second epoch also where it was stopped
+    assert evaluated[-1][0] == "356"
+    assert float(evaluated[-1][1]) > 0.85
+    steps = re.findall(r"step (\d+) of (\d+), learning rate (.+)", printed)
+    assert steps == [("60", "160", "0.00625"), ("160", "160", "0.00000")]
