@@ -98,8 +98,8 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         return {"loaders": [loader.state_dict() for loader in self._loaders]}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Let Lightning begin the next epoch when the checkpoint was made behind the last batch of one."""
-        self._epoch_ended = _end_epoch(checkpoint)
+        """Let Lightning go on where the loaders do: in the epoch of the checkpoint, or in the next one."""
+        self._epoch_ended = _settle_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the loaders go on where the checkpoint was made, before Lightning asks them for a length.
@@ -250,21 +250,28 @@ def _begin_next(loader: TrainingLoader) -> None:
         loader.epoch = loader.epoch + 1
 
 
-def _end_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Change the counters of a checkpoint that was made behind the last batch of an epoch, so that the epoch has ended;
-    returns whether the checkpoint is one of those.
+def _settle_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Change the counters of a checkpoint so that its last epoch has ended exactly if its last batch was trained;
+    returns whether the epoch has ended.
 
-    Such checkpoints are made in the last validation of an epoch, or by ``every_n_train_steps``; with ``max_steps``
-    Lightning takes those of ``on_train_epoch_end`` for unfinished too. Lightning then compares the batches of that
-    epoch with the length of the next one. When the cache has grown meanwhile, it would take the difference from the
-    next pass of the loader and leave that pass.
+    Lightning takes some checkpoints from behind the last batch for unfinished epochs: those of the last validation of
+    an epoch, of ``every_n_train_steps``, and with ``max_steps`` also those of ``on_train_epoch_end``. It compares their
+    number of batches with the length of the next epoch. When the cache has grown meanwhile, it takes the difference
+    from the next pass of the loader and leaves that pass. An epoch that was stopped early it takes for finished. It
+    then counts the rest of that epoch as another one, without its validation and without a step of its schedules.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, batches = loop.get("epoch_progress"), loop.get("epoch_loop.batch_progress")
-    if not epochs or not batches or not batches.get("is_last_batch"):
+    if not epochs or not batches or epochs["current"]["started"] < epochs["current"]["ready"]:
         return False
-    if epochs["current"]["processed"] < epochs["current"]["ready"]:
-        # Lightning counts a step for its loggers behind the checkpoint of that step.
+    is_processed = epochs["current"]["processed"] == epochs["current"]["ready"]
+    if not batches["is_last_batch"]:
+        if is_processed and batches["current"]["ready"]:
+            for counts in (epochs["current"], epochs["total"]):
+                counts.update(processed=counts["ready"] - 1, completed=counts["ready"] - 1)
+        return False
+    if not is_processed:
+        # Lightning counts a step for its loggers only after the checkpoint of that step.
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     for counts in (epochs["current"], epochs["total"], batches["total"]):
         counts.update(dict.fromkeys(counts, counts["ready"]))

@@ -519,3 +519,18 @@ def test_the_state_of_an_epoch_that_another_one_replaced_is_refused(cache: Cache
         feed.begin(0)  # as an iter() that was interrupted before it could say so
         with pytest.raises(UsageError, match="is over: another one was begun"):
             loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", EACH)
+def test_the_state_of_some_batches_ago_gives_those_batches_again(workers: int, cache: CacheDir) -> None:
+    """A trainer that reads ahead saves where it trains, also when the loader is at the end of its epoch."""
+    with opened(cache, workers=workers) as loader:
+        batches = list(loader)  # 15: the epoch is over, and its plan still known
+        states = {behind: json.loads(json.dumps(loader.state_behind(behind))) for behind in (0, 1, 3, 15)}
+        with pytest.raises(UsageError, match="has not delivered 16 batches"):
+            loader.state_behind(16)
+    for behind, state in states.items():
+        with opened(cache, workers=workers) as loader:
+            loader.load_state_dict(state)
+            assert loader.epoch == (0 if behind else 1)
+            assert numbers(loader) == numbers(batches[15 - behind :]) or behind == 0

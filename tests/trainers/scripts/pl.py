@@ -91,6 +91,8 @@ class Model(lightning.LightningModule):
             self.extra["estimated"] = steps
             rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps)
             return [optimizer], [{"scheduler": rates, "interval": "step"}]
+        if self.schedule == "epochs":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)]
         return optimizer
 
     def on_train_end(self) -> None:
@@ -257,6 +259,12 @@ def case_resume_steps() -> None:
     train(Model(), max_steps=35, resume=SAVED)
 
 
+def case_resume_stopped() -> None:
+    """Stopped in the first epoch, as a Timer stops a job, with the checkpoint of the end of that epoch."""
+    train(Validated(name="before", schedule="epochs", stop_at=(0, 3)), max_epochs=3, validation=0.2, callbacks=[saved()])
+    train(Validated(schedule="epochs"), max_epochs=3, validation=0.2, resume=SAVED)
+
+
 def case_resume_limited() -> None:
     """Every epoch is left after five batches, the checkpoint is that of the end of the first."""
     train(Model(name="before"), max_epochs=1, callbacks=[saved()], limit_train_batches=5)
@@ -366,7 +374,6 @@ def case_module() -> None:
     again = Validated()
     trainer(max_epochs=2).fit(again, datamodule=data)
     trainer().validate(again, datamodule=data, verbose=False)
-    again.write_validated()
     resumed = Validated(name="resumed")
     left = CacheDataModule(CACHE, validation=0.2, batch_size=BATCH, fields=FIXED, seed=3)
     if "steps" not in OPTIONS:
@@ -376,6 +383,7 @@ def case_module() -> None:
         trainer().test(again, datamodule=data)
     except ValueError as error:
         refused = str(error)
+    again.write_validated()
     assert again.record is not None
     again.record.extra = {"length": length, "text": str(data), "refused": refused}
     again.record.write(FOLDER, 0)
@@ -383,7 +391,7 @@ def case_module() -> None:
 
 def main() -> None:
     """Run one case."""
-    samples = {"resume": LAST, "resume_steps": LAST, "resume_estimated": LAST, "resume_at_the_end": LAST, "resume_grown": 144, "fail_01": 60}
+    samples = {"resume": LAST, "resume_stopped": LAST, "resume_steps": LAST, "resume_estimated": LAST, "resume_at_the_end": LAST, "resume_grown": 144, "fail_01": 60}
     if only_first():
         fill(CACHE, samples.get(CASE, 96))
     globals()[f"case_{CASE}"]()
