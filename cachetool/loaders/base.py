@@ -250,18 +250,19 @@ class BaseLoader(ABC, Generic[T]):
         process used the cache meanwhile.
         """
         epoch = None if self._latest is None else self._latest()
-        here = epoch is not None and epoch.progress.feed.pid == os.getpid()  # a fork begins an epoch of its own
-        if epoch is not None and here and not (epoch.over or epoch.replaced):
-            progress: Progress | None = epoch.progress
-        else:
+        progress = None if epoch is None or epoch.over or epoch.replaced else epoch.progress
+        if progress is not None and progress.feed.pid != os.getpid():  # a fork may be another rank
+            steps = progress.begun.steps
+            progress = progress if (steps.rank, steps.world_size) == self._world() else None
+        if progress is None:
             progress = self._untouched(None)
         if progress is not None:
             return self._lengths.tell(progress.begun.epoch, progress.before + progress.steps)
         number = self._next()
         left_over = self._left_over(number)
         taken = 0 if left_over is None else self._taken
-        steps = self._limited(self._fed().prepare(number, left_over).steps, taken)
-        return self._lengths.tell(number, taken + steps)
+        count = self._limited(self._fed().prepare(number, left_over).steps, taken)
+        return self._lengths.tell(number, taken + count)
 
     def _placed(self) -> Settings:
         """The settings with rank, world size and run, looked up when an epoch begins or is counted.

@@ -47,7 +47,6 @@ else:
 __all__ = ["GrowthMixin", "LoaderStateCallback"]
 
 _Ours: TypeAlias = BaseLoader[Any] | FixedEpochs[Any]
-_NAME = "LoaderStateCallback"  # of the entry in trainer_state.json
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 """Schedules of the Trainer that do not end at a step."""
 
@@ -114,7 +113,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
             )
         self.resumed = None
         if state.global_step:
-            saved = state.stateful_callbacks.get(_NAME)
+            saved = state.stateful_callbacks.get(type(self).__name__)
             if not isinstance(saved, dict) or "loader" not in saved:
                 raise UsageError(
                     f"the checkpoint of step {state.global_step} has no state of a loader, so its position is unknown;"
@@ -139,6 +138,10 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Forget the loader, which may be closed before the next training begins."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the loader of a training that ended; checkpoints have no state of a loader until the next begins."""
         self._loader = None
 
 
@@ -156,11 +159,13 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
     loader or a dict of loaders; both are iterated as they are. Datasets of other packages are treated as without the
     mixin. The loader decides the batch size; ``per_device_train_batch_size`` only scales the Trainer's speed figures.
 
-    A Trainer with its own ``get_train_dataloader()`` may return a loader there; it then needs
-    ``callbacks=[LoaderStateCallback()]`` to be resumed. One line on stderr says so if a learning-rate schedule of the
-    Trainer ends before the training, because the cache grew. Raises what :class:`LoaderStateCallback` raises, and
-    :class:`UsageError` for a class where the Trainer comes before the mixin, a Trainer that it does not fit, and a
-    ``CacheDataset`` to train on, in which the Trainer does not see growth.
+    ``get_train_dataloader()`` of the user's class may also return a loader. The mixin adds a
+    :class:`LoaderStateCallback` if there is none. One line on stderr says so if a learning-rate schedule of the Trainer
+    ends before the training, because the cache grew.
+
+    Raises what :class:`LoaderStateCallback` raises, and :class:`UsageError` for a class where the Trainer comes before
+    the mixin, a Trainer that it does not fit, and a ``CacheDataset`` to train on, in which the Trainer does not see
+    growth.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -188,10 +193,6 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
         self._iterated: _Ours | None = None
         """The loader of the training that is under way."""
         self._said_scheduled = False
-        if _is_ours(self.train_dataset) and self._state_callback() is None:
-            callback = LoaderStateCallback()
-            self.callback_handler.callbacks.insert(0, callback)  # the user's callbacks see the corrected state.epoch
-            callback.on_init_end(self.args, self.state, self.control)
 
     def _state_callback(self) -> LoaderStateCallback | None:
         callbacks = self.callback_handler.callbacks
@@ -235,6 +236,7 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
 
     @gather_function.setter
     def gather_function(self, function: Any) -> None:
+        """The Trainer sets its own function, before and after each evaluation."""
         self.__dict__["_gather_function"] = function
 
     def _gather_rows(self, values: Any) -> Any:
@@ -253,10 +255,19 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
     # -- one epoch after another ---------------------------------------------------------------------------------------
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the Trainer's values; with ``max_steps=``, let it begin as many epochs as that takes."""
+        """Return the Trainer's values; with ``max_steps=``, let the Trainer begin as many epochs as that takes.
+
+        The Trainer calls this when training begins, before it reads the states of the callbacks.
+        """
         values = super().set_initial_training_values(args, dataloader)
         self._iterated = dataloader if _is_ours(dataloader) else None
         self._scheduled = values[-1]
+        if self._iterated is not None:
+            if (callback := self._state_callback()) is None:
+                # The first one: the user's callbacks then see the corrected state.epoch.
+                self.callback_handler.callbacks.insert(0, LoaderStateCallback())
+            else:
+                callback.forget()  # the loader of a training that ended with an error
         if self._iterated is not None and args.max_steps > 0:
             # The number of epochs is unknown, because earlier and later ones have other lengths. Each has at least one
             # step, and the training ends at max_steps.

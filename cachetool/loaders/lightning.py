@@ -40,7 +40,7 @@ else:
 __all__ = ["CacheDataModule", "GrowthCallback"]
 
 TrainingLoader: TypeAlias = Loader | FixedEpochs[dict[str, Any]]
-_KINDS = BaseLoader | FixedEpochs
+_KINDS = (BaseLoader, FixedEpochs)
 
 
 class GrowthCallback(Callback):  # type: ignore[misc]
@@ -89,7 +89,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         """
         _forget_lengths(trainer.val_dataloaders)
         # Private, since Lightning has no public way. A Lightning without this attribute keeps the lengths as described.
-        validation = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
+        validation: Any = getattr(getattr(trainer.fit_loop, "epoch_loop", None), "val_loop", None)
         if hasattr(validation, "_last_val_dl_reload_epoch"):
             validation._last_val_dl_reload_epoch = float("-inf")
 
@@ -162,7 +162,7 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
         if validation is None and validation_options is None:
             # Lightning looks which methods a data module has of its own: without held-out samples not this one, or it
             # would warn about a missing validation_step.
-            self.val_dataloader = super().val_dataloader
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
 
     def train_dataloader(self) -> TrainingLoader:
         """Return the training loader, always the same one in a process."""

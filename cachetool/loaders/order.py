@@ -79,17 +79,19 @@ def order(
     rank: int = 0,
     world_size: int = 1,
     drop_last: bool = True,
+    position: int = 0,
 ) -> Iterator[npt.NDArray[np.int64]]:
     """The indices that ``rank`` reads in ``epoch``, in blocks of at most 65,536: int64 arrays, (k,).
 
     Rank r takes the positions r, r + world_size, r + 2 world_size, ... of one order that all ranks share: the
     permutation of (seed, epoch), or 0, 1, 2, ... with ``shuffle=False``. No sample goes to two ranks, none comes twice.
+    ``position`` is the number of positions that all ranks together have read before.
     """
     permutation = Permutation(samples, seed=seed, turn=epoch) if shuffle else None
-    count = share(samples, rank=rank, world_size=world_size, drop_last=drop_last)
+    count = share(samples - position, rank=rank, world_size=world_size, drop_last=drop_last)
     for start in range(0, count, _BLOCK):
         steps = np.arange(start, min(start + _BLOCK, count), dtype=np.int64)
-        positions = steps * world_size + rank
+        positions = position + steps * world_size + rank
         yield positions if permutation is None else permutation[positions]
 
 

@@ -86,8 +86,9 @@ def make_dataset(
     sides.
 
     Its length is unknown to TensorFlow, and Keras takes the number of batches of the first epoch for that of all. To
-    train on a growing cache whole, give ``repeat=True`` here and ``steps_per_epoch=`` to ``model.fit``. TensorFlow's autotuning is off, which costs short epochs more than it brings them,
-    for all that is built on it too; options of your own behind it may switch it on.
+    train on a growing cache whole, give ``repeat=True`` here and ``steps_per_epoch=`` to ``model.fit``. TensorFlow's
+    autotuning is off, which costs short epochs more than it brings them, for all that is built on it too; options of
+    your own behind it may switch it on.
 
     An element is a dict of batches: fixed fields as dense tensors (batch, *shape), bytes and str as ``tf.string``
     (batch,), ragged arrays as ``tf.RaggedTensor`` with as many ragged dimensions as the array has; datetime64 and

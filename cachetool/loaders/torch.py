@@ -15,12 +15,13 @@ process that made the dataset; workers look up the list of shards that an index 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.cache import CacheDir
 from cachetool.errors import UsageError, without
@@ -35,12 +36,15 @@ from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
+from cachetool.loaders.plan import rows
+from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
 from cachetool.loaders.sharded_twice import check_sharded_once
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_iterable import CacheIterableDataset
 from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
+from cachetool.loaders.view import View
 from cachetool.loaders.views import Check, Views, usable
 from cachetool.units import parse_whole
 
@@ -54,6 +58,9 @@ __all__ = [
     "Samples",
     "TensorList",
 ]
+
+
+_STATE = 1
 
 
 class _MapDataset(Dataset[Sample]):
@@ -206,6 +213,9 @@ class EpochSampler(Sampler[int]):
     no two read the same sample; ``drop_last`` leaves out the remainder, at most ``world_size - 1`` samples, another one
     every epoch, so that all take the same number of steps. Without it some ranks may take one step more.
 
+    torchdata's StatefulDataLoader goes on in the middle of an epoch, with the samples it had, although the cache has
+    grown since: the iterator has a state of its own.
+
     Accelerate divides a prepared ``DataLoader`` among the processes by itself: use ``rank=0, world_size=1`` there, on
     each process. All processes of one run then use the same snapshot as well.
 
@@ -245,33 +255,134 @@ class EpochSampler(Sampler[int]):
         return share(len(self._dataset), rank=self.rank, world_size=self.world_size, drop_last=self._drop_last)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator: the old snapshot stays leased until the first index is asked for, when workers of an epoch that
-        # was broken off have finished what was still in flight.
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        run = getattr(self._dataset, "run", None)
-        if not self._warned:
-            self._warned = check_sharded_once(rank=self.rank, world_size=self.world_size, run=run)
+        """Return the indices of an epoch; the iterator has ``state_dict`` and ``load_state_dict``."""
+        return _EpochIndices(self)
+
+
+class _EpochIndices(Iterator[int]):
+    """The indices of one epoch of a sampler, which ``torchdata``'s StatefulDataLoader saves and goes on with.
+
+    A DataLoader draws indices ahead of the batches that it delivers. It asks for the state after each batch that it
+    draws, and keeps the state of the batch that it delivered last: so the state belongs to the iterator, and is cheap.
+    """
+
+    def __init__(self, sampler: EpochSampler) -> None:
+        self._sampler = sampler
+        self._indices: Iterator[int] | None = None  # before the first index was asked for
+        self._resume: Resume | None = None
+        self._state: dict[str, Any] = {"state": _STATE, "seed": sampler._seed, "shuffle": sampler._shuffle}
+        self._epoch: int | None = None
+        self._before = self._given = 0
+        """Positions of the order that all ranks had read before, and indices of this rank since."""
+
+    def __next__(self) -> int:
+        if self._indices is None:
+            # The old snapshot stays leased until the first index is asked for, when workers of an epoch that was broken
+            # off have finished what was still in flight.
+            self._indices = self._begun()
+        index = next(self._indices, None)
+        if index is None:
+            raise StopIteration
+        self._given += 1
+        return index
+
+    def _begun(self) -> Iterator[int]:
+        sampler, dataset = self._sampler, self._sampler._dataset
+        epoch = self._epoch = sampler.epoch if self._epoch is None else self._epoch
+        sampler.epoch = epoch + 1
+        run = getattr(dataset, "run", None)
+        if not sampler._warned:
+            sampler._warned = check_sharded_once(rank=sampler.rank, world_size=sampler.world_size, run=run)
         # Somebody else may divide the indices of a sampler for all samples among the processes of the job, which is
         # right only if all of them use one snapshot.
-        shared = self.world_size > 1 or (run is not None and _processes() > 1)
-        samples = self._dataset.refresh(epoch=epoch if shared else None, sparing=True)
-        if samples < self.world_size:
-            raise UsageError(f"{samples} samples are too few for {self.world_size} processes; pull more first")
-        base = encode(self._dataset.version, 0)
+        shared = sampler.world_size > 1 or (run is not None and _processes() > 1)
+        samples = dataset.refresh(epoch=epoch if shared else None, sparing=self._resume is None)
+        view = dataset._views.plain()
+        if self._resume is not None:
+            parts, samples = self._resume.parts, self._resume.samples
+        else:
+            parts = rows(view.parts)
+            if samples < sampler.world_size:
+                raise UsageError(f"{samples} samples are too few for {sampler.world_size} processes; pull more first")
+        self._state |= {"samples": samples, "parts": parts}
+        where = None if self._resume is None else _places(view, self._resume)
+        return self._drawn(samples, epoch, encode(dataset.version, 0), where)
+
+    def _drawn(self, samples: int, epoch: int, base: int, where: _Places | None) -> Iterator[int]:
+        sampler = self._sampler
         blocks = order(
             samples,
-            shuffle=self._shuffle,
-            seed=self._seed,
+            shuffle=sampler._shuffle,
+            seed=sampler._seed,
             epoch=epoch,
-            rank=self.rank,
-            world_size=self.world_size,
-            drop_last=self._drop_last,
+            rank=sampler.rank,
+            world_size=sampler.world_size,
+            drop_last=sampler._drop_last,
+            position=self._before,
         )
         for block in blocks:
-            for index in block.tolist():
+            for index in (block if where is None else where(block)).tolist():
                 yield base + index
-        if self.rank == 0:
-            self._dataset.served()
+        if sampler.rank == 0:
+            sampler._dataset.served()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far this epoch is, and the shards that it reads, as plain values.
+
+        With several ranks the state of each says the same once all have taken as many steps.
+        """
+        epoch = self._sampler.epoch if self._epoch is None else self._epoch
+        return {**self._state, "epoch": epoch, "position": self._before + self._given * self._sampler.world_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called, with the samples of that epoch, although the cache has grown since.
+
+        Raises :class:`UsageError` for what is no such state, or that of a sampler with another ``seed`` or ``shuffle``;
+        the first index raises it where shards of that epoch were evicted.
+        """
+        parts = state.get("parts") if isinstance(state, dict) else None
+        kinds = {"epoch": is_whole, "position": is_whole, "samples": is_whole if parts is not None else _is_none}
+        require_state(state, _STATE, kinds | {"parts": are_rows if parts is not None else _is_none}, of="EpochSamplers")
+        own = {name: self._state[name] for name in ("seed", "shuffle")}
+        require_order({name: state.get(name) for name in own}, own, of="EpochSampler")
+        self._epoch, self._indices, self._given = int(state["epoch"]), None, 0
+        self._before = int(state["position"])
+        self._resume = None if parts is None else Resume(self._before, int(state["samples"]), parts)
+
+
+_Places: TypeAlias = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+"""From the index of a sample in an earlier snapshot to its index in the present one; both int64, (k,)."""
+
+
+def _places(view: View, resume: Resume) -> _Places:
+    """Return the way from indices of the snapshot to resume to those of ``view``, the present one.
+
+    Raises :class:`UsageError` where shards of it were evicted.
+    """
+    there, _, gone = found_again(view, resume)
+    if gone:
+        raise UsageError(
+            f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume were evicted since; begin the next epoch"
+            " with sampler.set_epoch(n)"
+        )
+    now = dict(zip((part.id for part in view.parts), _starts([part.samples for part in view.parts]), strict=True))
+    before = _starts([part.samples for part in there.parts])
+    shift = np.array([now[part.id] for part in there.parts], dtype=np.int64) - before
+
+    def places(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        moved: npt.NDArray[np.int64] = indices + shift[np.searchsorted(before, indices, side="right") - 1]
+        return moved
+
+    return places
+
+
+def _starts(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the index of the first sample of each part, (parts,)."""
+    return np.cumsum([0, *counts[:-1]], dtype=np.int64)
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 def _processes() -> int:

@@ -36,6 +36,9 @@ def test_every_example_is_run_here_or_in_a_test_of_its_own() -> None:
     elsewhere = {
         "custom_format.py": "tests/formats/test_custom_format.py",
         "ray_train_two_nodes.py": "tests/ray/test_train.py",
+        "huggingface_growing_cache.py": "tests/trainers/test_huggingface.py",
+        "accelerate_growing_cache.py": "tests/trainers/test_accelerate.py",
+        "lightning_growing_cache.py": "tests/trainers/test_lightning.py",
         "keras_growing_cache.py": "tests/trainers/test_keras.py",
     }
     here = Path(__file__).read_text()

@@ -70,6 +70,26 @@ def free_port() -> int:
         return port
 
 
+def completed(command: Sequence[str], *, environment: dict[str, str], folder: Path, seconds: float) -> tuple[str, str]:
+    """Run a program and return what it wrote to stdout and stderr. Fails where it does, or takes too long.
+
+    A launcher is ended by SIGTERM, because a killed one leaves its ranks behind.
+    """
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    try:
+        said, warned = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        said, warned = process.communicate(timeout=60)
+        raise AssertionError(f"it took more than {seconds} s: {said[-2000:]}\n{warned[-6000:]}") from None
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, f"{said[-2000:]}\n{warned[-6000:]}"
+    return said, warned
+
+
 @pytest.fixture
 def cell(tmp_path: Path) -> Cell:
     """Run ``scripts/NAME.py CASE FOLDER``; with ``ranks`` by torchrun. Fails with the output where the script does."""
@@ -81,17 +101,15 @@ def cell(tmp_path: Path) -> Cell:
         ranks: int = 1,
         environment: dict[str, str] | None = None,
         arguments: Sequence[str] = (),
-        seconds: float = 280,
+        seconds: float = 200,
     ) -> Trained:
         script = [str(Path(__file__).parent / "scripts" / f"{name}.py"), case, str(tmp_path), *arguments]
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-        done = subprocess.run(
+        _, warned = completed(
             [sys.executable, *(launcher if ranks > 1 else []), *script],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-            env={
+            folder=tmp_path,
+            seconds=seconds,
+            environment={
                 **{key: value for key, value in os.environ.items() if key not in _LAUNCHER},
                 "PYTHONPATH": str(REPOSITORY),
                 "PYTHONWARNINGS": "ignore",
@@ -102,10 +120,9 @@ def cell(tmp_path: Path) -> Cell:
                 **(environment or {}),
             },
         )
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         more: dict[str, list[dict[str, Any]]] = {}
         for path in sorted(tmp_path.glob("*-*.json")):
             more.setdefault(path.stem.rpartition("-")[0], []).append(json.loads(path.read_text()))
-        return Trained(more.pop("record"), done.stderr, more)
+        return Trained(more.pop("record"), warned, more)
 
     return run

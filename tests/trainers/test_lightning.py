@@ -5,18 +5,21 @@ A resumed run has two records: ``before``, up to the checkpoint, and the run tha
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.trainers.conftest import Cell, Trained
+from tests.trainers.conftest import REPOSITORY, Cell, Trained, completed
 
 pytestmark = pytest.mark.trainers
 
 RANKS = ["ddp", "ddp_fork"]
-"""Lightning's own launchers: a script started once more for each rank, and a fork of the process that has the loader."""
+"""Lightning's own launchers: a script that is started again for each rank, a fork of the process with the loader."""
 
 
 def whole(trained: Trained, *names: str) -> list[tuple[int, int, int]]:
@@ -25,7 +28,7 @@ def whole(trained: Trained, *names: str) -> list[tuple[int, int, int]]:
     return Trained(records_as_one(records), "").passes()
 
 
-def records_as_one(records: list[dict]) -> list[dict]:
+def records_as_one(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records under numbers of epochs that differ, since an epoch that was resumed is in two of them."""
     return [{"epochs": {str(n): row for n, row in enumerate(record["epochs"].values())}} for record in records]
 
@@ -146,6 +149,18 @@ def test_a_trainer_that_counts_steps_resumes_at_the_end_of_an_epoch(cell: Cell, 
     trained = cell("pl", "resume_at_the_end_steps", arguments=["one", grown])
 
     assert trained.epochs() == expected(*samples)
+    assert trained.warnings == []
+
+
+def test_an_epoch_that_was_stopped_goes_on_when_the_run_is_resumed(cell: Cell) -> None:
+    """Lightning alone takes the rest for an epoch of its own, which ends without validation or a step of schedules."""
+    trained = cell("pl", "resume_stopped")
+
+    assert trained.epochs("before") == expected(60)
+    assert whole(trained, "before", "record") == complete(179, 179, 179)
+    assert trained.passes("validated") == complete(61, 61, 61)
+    rates = trained.ranks[0]["rates"]
+    assert [rates.count(rate) for rate in sorted(set(rates), reverse=True)] == [8, 12, 12]
     assert trained.warnings == []
 
 
@@ -281,8 +296,8 @@ def test_one_data_module_fits_twice_validates_saves_and_resumes(cell: Cell) -> N
 
     assert trained.passes("before") == [(71, 71, 0), (109, 32, 0)]
     assert trained.passes() == complete(143, 143)  # the second fit begins another epoch
-    assert whole(trained, "before", "resumed") == complete(71, 109)
-    assert trained.passes("validated")[-1:] == complete(49) or trained.passes("validated") == complete(49)
+    assert whole(trained, "before", "resumed") == complete(71, 109, 143)
+    assert trained.passes("validated") == [(49, 25, 0), *complete(49, 49, 49)]  # a sanity check, two fits, validate
     assert trained.ranks[0]["length"] == 5
     assert trained.ranks[0]["text"].startswith("CacheDataModule(")
     assert "no samples for tests" in trained.ranks[0]["refused"]
@@ -344,15 +359,14 @@ def test_two_ranks_of_any_strategy_have_a_data_module(cell: Cell, strategy: str)
 
 def test_two_spawned_ranks_cannot_have_a_loader_of_their_parent(tmp_path: Path) -> None:
     """``ddp_spawn`` pickles the loader, and feeders cannot be pickled: use the data module, or another strategy."""
-    script = Path(__file__).parent / "scripts" / "pl.py"
-    repository = Path(__file__).parents[2]
+    script = REPOSITORY / "tests" / "trainers" / "scripts" / "pl.py"
     done = subprocess.run(
         [sys.executable, str(script), "grow", str(tmp_path), "ddp_spawn"],
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
-        env={"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
     )
 
     assert done.returncode == 1
@@ -422,6 +436,29 @@ def test_two_ranks_fit_twice(cell: Cell, strategy: str) -> None:
     assert len(passes) == 2
     assert all(snapshot == distinct and twice == 0 for snapshot, distinct, twice in passes)
     assert trained.warnings == []
+
+
+# -- the example -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_trains_on_more_samples_and_resumes_its_epoch(tmp_path: Path, ranks: int) -> None:
+    program = REPOSITORY / "examples" / "lightning_growing_cache.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, str(program), str(tmp_path / "work"), str(ranks)]
+    said, warned = completed(line, environment=environment, folder=tmp_path, seconds=200)
+
+    epochs = re.findall(rf"epoch (\d): (\d+) samples trained on {ranks} ranks, (\d+) held out, accuracy (.+)", said)
+    [(left, count)] = re.findall(r"epoch (\d): left after (\d+) samples", said)
+    samples = {int(number): int(trained) for number, trained, _, _ in epochs}
+    assert sorted(samples) == list(range(6))
+    samples[int(left)] += int(count)
+    counts = [samples[number] for number in range(6)]
+    assert counts == sorted(counts)
+    assert 200 < counts[0] <= counts[-1]
+    assert counts[-1] > 300
+    assert float(epochs[0][3]) < float(epochs[-1][3])
+    assert "cachetool: " not in warned
 
 
 def assert_growing(trained: Trained) -> None:

@@ -38,6 +38,16 @@ def own_trainer(loader: Any) -> type[Trainer]:
     return OwnTrainer
 
 
+def growing_trainer(loader: Any, *, own: bool) -> type[Trainer]:
+    """A Trainer with the mixin, and with ``own`` one that returns ``loader`` by a method of its own."""
+
+    class OwnTrainer(GrowthMixin, Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+    return OwnTrainer if own else GrowingTrainer
+
+
 class Model(torch.nn.Module):
     """Notes the ids of every batch that it is trained or evaluated on."""
 
@@ -210,7 +220,7 @@ def resumes(*, elsewhere: bool = False, growth: bool = False, fields: Any = FIXE
     step = 9 if growth else 20
     with loader(fields=fields) as batches:
         record = Record(batches)
-        train(batches, record=record, grows=growth, stop=step)
+        train(batches, kind=growing_trainer(batches, own=elsewhere), record=record, grows=growth, stop=step)
     checkpoint = FOLDER / f"out/checkpoint-{step}"
     if growth:
         grow(CACHE, LAST)
@@ -219,7 +229,7 @@ def resumes(*, elsewhere: bool = False, growth: bool = False, fields: Any = FIXE
         shutil.rmtree(FOLDER / "out")
     with loader(fields=fields) as batches:
         record._loader = batches
-        train(batches, record=record, resume=checkpoint)
+        train(batches, kind=growing_trainer(batches, own=elsewhere), record=record, resume=checkpoint)
         done(record)
 
 

@@ -12,27 +12,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")
+import numpy as np
+import torch
 
 OPTIONS = sys.argv[4:]
 
-if "old" in OPTIONS:
+if "old" in OPTIONS:  # before the module of ours, which takes the package that is there
     import pytorch_lightning as lightning
     from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
 else:
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
-import numpy as np
-import torch
-
-from cachetool.loaders.lightning import CacheDataModule, GrowthCallback
-from cachetool.loaders.torch import Loader, TensorList
-from tests.trainers.growing import BATCH, FIXED, LAST, Record, fill, grow
+from cachetool.loaders.lightning import CacheDataModule, GrowthCallback  # noqa: E402
+from cachetool.loaders.torch import Loader, TensorList  # noqa: E402
+from tests.trainers.growing import BATCH, FIXED, LAST, Record, fill, grow  # noqa: E402
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 STRATEGY = sys.argv[3] if len(sys.argv) > 3 else "one"
@@ -261,7 +258,9 @@ def case_resume_steps() -> None:
 
 def case_resume_stopped() -> None:
     """Stopped in the first epoch, as a Timer stops a job, with the checkpoint of the end of that epoch."""
-    train(Validated(name="before", schedule="epochs", stop_at=(0, 3)), max_epochs=3, validation=0.2, callbacks=[saved()])
+    train(
+        Validated(name="before", schedule="epochs", stop_at=(0, 3)), max_epochs=3, validation=0.2, callbacks=[saved()]
+    )
     train(Validated(schedule="epochs"), max_epochs=3, validation=0.2, resume=SAVED)
 
 
@@ -391,7 +390,15 @@ def case_module() -> None:
 
 def main() -> None:
     """Run one case."""
-    samples = {"resume": LAST, "resume_stopped": LAST, "resume_steps": LAST, "resume_estimated": LAST, "resume_at_the_end": LAST, "resume_grown": 144, "fail_01": 60}
+    samples = {
+        "resume": LAST,
+        "resume_stopped": LAST,
+        "resume_steps": LAST,
+        "resume_estimated": LAST,
+        "resume_at_the_end": LAST,
+        "resume_grown": 144,
+        "fail_01": 60,
+    }
     if only_first():
         fill(CACHE, samples.get(CASE, 96))
     globals()[f"case_{CASE}"]()

@@ -1,0 +1,106 @@
+"""The state of an EpochSampler's iterator, as torchdata's StatefulDataLoader saves and loads it."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from cachetool.cache import CacheDir
+from cachetool.errors import UsageError
+from cachetool.loaders.torch import CacheDataset, EpochSampler
+from tests.loaders.numbered import put
+
+
+def begun(cache: CacheDir, *, epoch: int = 0, **options: Any) -> tuple[CacheDataset, Any]:
+    """A dataset, and the iterator of a sampler that begins this epoch."""
+    dataset = CacheDataset(cache, fields=["number"], run="one")
+    sampler = EpochSampler(dataset, **{"seed": 3, **options})
+    sampler.set_epoch(epoch)
+    return dataset, iter(sampler)
+
+
+def numbers(dataset: CacheDataset, indices: Any) -> list[int]:
+    """The numbers of the samples at these indices."""
+    return [int(dataset[index]["number"]) for index in indices]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("taken", [0, 1, 31, 59, 60])
+def test_an_epoch_goes_on_with_the_samples_it_had_in_the_order_it_had(
+    taken: int, shuffle: bool, cache: CacheDir
+) -> None:
+    dataset, indices = begun(cache, epoch=4, shuffle=shuffle)
+    with dataset:
+        whole = numbers(dataset, islice(indices, 60))
+    dataset, indices = begun(cache, epoch=4, shuffle=shuffle)
+    with dataset:
+        before = numbers(dataset, islice(indices, taken))
+        state = json.loads(json.dumps(indices.state_dict()))
+    put(cache, range(60, 100))
+    dataset, indices = begun(cache, shuffle=shuffle)
+    with dataset:
+        indices.load_state_dict(state)
+        after = numbers(dataset, indices)
+        sampler = indices._sampler
+        assert sampler.epoch == 5
+        assert len(numbers(dataset, sampler)) == 100
+    if taken:  # else nothing was read of it, and it reads what is there now
+        assert before + after == whole
+    else:
+        assert sorted(after) == list(range(100))
+
+
+def test_an_epoch_goes_on_on_another_number_of_ranks(cache: CacheDir) -> None:
+    ranks = [begun(cache, rank=rank, world_size=2) for rank in range(2)]
+    before = [numbers(dataset, islice(indices, 11)) for dataset, indices in ranks]
+    states = [indices.state_dict() for _, indices in ranks]
+    for dataset, _ in ranks:
+        dataset.close()
+    assert states[0] == states[1]
+    put(cache, range(60, 100))
+    ranks = [begun(cache, rank=rank, world_size=3) for rank in range(3)]
+    after = []
+    for dataset, indices in ranks:
+        indices.load_state_dict(states[0])
+        after.append(numbers(dataset, indices))
+    for dataset, _ in ranks:
+        dataset.close()
+    assert [len(part) for part in after] == [12, 12, 12]  # 38 are left, and drop_last leaves out two of them
+    seen = [number for part in (*before, *after) for number in part]
+    assert len(set(seen)) == len(seen) == 58
+
+
+def test_an_epoch_whose_shards_were_evicted_is_refused(cache: CacheDir) -> None:
+    dataset, indices = begun(cache)
+    with dataset:
+        next(indices)
+        state = indices.state_dict()
+    cache.evict(cache.usage().total - 1)
+    dataset, indices = begun(cache)
+    with dataset:
+        indices.load_state_dict(state)
+        with pytest.raises(UsageError, match=r"1 of 3 shards of the epoch to resume were evicted since.* sampler.set_epoch\(n\)"):
+            next(indices)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"state": 9}, "not a state of this version's EpochSamplers"),
+        ({"seed": 4}, "seed=4, this EpochSampler has 3"),
+        ({"shuffle": False}, "shuffle=False"),
+        ({"position": -1}, "'position' is -1"),
+        ({"parts": "all"}, "'parts' is 'all'"),
+        ({"samples": None}, "'samples' is None"),
+    ],
+)
+def test_what_is_no_state_of_this_sampler_is_refused(change: dict[str, Any], says: str, cache: CacheDir) -> None:
+    dataset, indices = begun(cache)
+    with dataset:
+        next(indices)
+        state = {**indices.state_dict(), **change}
+        with pytest.raises(UsageError, match=says):
+            indices.load_state_dict(state)
