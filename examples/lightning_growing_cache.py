@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.nn import functional
 import cachetool
 from cachetool.loaders.lightning import CacheDataModule
 
+SAMPLES = 1797
+PULLED_PER_EPOCH = 300
 EPOCHS = 6
 STEPS_OF_FIRST_JOB = 20
 
@@ -50,8 +53,18 @@ class Pull(Callback):
         if trainer.local_rank == 0:
             self.pull = cachetool.BackgroundPull(self.folder / "cache", str(self.folder / "bucket"), to="lmdb", seed=0)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait until the cache has grown, because the epochs of this model last only a moment."""
+        if self.pull is None:
+            return
+        with cachetool.open_cache(self.folder / "cache") as cache:
+            enough = min(cache.stats().samples + PULLED_PER_EPOCH, SAMPLES)
+            while cache.stats().samples < enough:
+                self.pull.check()  # raises the error of a pull that failed
+                time.sleep(0.05)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the pull; the cache keeps what came."""
+        """End the pull; the cache keeps its samples."""
         if self.pull is not None:
             self.pull.close()
 
@@ -94,7 +107,8 @@ class Digits(LightningModule):
 
 def job(folder: Path, ranks: int, *, resume: Path | None = None, **limits: int) -> Trainer:
     """Train as one job does: with a model, a data module and a Trainer of its own."""
-    data = CacheDataModule(folder / "cache", validation=0.2, batch_size=32, fields=["image", "label"], seed=0)
+    options = {"batch_size": 32 // ranks, "fields": ["image", "label"], "seed": 0}
+    data = CacheDataModule(folder / "cache", validation=0.2, **options)
     several = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {"devices": 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     common = {"accelerator": "cpu", "enable_checkpointing": False, "num_sanity_val_steps": 0}

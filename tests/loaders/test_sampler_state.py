@@ -82,7 +82,9 @@ def test_an_epoch_whose_shards_were_evicted_is_refused(cache: CacheDir) -> None:
     dataset, indices = begun(cache)
     with dataset:
         indices.load_state_dict(state)
-        with pytest.raises(UsageError, match=r"1 of 3 shards of the epoch to resume were evicted since.* sampler.set_epoch\(n\)"):
+        with pytest.raises(
+            UsageError, match=r"1 of 3 shards of the epoch to resume were evicted since.* sampler.set_epoch\(n\)"
+        ):
             next(indices)
 
 
