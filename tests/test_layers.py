@@ -1,7 +1,7 @@
 """The layers of the house, read off the import statements of every module.
 
-A module imports only from below or from its own package, and a heavy dependency lives in one module. The table is the one
-of ``docs/architecture`` and of the design.
+A module imports only from below or from its own package, and a heavy dependency lives in one module. The table is the
+one of ``docs/architecture`` and of the design.
 """
 
 from __future__ import annotations
