@@ -22,6 +22,7 @@ import numpy as np
 
 from cachetool.errors import UsageError, without
 from cachetool.loaders.epoch import Epoch, check_batches
+from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.units import parse_whole
 
 try:
@@ -51,6 +52,8 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
         raise UsageError(f"size={size} cannot be used: at least 1")
     if isinstance(device, str):
         raise UsageError(f"device={device!r} is no device of JAX; give one, as jax.devices({device!r})[0]")
+    if isinstance(iterable, FixedEpochs):  # whose passes are prefetched, each by itself
+        return iterable.begun_by(lambda: _prefetched(iterable.loader, size, device))
     return _prefetched(iterable, size, device)
 
 

@@ -49,6 +49,11 @@ def test_an_epoch_of_a_loader_counts_when_its_last_batch_is_handed_out(seen: dic
     assert seen["leases"] == 0
 
 
+def test_epochs_of_a_fixed_length_count_what_is_handed_out(seen: dict[str, Any]) -> None:
+    assert seen["of a view"] == [16, 2, 16]
+    assert seen["rest of a view"] == 3
+
+
 def test_a_batch_is_not_kept_back_while_the_next_one_is_waited_for(seen: dict[str, Any]) -> None:
     assert seen["not kept back"] == 488
 

@@ -162,12 +162,24 @@ def waiting(cache: CacheDir, arrived: Path, out: dict[str, Any]) -> None:
         out["not kept back"] = len(first["number"]) + sum(len(batch["number"]) for batch in batches)
 
 
+def fixed_epochs(cache: CacheDir, out: dict[str, Any]) -> None:
+    """Epochs of a fixed length count what is handed out, not what is on its way."""
+    with Loader(cache, batch_size=8, fields=["number"], workers=1) as loader:
+        view = loader.epochs_of(steps=5)
+        batches = prefetch_to_device(view, size=4)
+        seen = [len(next(batches)["number"]) for _ in range(2)]
+        state = view.state_dict()
+        out["of a view"] = [sum(seen), state["at"], state["loader"]["resume"]["position"]]
+        out["rest of a view"] = sum(1 for _ in batches)
+
+
 def main(name: str) -> None:
     out: dict[str, Any] = {}
     with open_cache(Path(name) / "cache", max_size="50MB") as cache:
         for start in range(0, 480, 160):
             put(cache, range(start, start + 160))
         loader_batches(cache, out)
+        fixed_epochs(cache, out)
         waiting(cache, Path(name) / "arrived", out)
     refilled(out)
     trees(out)
