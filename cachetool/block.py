@@ -47,7 +47,7 @@ class Ragged:
         self.values = values
         """All values, flat, shape (total,); ``uint8`` for bytes and str."""
         self.offsets = offsets
-        """Where each sample begins, in values, shape (k + 1,); the first need not be 0."""
+        """Index in ``values`` of each sample's first value, shape (k + 1,); the first need not be 0."""
         self.shapes = shapes
         """Shape of each sample's array, (k, rank); None for bytes and str."""
 

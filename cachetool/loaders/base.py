@@ -118,7 +118,7 @@ class BaseLoader(ABC, Generic[T]):
 
     @property
     def drop_last(self) -> bool:
-        """Whether every batch has ``batch_size`` samples."""
+        """True if every batch has ``batch_size`` samples."""
         return self._settings.drop_last
 
     @property

@@ -55,7 +55,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         self._loader = loader
         self._begun: Iterator[dict[str, Any]] | None = None
         self._follows = False
-        """Whether the loader stands where the trainer does: not with a checkpoint that was made without a callback."""
+        """True if the loader stands where the trainer does: not with a checkpoint that was made without a callback."""
 
     def fit_start(self, state: Any, logger: Any) -> None:
         """Let an epoch that a checkpoint, or an earlier ``fit``, was left in go on behind its last batch."""

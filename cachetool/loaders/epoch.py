@@ -61,7 +61,7 @@ class Progress:
         self.failed = False
         """Whether an error ended it."""
         self.touched = False
-        """Whether a batch was asked for."""
+        """True once a batch was asked for."""
 
     @property
     def step(self) -> int:
@@ -89,7 +89,7 @@ class Progress:
         self.feed.left(self.begun.generation)
 
     def resume(self, step: int | None = None) -> dict[str, Any]:
-        """What it takes to go on from here, or from an earlier ``step``. Raises :class:`UsageError` when the feeders
+        """Return the state to go on from here, or from an earlier ``step``. Raises :class:`UsageError` when the feeders
         ended."""
         if self.feed.pid != os.getpid():
             raise UsageError(f"this epoch is under way in process {self.feed.pid}; call state_dict() there")

@@ -58,7 +58,7 @@ class Feed(Protocol):
         ...
 
     def regain(self, generation: int) -> bool:
-        """Whether the epoch that :meth:`left` was said of still has its snapshot, which it then keeps."""
+        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
         ...
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class FixedEpochs(Generic[T]):
 
     @property
     def drop_last(self) -> bool:
-        """Whether every batch has ``batch_size`` samples."""
+        """True if every batch has ``batch_size`` samples."""
         return self.loader.drop_last
 
     def __len__(self) -> int:

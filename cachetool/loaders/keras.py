@@ -119,7 +119,7 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._kept = 0
         """Length that Keras counts on."""
         self._under_way = False
-        """Whether Keras reads an epoch."""
+        """True while Keras reads an epoch."""
         self._count = 0
         """Batches handed out in this epoch."""
         self._trained: int | None = None

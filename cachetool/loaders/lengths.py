@@ -24,7 +24,7 @@ class Lengths:
         self._told: dict[int, int] = {}
         self._warned = False
         self.progress: Progress | None = None
-        """Of the epoch that was begun last."""
+        """Progress of the epoch that was begun last."""
 
     def tell(self, epoch: int, length: int) -> int:
         """Note that ``len()`` returned ``length`` for this epoch, and return it."""

@@ -33,7 +33,7 @@ class TensorList(Sequence[torch.Tensor]):
     values: torch.Tensor
     """All values, flat, (total,)."""
     offsets: npt.NDArray[np.int64]
-    """Where each tensor begins in values, (k + 1,)."""
+    """Index in ``values`` of each tensor's first value, (k + 1,)."""
     shapes: npt.NDArray[np.int64]
     """Shape of each tensor, (k, rank)."""
 

@@ -176,7 +176,7 @@ class Turns:
             self._until, self._left = time.monotonic() + self._settings.hold, True
 
     def regain(self, generation: int) -> bool:
-        """Whether this epoch, which was :meth:`left`, is still the present one; its time is then no longer over."""
+        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
         if self._current is None or self._current.plan.generation != generation:
             return False
         self._left = False
