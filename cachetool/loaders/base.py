@@ -101,6 +101,11 @@ class BaseLoader(ABC, Generic[T]):
         """A name of this run that all its processes have, when the launcher gave none."""
         return None
 
+    @property
+    def _collective(self) -> bool:
+        """True if all ranks agree on the steps of an epoch, and so must begin the same epochs."""
+        return False
+
     def _agreed(self, steps: int) -> int:
         """How many steps all ranks take, when this one could take ``steps``."""
         return steps
@@ -159,9 +164,13 @@ class BaseLoader(ABC, Generic[T]):
         """The same, with batches in host memory whatever ``device=`` says."""
         before = None if self._latest is None else self._latest()
         going_on = before is not None and not before.progress.ended and not before.replaced
+        alone = not self._concurrent or (not going_on and self._home in (None, threading.current_thread()))
+        # Before the lock is taken: this may ask the feeders, and a signal's handler may begin an epoch meanwhile.
+        untouched = self._untouched(before) if alone else None
         with self._claim:  # threads that begin at the same moment begin different epochs
             beside = self._concurrent and (going_on or not self._at_home())
-            untouched = None if beside else self._untouched(before)
+            if untouched is not None and (beside or untouched is not self._progress or untouched.touched):
+                untouched = None
             if not beside and untouched is None:
                 self._epoch = self._next()
             self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
@@ -172,17 +181,17 @@ class BaseLoader(ABC, Generic[T]):
             self._beside.add(epoch)
             return epoch
         if untouched is not None:
-            if before is not None:
-                before.hand_over()
             untouched.feed.lock_pages(None)  # as after a begin: a prefetcher of the older iterator asked for it
             epoch = Epoch(self, untouched)
+            if before is not None:
+                before.hand_over()
             self._latest = weakref.ref(epoch)
             return epoch
         if before is not None:
             before.replace()
         self._lengths.check()
-        self._chosen = self._loaded = False
         epoch = self._started(self._fed(), number, self._left_over(number))
+        self._chosen = self._loaded = False  # not where that failed: who tries again is to get the same epoch
         self._latest, self._progress = weakref.ref(epoch), epoch.progress
         self._lengths.progress = epoch.progress
         if epoch.progress.ended:  # nothing was left of the epoch that was resumed
@@ -205,6 +214,8 @@ class BaseLoader(ABC, Generic[T]):
             return None
         if iterator is not None:
             return None if iterator.replaced else progress
+        if progress.kept:
+            return progress
         # Nobody has its iterator, so its snapshot is given up after hold= seconds: the feeders know.
         return progress if feed.regain(progress.begun.generation) else None
 
@@ -233,7 +244,7 @@ class BaseLoader(ABC, Generic[T]):
             if own or begun is not None or not isinstance(error, CacheToolError):
                 feed.close()
             raise
-        return Epoch(self, Progress(feed, begun, steps, taken))
+        return Epoch(self, Progress(feed, begun, steps, taken, kept=self._collective))
 
     def _limited(self, steps: Steps, taken: int) -> int:
         return steps.count if self._limit is None else max(0, min(steps.count, self._limit - taken))
@@ -254,8 +265,8 @@ class BaseLoader(ABC, Generic[T]):
         if progress is not None and progress.feed.pid != os.getpid():  # a fork may be another rank
             steps = progress.begun.steps
             progress = progress if (steps.rank, steps.world_size) == self._world() else None
-        if progress is None:
-            progress = self._untouched(None)
+        if progress is None and (progress := self._untouched(None)) is not None and not progress.kept:
+            progress.feed.left(progress.begun.generation)  # still nobody has its iterator
         if progress is not None:
             return self._lengths.tell(progress.begun.epoch, progress.before + progress.steps)
         number = self._next()
@@ -374,12 +385,12 @@ class BaseLoader(ABC, Generic[T]):
         for beside in members(self._beside):
             beside.replace()
             beside.end()
-        self._lengths.check()
         if self._latest is not None and (before := self._latest()) is not None:
             before.replace()
         if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
             self._finalizer()
         self._feed = None
+        self._lengths.check()  # last: stderr may be blocked
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from cachetool.errors import UsageError
 from cachetool.loaders.base import BaseLoader
-from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
 from cachetool.loaders.torch import Loader
 
 try:
@@ -52,6 +52,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         super().__init__()
         if not isinstance(loader, BaseLoader | FixedEpochs):
             raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
+        require_one_epoch(loader)
         self._loader = loader
         self._begun: Iterator[dict[str, Any]] | None = None
         self._follows = False

@@ -46,10 +46,15 @@ def check_batches(given: object) -> None:
 class Progress:
     """How far an epoch is; the loader knows it when the iterator is gone."""
 
-    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "ready", "steps", "touched")
+    __slots__ = ("before", "begun", "counted", "failed", "feed", "fetched", "kept", "ready", "steps", "touched")
 
-    def __init__(self, feed: Feed, begun: Begun, steps: int, before: int) -> None:
+    def __init__(self, feed: Feed, begun: Begun, steps: int, before: int, *, kept: bool = False) -> None:
         self.feed, self.begun = feed, begun
+        self.kept = kept
+        """True if its snapshot stays leased until a batch was asked for, although nobody has its iterator.
+
+        Ranks that agree on an epoch by a collective must all hand it over again, or all begin another one. A clock that
+        each of them reads for itself cannot decide that."""
         self.steps, self.before = steps, before
         """Batches in all, and those of it that were delivered before it was resumed."""
         self.fetched = 0
@@ -86,7 +91,8 @@ class Progress:
     def forgotten(self) -> None:
         """The iterator is gone, and with it what it had at hand."""
         self.drop()
-        self.feed.left(self.begun.generation)
+        if self.touched or not self.kept:
+            self.feed.left(self.begun.generation)
 
     def resume(self, step: int | None = None) -> dict[str, Any]:
         """Return the state to go on from here, or from an earlier ``step``. Raises :class:`UsageError` when the feeders

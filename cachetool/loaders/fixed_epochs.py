@@ -11,18 +11,20 @@ that count steps, are right with epochs of one length; every pass still takes th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from cachetool.errors import UsageError
+from cachetool.loaders.epoch import Progress
 from cachetool.loaders.resume import is_whole, require_state
 from cachetool.units import parse_whole
 
 if TYPE_CHECKING:
     from cachetool.loaders.base import BaseLoader
 
-__all__ = ["FixedEpochs"]
+__all__ = ["FixedEpochs", "require_one_epoch"]
 
 T = TypeVar("T")
 _STATE = 1
@@ -42,7 +44,10 @@ class FixedEpochs(Generic[T]):
             raise UsageError(f"steps={steps} cannot be used: at least 1")
         self.loader, self._steps = loader, steps
         self._pass: Iterator[T] | None = None
+        self._progress: Progress | None = None
+        """Of the pass that is under way."""
         self._begin: Callable[[], Iterator[T]] = lambda: iter(loader)
+        self._how: object = None
         self._at = 0
         """Batches of the present epoch that were handed out."""
         self._newest: object = None
@@ -65,13 +70,25 @@ class FixedEpochs(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch; of one that was loaded from a state, go on with the rest."""
-        return self.begun_by(lambda: iter(self.loader))
+        loader = self.loader  # not self, which would then live until the garbage collector runs
+        return self.begun_by(lambda: iter(loader), how=None)
 
-    def begun_by(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """The same, with passes that ``begin`` begins: a prefetcher's, so that only delivered batches count."""
+    def begun_by(self, begin: Callable[[], Iterator[T]], *, how: object) -> Iterator[T]:
+        """The same, with passes that ``begin`` begins: a prefetcher's, so that only delivered batches count.
+
+        ``how`` says where the batches come to: a pass that was begun in another way is gone on with in this one.
+        """
+        progress = self._progress
+        if progress is not None and (
+            progress is not self.loader._progress or progress.feed.closed or progress.feed.pid != os.getpid()
+        ):
+            self._pass = self._progress = None  # the loader was closed, iterated by somebody else, or forked
+        elif self._pass is not None and how != self._how:
+            self.loader.load_state_dict(self.loader.state_dict())
+            self._pass = self._progress = None
         if not self._resumed:
             self._at = 0
-        self._begin = begin
+        self._begin, self._how = begin, how
         self._newest = mine = object()
         return self._batches(mine)
 
@@ -93,11 +110,14 @@ class FixedEpochs(Generic[T]):
             for batch in self._pass or ():
                 return batch
             for _ in range(2):  # nothing may be left of a pass that was resumed
+                # Of a view every pass is read whole, so its lengths say nothing about a trainer that kept one.
+                self.loader._lengths.forget()
                 self._pass = self._begin()
                 for batch in self._pass:
+                    self._progress = self.loader._progress
                     return batch
         except BaseException:
-            self._pass = None  # a pass with a hole in it is not gone on with
+            self._pass = self._progress = None  # a pass with a hole in it is not gone on with
             raise
         raise UsageError(f"an epoch of {self._steps} steps cannot be filled: the loader gives no batch")
 
@@ -115,12 +135,12 @@ class FixedEpochs(Generic[T]):
         kinds = {"at": is_whole, "loader": lambda value: isinstance(value, Mapping)}
         require_state(state, _STATE, kinds, of="epochs of fixed length")
         self.loader.load_state_dict(state["loader"])
-        self._pass, self._newest = None, None
+        self._pass = self._progress = self._newest = None
         self._at, self._resumed = min(int(state["at"]), self._steps - 1), True
 
     def close(self) -> None:
         """Close the loader."""
-        self._pass, self._newest = None, None
+        self._pass = self._progress = self._newest = None
         self.loader.close()
 
     def __enter__(self) -> Self:
@@ -130,3 +150,14 @@ class FixedEpochs(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_one_epoch(loader: BaseLoader[Any] | FixedEpochs[Any]) -> None:
+    """Raise :class:`UsageError` for a loader with ``concurrent=True``, whose state a trainer cannot save.
+
+    Trainers call ``iter()`` again while they hold an older iterator. With ``concurrent=True`` each call begins an epoch
+    beside the others, which is no part of the state.
+    """
+    base = loader.loader if isinstance(loader, FixedEpochs) else loader
+    if base._concurrent:
+        raise UsageError("a loader with concurrent=True has no state that a trainer could save; leave it out")

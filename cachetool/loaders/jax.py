@@ -53,7 +53,7 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
     if isinstance(device, str):
         raise UsageError(f"device={device!r} is no device of JAX; give one, as jax.devices({device!r})[0]")
     if isinstance(iterable, FixedEpochs):  # whose passes are prefetched, each by itself
-        return iterable.begun_by(lambda: _prefetched(iterable.loader, size, device))
+        return iterable.begun_by(lambda: _prefetched(iterable.loader, size, device), how=("jax", device))
     return _prefetched(iterable, size, device)
 
 

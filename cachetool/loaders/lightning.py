@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from cachetool.errors import CacheToolError, UsageError, without
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
-from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
 from cachetool.loaders.torch import Loader
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         for loader in loaders:
             if not isinstance(loader, _KINDS):
                 raise UsageError(f"{loader!r} is no loader of cachetool; give the Loader, or loader.epochs_of(steps=N)")
+            require_one_epoch(loader)
         if not loaders:
             raise UsageError("no loader was given; give the training loaders: GrowthCallback(loader)")
         self._loaders, self._name = loaders, name

@@ -30,10 +30,12 @@ def check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
     and returns whether it did. Raises :class:`UsageError` for a sampler of all samples that Accelerate divides while
     the dataset has no ``run``: each process would then divide a snapshot of its own.
     """
-    if not _is_divided():
+    divider = _divider()
+    if divider is None:
         return False
     if world_size == 1:
-        if run is None:
+        # A dispatcher reads on one process, for all of them.
+        if run is None and divider != "DataLoaderDispatcher":
             raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
         return False
     if rank:
@@ -45,15 +47,15 @@ def check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
     return True
 
 
-def _is_divided() -> bool:
-    """Return whether an object of Accelerate that divides samples among several processes asks for the next index.
+def _divider() -> str | None:
+    """Return the class of the object of Accelerate that asks for the next index and divides it among processes.
 
     The call stack says so. Neither the environment nor ``PartialState`` does: a program with Accelerate also has
     DataLoaders that it does not prepare, and there a sampler with a rank is right. Accelerate is looked up in
     ``sys.modules``, because importing it takes seconds, and a program without it has no such frames.
     """
     if _MODULE not in sys.modules:
-        return False
+        return None
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
@@ -62,6 +64,6 @@ def _is_divided() -> bool:
             state = getattr(owner, "state", None)  # of a DataLoaderDispatcher
             processes = getattr(owner, "num_processes", getattr(state, "num_processes", 1))
             if type(owner).__name__ in _DIVIDERS and processes > 1:
-                return True
+                return type(owner).__name__
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return None

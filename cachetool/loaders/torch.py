@@ -37,7 +37,7 @@ from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
 from cachetool.loaders.plan import rows
-from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
+from cachetool.loaders.resume import Resume, are_rows, found_again, is_resume, is_whole, require_order, require_state
 from cachetool.loaders.sharded_twice import check_sharded_once
 from cachetool.loaders.subscription import Subscription, launched_run, subscribe
 from cachetool.loaders.torch_device import DevicePrefetcher
@@ -343,6 +343,9 @@ class _EpochIndices(Iterator[int]):
         parts = state.get("parts") if isinstance(state, dict) else None
         kinds = {"epoch": is_whole, "position": is_whole, "samples": is_whole if parts is not None else _is_none}
         require_state(state, _STATE, kinds | {"parts": are_rows if parts is not None else _is_none}, of="EpochSamplers")
+        where = {"position": state["position"], "samples": state.get("samples"), "parts": parts}
+        if parts is not None and not is_resume(where):
+            raise UsageError("not a state of EpochSamplers: it has read more samples than its shards hold")
         own = {name: self._state[name] for name in ("seed", "shuffle")}
         require_order({name: state.get(name) for name in own}, own, of="EpochSampler")
         self._epoch, self._indices, self._given = int(state["epoch"]), None, 0

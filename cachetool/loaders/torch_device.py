@@ -96,7 +96,8 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         loader: Any = self._loader
         if isinstance(loader, FixedEpochs):  # whose passes are prefetched, each by itself
-            return loader.begun_by(lambda: iter(DevicePrefetcher(loader.loader, self._device, depth=self._depth)))
+            passes, device = DevicePrefetcher(loader.loader, self._device, depth=self._depth), self._device
+            return loader.begun_by(lambda: iter(passes), how=("torch", device))
         # Not of an epoch, whose owner may go on with it himself, nor of arrays, which are handed out as they are.
         lock = getattr(loader, "gives_tensors", False)
         if self._device.type != "cpu" and lock:  # its epoch is counted here, also where it has a device of its own

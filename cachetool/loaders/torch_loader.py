@@ -54,7 +54,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
     @property
     def _collective(self) -> bool:
-        """True if all ranks of torch.distributed agree on the steps of an epoch."""
+        """See :class:`BaseLoader`."""
         return _initialised() and (self._agree or self._given is None)
 
     def _world(self) -> tuple[int, int]:

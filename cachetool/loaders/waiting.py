@@ -96,7 +96,7 @@ class Talk:
 
 def say(text: str) -> None:
     """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: from a handler in the middle of a print
         if sys.stderr is not None:
             print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
 

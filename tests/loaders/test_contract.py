@@ -25,6 +25,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders import numpy as numpy_loader
 from cachetool.loaders import torch as torch_loader
 from cachetool.loaders import torch_device
+from cachetool.loaders.fixed_epochs import require_one_epoch
 from tests.loaders.numbered import KEYED, leases, put
 from tests.loaders.processes import until
 
@@ -813,3 +814,104 @@ def test_epochs_of_fixed_length_come_on_a_device(by: str, workers: int, keyed: C
     assert len(got) == 80
     assert len(set(got[:60])) == 60
     assert len(set(got[60:])) == 20
+
+
+# -- where the contract is easily broken -------------------------------------------------------------------------------
+
+
+def test_asking_for_the_length_does_not_keep_the_snapshot_of_a_dropped_iterator(make: Make, cache: CacheDir) -> None:
+    loader = make(cache, hold=0.3)
+    iter(loader)
+    assert len(loader) == 15
+    until(lambda: leases(cache) == [])
+
+
+def test_ranks_that_agree_hand_an_epoch_over_without_asking_a_clock(
+    make: Make, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank that began it anew would wait for the others' ``all_reduce`` for ever."""
+    loader = make(cache, hold=0.0)
+    monkeypatch.setattr(loader, "_agreed", lambda steps: steps)
+    monkeypatch.setattr(loader, "_shared_run", lambda: None)
+    monkeypatch.setattr(type(loader), "_collective", property(lambda self: True))
+    iter(loader)
+    feed = loader._feed
+
+    def refused(generation: int) -> bool:
+        raise AssertionError("the feeders were asked")
+
+    monkeypatch.setattr(feed, "regain", refused)
+    version = loader._progress.begun.version
+    grow(cache)
+    assert len(loader) == 15
+    assert sorted(numbers(loader)) == list(range(60))
+    assert loader._progress.begun.version == version
+
+
+def test_a_view_as_long_as_the_first_pass_is_no_cut(
+    make: Make, cache: CacheDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loader = make(cache)
+    view = loader.epochs_of(steps=len(loader))
+    numbers(view)
+    grow(cache)
+    for batch in view:
+        del batch
+    loader.close()
+    assert said(capfd) == []
+
+
+def test_a_view_begins_a_pass_anew_where_its_loader_was_closed_or_iterated(make: Make, cache: CacheDir) -> None:
+    loader = make(cache)
+    view = loader.epochs_of(steps=5)
+    assert len(numbers(view)) == 20
+    loader.close()
+    assert len(numbers(view)) == 20
+    next(iter(loader))
+    assert len(numbers(view)) == 20
+
+
+def test_an_epoch_that_failed_to_begin_is_begun_by_the_next_try(
+    make: Make, cache: CacheDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = make(cache, seed=5)
+    batches = iter(loader)
+    before = taken(batches, 4)
+    state = loader.state_dict()
+
+    def interrupted(steps: int) -> int:
+        raise KeyboardInterrupt
+
+    for resumed in (True, False):
+        if resumed:
+            loader.load_state_dict(state)
+        else:
+            loader.epoch = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "_agreed", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                iter(loader)
+        loader.set_epoch(3 if resumed else 0)
+        rest = numbers(loader)
+        assert sorted(rest if not resumed else before + rest) == list(range(60))
+        assert loader.epoch == 1
+
+
+def test_a_view_that_nobody_has_ends_its_feeders_at_once(make: Make, cache: CacheDir) -> None:
+    loader = make(cache)
+    view = loader.epochs_of(steps=20)
+    assert len(numbers(view)) == 60 + 20
+    gone = weakref.ref(view)
+    gc.disable()
+    try:
+        del view
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_loader_that_begins_epochs_side_by_side_is_refused_by_integrations(make: Make, cache: CacheDir) -> None:
+    loader = make(cache, concurrent=True)
+    for each in (loader, loader.epochs_of(steps=2)):
+        with pytest.raises(UsageError, match="concurrent=True"):
+            require_one_epoch(each)
