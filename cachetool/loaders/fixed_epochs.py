@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from cachetool.errors import UsageError
 from cachetool.loaders.epoch import Progress
@@ -67,6 +67,13 @@ class FixedEpochs(Generic[T]):
     def __len__(self) -> int:
         """Number of batches of every epoch."""
         return self._steps
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raise :class:`UsageError`: this is no dataset for ``DataLoader``, which would ask for samples one by one."""
+        raise UsageError(
+            "epochs_of() gives batches: iterate it, or give it to the trainer as it is, without a DataLoader around it;"
+            " docs/trainers.md has the way for each trainer"
+        )
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch; of one that was loaded from a state, go on with the rest."""

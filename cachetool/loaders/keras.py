@@ -270,10 +270,11 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
                                                  LoaderStateCallback(dataset, "run-loader.json")])
 
     ``dataset`` is the training data of ``fit``, over ``loader.epochs_of(steps=N)``. ``path`` is written at the end of
-    each epoch, or with ``save_freq=n`` after every n batches, as JSON that ``Loader.load_state_dict`` takes too. If the
-    file is there when this callback's first ``fit`` begins, training goes on behind the last batch that was trained
-    before it was written, also where Keras had read ahead. Every epoch has N steps, also that one. Remove the file to
-    begin anew. Save the model at the same times, with callbacks that stand before this one.
+    each epoch, or with ``save_freq=n`` after every n batches and when ``fit`` ends, as JSON that
+    ``Loader.load_state_dict`` takes too. If the file is there when this callback's first ``fit`` begins, training goes
+    on behind the last batch that was trained before it was written, also where Keras had read ahead. Every epoch has N
+    steps, also that one. Remove the file to begin anew. Save the model at the same times, with callbacks that stand
+    before this one.
 
     Raises :class:`UsageError` for a data set without a fixed length, for a ``save_freq`` below 1, when ``fit`` begins
     with another length (``steps_per_epoch=``) and for a file that holds no such state.
@@ -324,7 +325,10 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Let the next ``fit`` begin with batches that were fetched, and not trained."""
+        """Save, since the model is often saved behind ``fit``; let the next one begin with batches that were fetched,
+        and not trained."""
+        if self._since:
+            self._save()
         self._dataset._count_trained(False)
 
     def _read(self) -> dict[str, Any]:

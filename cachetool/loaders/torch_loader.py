@@ -86,8 +86,8 @@ class Loader(BaseLoader[dict[str, Any]]):
     def __getitem__(self, index: object) -> NoReturn:
         """A loader is no dataset for ``DataLoader``, which would ask for samples one by one."""
         raise UsageError(
-            "a Loader makes batches in processes of its own: iterate it; for torch's DataLoader there are CacheDataset"
-            " and CacheIterableDataset"
+            "a Loader makes batches in processes of its own: iterate it, or give it to the trainer as it is, without a"
+            " DataLoader around it; docs/trainers.md has the way for each trainer"
         )
 
     def _finish(self, batch: Batch) -> dict[str, Any]:

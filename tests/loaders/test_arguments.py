@@ -476,5 +476,8 @@ def test_an_empty_environment_is_none(cache: CacheDir, monkeypatch: pytest.Monke
 
 
 def test_a_loader_that_a_data_loader_is_given_says_what_to_give_instead(cache: CacheDir) -> None:
-    with TorchLoader(cache, batch_size=4, workers=0) as loader, pytest.raises(UsageError, match="CacheIterableDataset"):
+    with (
+        TorchLoader(cache, batch_size=4, workers=0) as loader,
+        pytest.raises(UsageError, match="without a DataLoader around it"),
+    ):
         list(DataLoader(loader, batch_size=None))  # type: ignore[arg-type]
