@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900)]  # TensorFlow, fro
 SCRIPT = Path(__file__).parent / "scripts" / "keras_fit.py"
 BACKENDS = ("tensorflow", "jax", "torch")
 CASES = (
-    *("grow_and_schedule", "resume", "resume_with_growth", "killed", "validation", "default_fields"),
+    *("grow_and_schedule", "resume", "resume_with_growth", "killed", "ended", "validation", "default_fields"),
     *("ragged_and_text", "early_stop", "early_stopping", "second_fit", "kept_length", "short_epochs", "wrong_steps"),
     "make_dataset",
 )
@@ -139,6 +139,14 @@ def test_after_a_kill_training_goes_on_behind_the_last_batch_before_the_file(bac
     cell = cases(backend, "killed")
 
     assert whole(cell) == [96, 96]
+    assert cell.warnings == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_goes_on_behind_the_end_of_fit_between_two_saves(backend: str, cases: Cases) -> None:
+    cell = cases(backend, "ended")
+
+    assert whole(cell) == [96, 96, 96]
     assert cell.warnings == []
 
 

@@ -210,6 +210,18 @@ def killed(folder: Path) -> None:
         made.fit(dataset, initial_epoch=1, epochs=3, callbacks=[saved, Watch()], verbose=0)
 
 
+@case
+def ended(folder: Path) -> None:
+    """Save every 4 batches, and end after 10; the model is then saved, and another process goes on."""
+    fill(folder / "cache", FIRST)
+    made = model()
+    for epoch, steps in enumerate((10, 8)):
+        with loader_of(folder) as loader:
+            dataset = dataset_of(loader.epochs_of(steps=steps))
+            saved = LoaderStateCallback(dataset, folder / "loader.json", save_freq=4)
+            made.fit(dataset, initial_epoch=epoch, epochs=epoch + 1, callbacks=[saved, Watch()], verbose=0)
+
+
 def _first(row: dict[str, Any], count: int) -> dict[str, Any]:
     assert list(row["passes"]) == ["0"]
     ids = row["ids"][:count]
