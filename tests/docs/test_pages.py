@@ -18,6 +18,7 @@ TOGETHER = (
     ("docs/training.md", "docs/scientific-data.md", "docs/moving.md"),
     ("docs/tutorial.md", "docs/choosing.md"),
     ("docs/errors.md", "docs/nodes.md"),
+    ("docs/trainers.md",),
 )
 """Pages that share a process."""
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
