@@ -45,7 +45,7 @@ class FixedEpochs(Generic[T]):
         self.loader, self._steps = loader, steps
         self._pass: Iterator[T] | None = None
         self._progress: Progress | None = None
-        """Of the pass that is under way."""
+        """Progress of the pass that is under way."""
         self._begin: Callable[[], Iterator[T]] = lambda: iter(loader)
         self._how: object = None
         self._at = 0
@@ -81,9 +81,11 @@ class FixedEpochs(Generic[T]):
         return self.begun_by(lambda: iter(loader), how=None)
 
     def begun_by(self, begin: Callable[[], Iterator[T]], *, how: object) -> Iterator[T]:
-        """The same, with passes that ``begin`` begins: a prefetcher's, so that only delivered batches count.
+        """Begin an epoch as ``iter()`` does, with passes that ``begin`` begins: those of a prefetcher, so that only
+        delivered batches count.
 
-        ``how`` says where the batches come to: a pass that was begun in another way is gone on with in this one.
+        ``how`` names the kind of ``begin``, such as a device. If the present pass was begun by another kind, its rest
+        comes by this one.
         """
         progress = self._progress
         if progress is not None and (

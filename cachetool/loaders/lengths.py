@@ -24,7 +24,8 @@ class Lengths:
         self._told: dict[int, int] = {}
         self._warned = False
         self.progress: Progress | None = None
-        """Progress of the epoch that was begun last."""
+        """Progress of the epoch that was begun last. The loader has it too; but this object is checked when the loader
+        is collected, so it must not refer to the loader."""
 
     def tell(self, epoch: int, length: int) -> int:
         """Note that ``len()`` returned ``length`` for this epoch, and return it."""
