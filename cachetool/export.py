@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cachetool.block import Block
-from cachetool.cache.layout import fsync_folder, refuse_in_cache, remove_tree, write_durable
+from cachetool.cache.layout import refuse_in_cache
 from cachetool.disk import too_long
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Engine, Message
 from cachetool.errors import CacheToolError, UsageError, from_json, to_json
+from cachetool.folders import fsync_folder, remove_path, write_durable
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import ContentDigest
@@ -113,7 +114,7 @@ def export(
         }
         (aside / DATASET_FILE).unlink(missing_ok=True)
         write_durable(aside / DATASET_FILE, json.dumps(about, indent=1).encode())
-        remove_tree(aside / "done")
+        remove_path(aside / "done")
         (aside / "plan.json").unlink()
         (aside / RUN).unlink()
         fsync_folder(aside)
@@ -265,7 +266,7 @@ def _resumable(aside: Path, parts: int) -> Iterator[None]:
         yield
     except CacheToolError as error:
         if not (kept := len(_finished(aside))):
-            remove_tree(aside)
+            remove_path(aside)
             raise
         _drop_unfinished(aside)
         told = to_json(error)

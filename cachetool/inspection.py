@@ -11,10 +11,11 @@ from typing import Literal
 
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
-from cachetool.cache.layout import SHARD_FILE, tree_bytes
+from cachetool.cache.layout import SHARD_FILE
 from cachetool.cache.records import Record, read_shard_json
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
+from cachetool.folders import tree_bytes
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.schema import Schema

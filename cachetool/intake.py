@@ -24,6 +24,7 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
 from cachetool.inputs import Input, Survey, identity, open_input, survey
+from cachetool.names import Id
 from cachetool.planning import refuse_cap
 from cachetool.progress import Progress, Report
 from cachetool.scratch import listing_scratch
@@ -64,7 +65,7 @@ def take_in(
             stack.callback(withdraw_unused, cache, dataset, id)
         cache.declare(dataset, found.schema)
         if new is not None:
-            cache.add_source(SourceRow(id, place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
+            cache.add_source(SourceRow(Id(id), place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
         made = _take_in(
             cache, description, found, id, dataset=dataset, kind=kind, step=step(found, cache.max_size),
             compression=compression, workers=workers, verify=verify, wait=wait, report=report,

@@ -16,12 +16,14 @@ from typing import Any
 from cachetool.cache import open_cache
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.catalog import Catalog
-from cachetool.cache.layout import SHARD_FILE, Layout, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import mark, settings
 from cachetool.cache.rebuild import rebuild
 from cachetool.cache.repair import misnamed, rename_back
 from cachetool.errors import CacheToolError, CapTooSmall
+from cachetool.folders import tree_bytes
 from cachetool.inspection import bad_files
+from cachetool.names import Id
 from cachetool.units import format_size, parse_size
 
 __all__ = ["Missing", "Problem", "Verified", "check_own"]
@@ -135,7 +137,7 @@ def _check_names(layout: Layout, result: Verified, known: set[str] | None, *, re
         if bad_files(path, value):
             continue  # whatever it is, it is not that shard as it was
         if repair:
-            rename_back(layout, path, value["id"])
+            rename_back(layout, path, Id(value["id"]))
         name, action = str(path.relative_to(layout.root)), "renamed back" if repair else None
         result.problems.append(Problem("a whole shard under another name", shard=value["id"], file=name, action=action))
 

@@ -22,6 +22,7 @@ from cachetool.engines.task import Message
 from cachetool.errors import CapTooSmall, UsageError
 from cachetool.formats.base import Format
 from cachetool.formats.shard import samples_within, shard_bound
+from cachetool.names import Id
 from cachetool.options import PullOptions
 from cachetool.progress import Progress, Report
 from cachetool.schema import Schema
@@ -54,10 +55,10 @@ DEFAULT_SHARD = 64 * 10**6
 """Bytes of values in a shard, unless a sixteenth of the cap is less."""
 
 
-def source_id(url: str, options: PullOptions) -> str:
+def source_id(url: str, options: PullOptions) -> Id:
     """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
     text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Id(hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def check_place(url: str) -> None:
@@ -182,7 +183,7 @@ def pace(options: PullOptions, scratch: Path) -> Message | None:
 
 
 def source_row(
-    id: str, options: PullOptions, found: Message, order: tuple[int, bool], known: SourceRow | None
+    id: Id, options: PullOptions, found: Message, order: tuple[int, bool], known: SourceRow | None
 ) -> SourceRow:
     """The row of a source that is taken in; that of a known one stays."""
     if known is not None:

@@ -21,14 +21,16 @@ from pathlib import Path
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
-from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, root_of, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, root_of
 from cachetool.cache.losses import Loss, accept, losses, quarantined
 from cachetool.cache.losses import purge as purge_quarantine
 from cachetool.cache.marker import look
 from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CacheToolError, UsageError
+from cachetool.folders import tree_bytes
 from cachetool.inspection import Fault, faults_of
+from cachetool.names import Id
 from cachetool.options import PullOptions
 from cachetool.ownfiles import Missing, Problem, Verified, check_own
 from cachetool.planning import source_id
@@ -114,7 +116,7 @@ def _check_shards(cache: CacheDir, result: Verified, *, repair: bool, sample: fl
     total = sum(row["samples"] for row in rows if row["id"] in chosen)
     opened: dict[str, int] = {}
     for row in rows:
-        folder = cache.layout.shards / row["id"]
+        folder = cache.layout.shard(Id(row["id"]))
         faults = faults_of(folder, row, whole=row["id"] in chosen)
         gone = any(fault.kind == "gone" for fault in faults)
         if faults and _still_ready(cache, row["id"]):  # else it was evicted while it was looked at
@@ -136,7 +138,8 @@ def _handle(
     cache: CacheDir, result: Verified, row: Row, faults: list[Fault], opened: dict[str, int], *, repair: bool
 ) -> None:
     """Report the faults of a shard, after doing about them what can be done."""
-    id, folder = row["id"], cache.layout.shards / row["id"]
+    id = Id(row["id"])
+    folder = cache.layout.shard(id)
     actions: dict[str, str | None] = dict.fromkeys(("gone", "data", "row", "charge"))
     if repair:
         kinds = {fault.kind for fault in faults}

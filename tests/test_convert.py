@@ -14,8 +14,8 @@ import pytest
 from cachetool.api import Cache, convert, open_cache, read_sample
 from cachetool.block import Block
 from cachetool.cache import Facts, Origin
-from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError, CapBlocked, CorruptError, UsageError
+from cachetool.folders import tree_bytes
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
 from cachetool.schema import Field, Schema

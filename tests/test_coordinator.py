@@ -23,9 +23,12 @@ from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing, sha
 from cachetool.coordinator import Coordinator
 from cachetool.engines.agent import Server
 from cachetool.errors import CacheToolError, Interrupted
+from cachetool.names import Id
 from cachetool.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 from tests.loaders.processes import until
+
+SOURCE = Id("5" * 16)
 
 UNITS = 60
 
@@ -47,7 +50,7 @@ class Whole:
         listing = root / "listing"
         list_source(self.url, listing)
         source = open_source(self.url, listing)
-        self.row = SourceRow("s", source.url, {}, source.identity, "default", UNITS, UNITS, 5, 0, 0, 0)
+        self.row = SourceRow(SOURCE, source.url, {}, source.identity, "default", UNITS, UNITS, 5, 0, 0, 0)
         self.cache.declare("default", Schema((Field("x", "float64", (4,)),)))
         self.cache.add_source(self.row, listing)
         self.shards: dict[str, dict[str, dict[str, Any]]] = {}
@@ -63,7 +66,7 @@ class Whole:
         with self.cache.catalog.write() as connection:
             self.cache.holder.register(connection)
             self.job, _ = draws.open_job(
-                connection, "s", holder=self.cache.holder.id, wanted=wanted, seed=None, turn=wanted is not None
+                connection, SOURCE, holder=self.cache.holder.id, wanted=wanted, seed=None, turn=wanted is not None
             )
         self.die()
 
@@ -77,7 +80,7 @@ class Whole:
         """The coordinator is killed, and made again from the same arguments."""
         self.arguments: dict[str, Any] = {
             "root": str(self.cache.root), "url": self.url, "options": SourceOptions().to_json(), "job": self.job,
-            "source": "s", "holder": self.cache.holder.id, "most": 10, "follow": False,
+            "source": SOURCE, "holder": self.cache.holder.id, "most": 10, "follow": False,
         }  # fmt: skip
         self.coordinator = Coordinator(**self.arguments)
 
@@ -95,7 +98,7 @@ class Whole:
         return list(told["gone"])
 
     def now(self) -> SourceRow:
-        found = self.cache.source("s")
+        found = self.cache.source(SOURCE)
         assert found is not None
         return found
 
@@ -150,7 +153,7 @@ class Whole:
 
     def lose(self, node: str) -> None:
         with self.cache.catalog.write() as connection:
-            placing.lose(connection, node, "s")
+            placing.lose(connection, node, SOURCE)
 
     def positions(self, *nodes: str) -> list[int]:
         """What of the pass these nodes have, double ones twice."""
@@ -317,7 +320,7 @@ def test_what_a_living_node_evicted_stays_done_for_this_pass_and_comes_in_the_ne
     assert whole.now().turn == 1
     whole.enter("a")
     whole.enter("b")
-    source = open_source(whole.url, whole.cache.listing("s"), units=UNITS)
+    source = open_source(whole.url, whole.cache.listing(SOURCE), units=UNITS)
     before = source.order(seed=5, turn=0)[np.arange(*lost[0])]
     fresh = []
     asked = {"what": "claim", "word": whole.words["a"]}
@@ -375,7 +378,7 @@ def test_pulls_of_two_sources_over_the_same_nodes_leave_each_other_alone(whole: 
         assert placing.placed_elsewhere(connection, "t", "a") == [(0, ((0, 3),))]
         placing.lose_others(connection, "t", ["a"])
         assert placing.placed_elsewhere(connection, "t", "a") == []
-        assert [part for _, part in placing.placed_elsewhere(connection, "s", "b")] == [((10, 20),)]
+        assert [part for _, part in placing.placed_elsewhere(connection, SOURCE, "b")] == [((10, 20),)]
     whole.enter("b")
     while whole.draw("a"):
         pass
@@ -418,13 +421,13 @@ def test_what_a_lost_node_had_of_an_earlier_pass_is_no_reason_to_rest(whole: Who
 
     def next_pass() -> bool:
         with whole.cache.catalog.write() as connection:
-            draws.next_turn(connection, "s")
+            draws.next_turn(connection, SOURCE)
         while (claim := whole.claim("a")) is not None:  # all of it is there
             told = whole.commit("a", claim)
             del whole.shards["a"][told["shard"]]
             whole.coordinator.answer("a", told | {"shard": None, "draws": 0, "samples": 0, "ranges": []})
         with whole.cache.catalog.read() as connection:
-            return draws.idle(connection, "s")
+            return draws.idle(connection, SOURCE)
 
     whole.enter("a")
     whole.enter("b")
@@ -433,14 +436,14 @@ def test_what_a_lost_node_had_of_an_earlier_pass_is_no_reason_to_rest(whole: Who
     assert next_pass()
     whole.lose("b")
     with whole.cache.catalog.read() as connection:
-        assert not draws.idle(connection, "s")
+        assert not draws.idle(connection, SOURCE)
     with whole.cache.catalog.write() as connection:
         for shard in list(whole.shards["a"].values())[:1]:  # b comes back, and has what a has too
             whole.shards["b"]["double"] = shard | {"shard": "double"}
     assert next_pass()
     assert "double" in whole.enter("b")
     with whole.cache.catalog.read() as connection:
-        assert not draws.idle(connection, "s")
+        assert not draws.idle(connection, SOURCE)
 
 
 def test_what_a_node_began_before_it_was_cut_off_says_nothing_for_it_when_it_is_back(whole: Whole) -> None:
@@ -499,7 +502,7 @@ def test_many_nodes_and_shards_fit_into_a_catalog_that_begins_small(whole: Whole
         limit = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
         for number in range(12_000):
             shard = placing.Placed(f"shard{number}", 0, ((number, number + 1),), 1, 0, None)
-            placing.insert(connection, "a", "s", shard, 1)
+            placing.insert(connection, "a", SOURCE, shard, 1)
     with whole.cache.catalog.write() as connection:
         placing.lose(connection, "a")
         assert connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0] > limit

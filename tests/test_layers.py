@@ -13,19 +13,32 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "cachetool"
 
-VALUES = {"errors", "units", "schema", "block", "extents", "permutation", "progress", "example", "text", "nodes"}
+VALUES = {
+    "errors",
+    "units",
+    "schema",
+    "block",
+    "extents",
+    "permutation",
+    "progress",
+    "example",
+    "text",
+    "nodes",
+    "names",
+}
 BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
     "disk": VALUES,
-    "scratch": VALUES,
+    "folders": VALUES | {"disk"},
+    "scratch": VALUES | {"disk", "folders"},
     "streams": VALUES,
     "boot": set(),
-    "cache": VALUES | {"disk"},
-    "formats": VALUES | {"disk"},
+    "cache": VALUES | {"disk", "folders"},
+    "formats": VALUES | {"disk", "folders"},
     "stores": VALUES,
-    "sources": VALUES | {"stores", "formats", "streams", "boot"},
-    "loaders": VALUES | {"cache", "formats", "streams", "boot"},
+    "sources": VALUES | {"stores", "formats", "streams", "boot", "disk", "folders"},
+    "loaders": VALUES | {"cache", "formats", "streams", "boot", "disk", "folders"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}
 DOORS = {"cli", "loaders", "bench", "__init__", "__main__"}

@@ -24,8 +24,8 @@ import cachetool
 from cachetool import remote
 from cachetool.api import open_cache
 from cachetool.block import Block
-from cachetool.cache.layout import tree_bytes
 from cachetool.errors import BadObject, CapacityError, NotFound, UsageError
+from cachetool.folders import tree_bytes
 from cachetool.inputs import describe, open_input
 from cachetool.planning import check_place
 from cachetool.scratch import scratch

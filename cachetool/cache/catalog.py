@@ -29,6 +29,7 @@ from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.errors import CapacityError, CatalogError
+from cachetool.names import Id
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
 
@@ -144,6 +145,10 @@ class Catalog:
                     return "it is empty"
                 found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
+                for table in ("shards", "sources", "holders"):
+                    for row in connection.execute(f"SELECT id FROM {table}"):
+                        if not Id.fits(row[0]):
+                            return f"it names one of its {table} {ascii(row[0])[:100]}, which cachetool does not"
         except _FAILURES as error:
             name = getattr(error, "sqlite_errorname", "")
             if name in ("", "SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +26,14 @@ from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
 from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, tree_bytes, write_durable
+from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.records import read_shard_json, record_bound, seal, source_progress
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.room import Room
 from cachetool.disk import naming_inodes
 from cachetool.errors import CacheToolError, CatalogError
+from cachetool.folders import fsync_folder, tree_bytes, write_durable
+from cachetool.names import Id
 from cachetool.schema import Schema
 
 __all__ = ["Facts", "Origin", "Staging", "commit_together", "folder_bound", "stage_together"]
@@ -77,10 +78,10 @@ class Staging:
     """A shard being written by this process. Leaving the ``with`` block without a commit gives everything back."""
 
     def __init__(
-        self, catalog: Catalog, layout: Layout, holder: Holder, *, id: str, schema: Schema, format: str, bound: int
+        self, catalog: Catalog, layout: Layout, holder: Holder, *, id: Id, schema: Schema, format: str, bound: int
     ) -> None:
         self.id = id
-        self.path = layout.shards / id
+        self.path = layout.shard(id)
         self.bound = bound
         self.nbytes = 0
         """Bytes on disk; known once the shard is committed, when others may delete it."""
@@ -122,7 +123,7 @@ class Staging:
         row = connection.execute("SELECT state FROM shards WHERE id = ?", (self.id,)).fetchone()
         return None if row is None else str(row["state"])
 
-    def ready(self, connection: Connection, facts: Facts, origin: Origin, heir: _Heir, together: list[str]) -> None:
+    def ready(self, connection: Connection, facts: Facts, origin: Origin, heir: _Heir, together: Sequence[str]) -> None:
         """Seal the shard and write its row, inside the committing transaction."""
         row = {
             "seq": heir.seq,
@@ -197,7 +198,7 @@ def stage_together(
 
     Raises what :func:`cachetool.cache.admission.admit` raises.
     """
-    shards = [(secrets.token_hex(8), bound + folder_bound(schema, bound)) for bound in bounds]
+    shards = [(Id.new(), bound + folder_bound(schema, bound)) for bound in bounds]
 
     def insert(connection: Connection) -> None:
         connection.executemany(
@@ -305,6 +306,6 @@ def _heirs(connection: Connection, layout: Layout, replaces: Sequence[str], coun
 def _living_ancestors(connection: Connection, layout: Layout, id: str) -> list[str]:
     """Of the ancestors that a shard names, those whose files somebody still reads."""
     with contextlib.suppress(OSError, ValueError):  # its samples were read; what else it said is lost
-        named = read_shard_json(layout.shards / id).get("ancestors", [])
+        named = read_shard_json(layout.shard(Id(id))).get("ancestors", [])
         return [a for a in named if connection.execute("SELECT 1 FROM shards WHERE lineage = ?", (a,)).fetchone()]
     return []

@@ -23,6 +23,8 @@ _SHORT, _SHORTS = 0.0005, 100
 _LONG, _LOOKS = 0.005, 12_100
 """From then on; and how many looks there are in all, in a minute. A process that is stopped meanwhile loses none."""
 _KIND = 0xFF  # of an error code, whose other bits tell more
+_MAGIC = bytes.fromhex("d9d505f920a163d7")
+"""What a journal begins with, and the name of a super-journal ends with."""
 _statements = 0
 
 
@@ -52,9 +54,34 @@ class _Patient(sqlite3.Connection):
 def connect(path: Path) -> sqlite3.Connection:
     """Open the file, or make it. Transactions are as the caller begins and ends them, on any thread, one at a time.
 
-    Raises :class:`sqlite3.Error`; one of its kinds after a minute in which others held the lock.
+    Raises :class:`sqlite3.Error`; one of its kinds after a minute in which others held the lock; and
+    :class:`CatalogError` for a journal that cachetool did not write.
     """
-    return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=_Patient)
+    _refuse_foreign(path.with_name(f"{path.name}-journal"))
+    opened = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=_Patient)
+    opened.execute("PRAGMA trusted_schema = OFF")  # views and triggers, of which ours has none, may call nothing
+    return opened
+
+
+def _refuse_foreign(journal: Path) -> None:
+    """Raise :class:`CatalogError` for a journal that names another file at its end. SQLite takes that for the journal
+    of a transaction over several databases and deletes it, wherever it lies, when it plays this one back
+    (sqlite.org/fileformat.html, "The Rollback Journal": the super-journal). No transaction of ours has one.
+    """
+    try:
+        fd = os.open(journal, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # none, or nothing that SQLite would read: it opens no link either
+        return
+    try:
+        size = os.fstat(fd).st_size
+        foreign = size >= len(_MAGIC) and os.pread(fd, len(_MAGIC), size - len(_MAGIC)) == _MAGIC
+    finally:
+        os.close(fd)
+    if foreign:
+        raise CatalogError(
+            f"{journal} names another file, which would be deleted with it: cachetool did not write this;\n"
+            "do not use this cache if somebody else made it; if it is yours, delete that journal"
+        )
 
 
 def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str) -> CatalogError | CapacityError:

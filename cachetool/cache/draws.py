@@ -25,6 +25,7 @@ from cachetool.cache.jobs import add_job, job_row
 from cachetool.cache.kinds import AGAIN, NOT_AGAIN, OVER, let_go
 from cachetool.cache.room import Room
 from cachetool.errors import CatalogError, UsageError
+from cachetool.names import Id
 
 __all__ = [
     "Claim",
@@ -45,7 +46,7 @@ __all__ = [
 class SourceRow:
     """A source as the catalog knows it."""
 
-    id: str
+    id: Id
     url: str
     options: Mapping[str, Any]
     identity: str
@@ -74,6 +75,7 @@ class SourceRow:
         """From a row of the table."""
         values = {name: row[name] for name in cls.__dataclass_fields__}
         values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
+        values["id"] = Id(row["id"])
         values["past"] = tuple((turn, units, tuple(cuts)) for turn, units, cuts in json.loads(row["past"]))
         return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
 
@@ -85,7 +87,7 @@ class SourceRow:
     def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
         """The row that :meth:`to_json` described."""
         past = tuple((turn, units, tuple(cuts)) for turn, units, cuts in value["past"])
-        return cls(**{**value, "cuts": tuple(value["cuts"]), "past": past})
+        return cls(**{**value, "id": Id(value["id"]), "cuts": tuple(value["cuts"]), "past": past})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from cachetool.cache.policies import Victim, check_policy, choose, protected, sh
 from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep_all
 from cachetool.cache.usage import measure
 from cachetool.errors import CapBlocked, CapTooSmall
+from cachetool.names import Id
 from cachetool.text import count
 from cachetool.units import format_size
 
@@ -88,7 +89,7 @@ def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, *
 
 
 def _delete_until(
-    catalog: Catalog, layout: Layout, holder: Holder, trash: list[str], target: int, wait: float
+    catalog: Catalog, layout: Layout, holder: Holder, trash: list[Id], target: int, wait: float
 ) -> tuple[int, int, int]:
     """Delete ``trash``, and for ``wait`` seconds whatever else readers let go of, until the target is reached."""
     began = time.monotonic()

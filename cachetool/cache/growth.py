@@ -18,12 +18,12 @@ from pathlib import Path
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Connection, bump, event
 from cachetool.cache.draws import SourceRow, add_source, source_row
-from cachetool.cache.layout import remove_tree
 from cachetool.cache.listings import append_segment, copy_aside, listing_bound, take_in
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.room import Room
 from cachetool.cache.root import CacheDir
 from cachetool.errors import UsageError
+from cachetool.names import Name
 
 __all__ = ["bring_in", "grow_source"]
 
@@ -69,13 +69,13 @@ def grow_source(
         with catalog.write() as connection:
             grown = _grow(connection, row, units=units, identity=identity, whole=whole)
             schema = connection.execute("SELECT schema FROM datasets WHERE name = ?", (row.dataset,)).fetchone()
-            nbytes = append_segment(layout, row.id, aside, name) + record_bound(json.loads(schema["schema"]))
+            nbytes = append_segment(layout, row.id, aside, Name(name)) + record_bound(json.loads(schema["schema"]))
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (nbytes, row.id))
             bump(connection)  # newer than any shard's record, which says what the source was before
             write_source_record(connection, layout, row.id)
         return grown
     except BaseException:
-        remove_tree(layout.listings / f"{row.id}.{holder.id}")
+        layout.remove(layout.listing_aside(row.id, holder.id))
         with catalog.write() as connection:
             connection.execute(
                 "UPDATE sources SET bytes = bytes - ? WHERE id = ? AND units = ?", (more, row.id, row.units)

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import socket
 import struct
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from cachetool.cache.catalog import Connection
 from cachetool.disk import disk_error, permission_denied
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.names import Id
 from cachetool.text import program
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
@@ -40,7 +40,7 @@ class Holder:
         self.pid = os.getpid()
         self.retired = False
         while True:
-            self.id = secrets.token_hex(8)
+            self.id = Id.new()
             self.path = folder / f"{self.id}.lock"
             fd = _make_locked(self.path)
             if fd is not None:
@@ -189,22 +189,23 @@ def retire_ours(folder: Path) -> None:
         own.retire()
 
 
-def dead_holders(connection: Connection, folder: Path) -> list[str]:
+def dead_holders(connection: Connection, folder: Path) -> list[Id]:
     """Ids in the catalog whose process is gone; inside ``BEGIN IMMEDIATE``: nobody else tests locks then.
 
     Judged by the kernel's lock. Only where the lock file itself was deleted by somebody, by whether the process that
     registered still runs here: its pid, started before it registered.
     """
-    dead = []
+    dead: list[Id] = []
     for row in connection.execute("SELECT id, pid, host, started FROM holders"):
-        path = folder / f"{row['id']}.lock"
-        if is_ours(row["id"]):
+        id = Id(row["id"])
+        path = folder / f"{id}.lock"
+        if is_ours(id):
             continue
         alive = (
             _alive(path) if path.exists() else row["host"] == socket.gethostname() and _runs(row["pid"], row["started"])
         )
         if not alive:
-            dead.append(row["id"])
+            dead.append(id)
     return dead
 
 
@@ -246,7 +247,7 @@ def locks_work(folder: Path) -> bool:
     A recovery beside us tries the same lock, and removes the file of one that is free: then another file is looked at.
     """
     for _ in range(_LOOKS):
-        path = folder / f"{secrets.token_hex(8)}.lock"
+        path = folder / f"{Id.new()}.lock"
         fd = _make_locked(path)
         if fd is None:
             continue

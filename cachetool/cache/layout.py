@@ -21,11 +21,12 @@ import errno
 import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 
-from cachetool.disk import cache_around, naming_inodes, too_long
+from cachetool.disk import cache_around, too_long
 from cachetool.errors import UsageError
+from cachetool.folders import disk_bytes, remove, write_durable
+from cachetool.names import Id, Name
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -33,17 +34,12 @@ __all__ = [
     "Layout",
     "cache_option",
     "default_root",
-    "disk_bytes",
-    "fsync_folder",
     "refuse_in_cache",
-    "remove_tree",
     "root_of",
-    "tree_bytes",
-    "write_durable",
 ]
 
 LAYOUT_VERSION = 1
-SHARD_FILE = "shard.json"
+SHARD_FILE = Name("shard.json")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
 
@@ -88,6 +84,12 @@ def refuse_in_cache(path: Path, option: str) -> None:
         raise UsageError(f"{option} {str(path)!r} lies in the cache {root}; name a place outside of the cache")
 
 
+def _checked(id: Id) -> Id:
+    if not isinstance(id, Id):  # what the catalog says is Any to the type checker
+        raise TypeError(f"{id!r} was not checked")
+    return id
+
+
 class Layout:
     """The paths of one cache."""
 
@@ -102,9 +104,33 @@ class Layout:
         self.shards = root / "shards"
         self.listings = root / "listings"
 
-    def record(self, source: str) -> Path:
+    def shard(self, id: Id) -> Path:
+        """The folder of a shard."""
+        return self.shards / _checked(id)
+
+    def listing(self, source: Id) -> Path:
+        """The folder of what a source holds."""
+        return self.listings / _checked(source)
+
+    def listing_aside(self, source: Id, holder: Id) -> Path:
+        """Where a process copies a listing before it is whole."""
+        return self.listings / f"{_checked(source)}.{_checked(holder)}"
+
+    def record(self, source: Id) -> Path:
         """Where the newest record of a source is kept once the shard that held it is gone."""
-        return self.listings / f"{source}.json"
+        return self.listings / f"{_checked(source)}.json"
+
+    def lock(self, holder: Id) -> Path:
+        """The lock file of a process."""
+        return self.holders / f"{_checked(holder)}.lock"
+
+    def remove(self, path: Path, *, first: Name | None = None) -> None:
+        """Delete a file or folder of this cache that lies in its root or right in one of its folders, with
+        :func:`cachetool.folders.remove`; ``first`` of what is in it."""
+        names = path.relative_to(self.root).parts
+        if len(names) == 2 and self.root / names[0] not in self.folders:
+            raise ValueError(f"{path} is no place of a cache")
+        remove(self.root, *map(Name, names), first=first)
 
     def refuse_place(self) -> None:
         """Raise :class:`UsageError` where a new cache could not be made. Changes nothing."""
@@ -178,60 +204,3 @@ class Layout:
         while not os.path.exists(path) and path != path.parent:  # nor does what may not be looked at count
             path = path.parent
         return path
-
-
-def disk_bytes(found: os.stat_result) -> int:
-    """What a file takes: allocated or apparent bytes, whichever is more, so that ``du`` in both modes stays below."""
-    return max(found.st_blocks * 512, found.st_size)
-
-
-def tree_bytes(folder: Path) -> int:
-    """:func:`disk_bytes` of a folder and everything in it."""
-    total = disk_bytes(folder.lstat())
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                total += tree_bytes(Path(entry.path))
-            else:
-                total += disk_bytes(entry.stat(follow_symlinks=False))
-    return total
-
-
-def remove_tree(folder: Path, *, first: str | None = None) -> None:
-    """Delete a folder, the file ``first`` before the rest; a folder that is gone already is fine, and what
-    somebody put in its place, a file or a link, goes alone."""
-    if folder.is_symlink() or not folder.is_dir():
-        folder.unlink(missing_ok=True)
-        return
-    if first is not None:
-        (folder / first).unlink(missing_ok=True)
-    try:
-        shutil.rmtree(folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if not os.path.isabs(error.filename or ""):  # it names the last part alone, which says nothing of where
-            error.filename = str(folder)
-        raise
-
-
-def write_durable(path: Path, data: bytes) -> None:
-    """Write a new file and fsync it. Raises ``FileExistsError`` where one is: names are never shared."""
-    with naming_inodes(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make names added to or removed from ``folder`` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

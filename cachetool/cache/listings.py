@@ -16,7 +16,9 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from cachetool.cache.layout import Layout, fsync_folder, remove_tree, tree_bytes
+from cachetool.cache.layout import Layout
+from cachetool.folders import fsync_folder, remove, tree_bytes
+from cachetool.names import Id, Name
 
 __all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "segments", "take_in"]
 
@@ -33,19 +35,19 @@ def segments(listing: Path) -> list[str]:
     return sorted(path.name for path in listing.iterdir() if path.is_dir())
 
 
-def take_in(layout: Layout, source: str, listing: Path, owner: str) -> int:
+def take_in(layout: Layout, source: Id, listing: Path, owner: Id) -> int:
     """Copy a listing to where that of ``source`` lies, durably; gives its bytes on disk."""
-    target, aside = layout.listings / source, copy_aside(layout, source, listing, owner)
-    remove_tree(target)
-    os.replace(aside, target)
+    target, aside = layout.listing(source), copy_aside(layout, source, listing, owner)
+    layout.remove(target)
+    os.rename(aside, target)
     fsync_folder(layout.listings)
     return tree_bytes(target)
 
 
-def copy_aside(layout: Layout, source: str, listing: Path, owner: str) -> Path:
+def copy_aside(layout: Layout, source: Id, listing: Path, owner: Id) -> Path:
     """Copy a listing, or a segment of one, beside the others, durably."""
-    aside = layout.listings / f"{source}.{owner}"
-    remove_tree(aside)
+    aside = layout.listing_aside(source, owner)
+    layout.remove(aside)
     try:
         shutil.copytree(listing, aside, copy_function=_copy)
         for path in aside.iterdir():
@@ -56,7 +58,7 @@ def copy_aside(layout: Layout, source: str, listing: Path, owner: str) -> Path:
                 os.close(fd)
         fsync_folder(aside)
     except BaseException:
-        remove_tree(aside)
+        layout.remove(aside)
         raise
     return aside
 
@@ -68,19 +70,19 @@ def _copy(source: str, target: str) -> None:
         shutil.copyfileobj(old, new)
 
 
-def append_segment(layout: Layout, source: str, aside: Path, name: str) -> int:
+def append_segment(layout: Layout, source: Id, aside: Path, name: Name) -> int:
     """Put a copied segment where it belongs; gives the bytes on disk of the whole listing. Under the catalog's lock:
     what lies there already was never entered into it."""
-    target = layout.listings / source / name
-    remove_tree(target)
-    os.replace(aside, target)
+    target = layout.listing(source) / name
+    remove(layout.root, Name(layout.listings.name), source, name)
+    os.rename(aside, target)
     fsync_folder(target.parent)
     fsync_folder(layout.listings)
     return tree_bytes(target.parent)
 
 
-def remove_unfinished(layout: Layout, owners: Collection[str]) -> None:
+def remove_unfinished(layout: Layout, owners: Collection[Id]) -> None:
     """Delete copies that these holders left unfinished."""
     for name in os.listdir(layout.listings):
         if name.rpartition(".")[2] in owners:
-            remove_tree(layout.listings / name)
+            layout.remove(layout.listings / name)

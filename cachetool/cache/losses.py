@@ -24,6 +24,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import write_source_record
 from cachetool.cache.removal import delete_trash
+from cachetool.names import Id
 
 __all__ = ["Loss", "accept", "losses", "purge", "quarantined", "regain", "reopen"]
 
@@ -169,7 +170,7 @@ def purge(catalog: Catalog, layout: Layout, holder: Holder) -> tuple[int, int, i
             if source is not None:
                 reopen(connection, source, row["turn"], json.loads(row["draws"]), None)
                 write_source_record(connection, layout, source.id)
-    return delete_trash(catalog, layout, [row["id"] for row in rows])
+    return delete_trash(catalog, layout, [Id(row["id"]) for row in rows])
 
 
 def _newest(connection: Connection, kind: str, subject: str) -> str:

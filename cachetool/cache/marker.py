@@ -17,9 +17,11 @@ import re
 from collections.abc import Collection
 
 from cachetool.cache.catalog import Catalog
-from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, cache_option, fsync_folder, write_durable
+from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, cache_option
 from cachetool.disk import permission_denied
 from cachetool.errors import CatalogError, UsageError
+from cachetool.folders import fsync_folder, write_durable
+from cachetool.names import Id
 
 __all__ = ["check", "look", "mark", "settings"]
 
@@ -114,14 +116,14 @@ def _evidence(layout: Layout, entries: Collection[str]) -> bool:
     if layout.tag.name in entries and (layout.catalog.name in entries or listed):
         return True
     return layout.shards.is_dir() and any(
-        _SHARD.fullmatch(path.name) and (path / SHARD_FILE).is_file() for path in layout.shards.iterdir()
+        Id.fits(path.name) and (path / SHARD_FILE).is_file() for path in layout.shards.iterdir()
     )
 
 
 def mark(layout: Layout, **settings: int) -> None:
     """Say that a whole cache is here, with the settings (``max_size``, ``min_free``) that it has; under the catalog's
     lock: the file beside is one for all."""
-    layout.marker_aside.unlink(missing_ok=True)
+    layout.remove(layout.marker_aside)
     write_durable(layout.marker_aside, json.dumps({"layout": LAYOUT_VERSION, **settings}).encode())
     os.replace(layout.marker_aside, layout.marker)
     fsync_folder(layout.root)

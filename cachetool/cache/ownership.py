@@ -12,11 +12,9 @@ import stat
 from pathlib import Path
 
 from cachetool.errors import UsageError
+from cachetool.folders import ALLOW_SHARED
 
 __all__ = ["ALLOW_SHARED", "loose", "refuse_loose"]
-
-ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
-"""Environment variable that lets a cache be in a folder that others may write to all the same."""
 
 
 def loose(root: Path) -> str | None:

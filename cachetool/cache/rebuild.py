@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +27,13 @@ from typing import Any
 from cachetool.cache.catalog import FIRST_PAGES, PAGE_BYTES, Catalog, Connection, event
 from cachetool.cache.history import History, history_of, restore
 from cachetool.cache.holders import holder_of, live_locks
-from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, fsync_folder, remove_tree, tree_bytes
+from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
 from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
 from cachetool.errors import CacheToolError, CatalogError, UsageError
+from cachetool.folders import fsync_folder, tree_bytes
+from cachetool.names import Id
 from cachetool.schema import Schema
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
     "without_doubles",
 ]
 
-_ID = re.compile(r"[0-9a-f]{16}")
 _ROW_BYTES = 600
 """What a shard takes in the catalog, roughly, indices included."""
 
@@ -72,8 +72,8 @@ class Found:
     schemas: dict[str, tuple[float, Any]] = field(default_factory=dict)
     progress: dict[str, tuple[tuple[int, float], Record]] = field(default_factory=dict)
     """Of each source the newest: version, time of its commit (in the order of :func:`without_doubles`), record."""
-    bad: list[tuple[str, str]] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)
+    bad: list[tuple[Id, str]] = field(default_factory=list)
+    unfinished: list[Id] = field(default_factory=list)
 
     def learn(self, value: Record) -> None:
         """Keep the newest record of a source."""
@@ -107,9 +107,9 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
         if marked(layout) != (asked := {name: settings.get(name, 0) for name in ("max_size", "min_free")}):
             mark(layout, **asked)  # before the old catalog goes, which may be the last that knows
         for name in (*found.unfinished, *superseded):
-            remove_tree(layout.shards / name, first=SHARD_FILE)
+            layout.remove(layout.shard(name), first=SHARD_FILE)
         # First, and the new one stays below the cap beside the old. Nothing is in it while the catalog is locked.
-        layout.catalog.with_name(layout.catalog.name + "-journal").unlink(missing_ok=True)
+        layout.remove(layout.catalog.with_name(layout.catalog.name + "-journal"))
         _write(layout, found, kept, salvaged, settings)
     old.close()
     return Rebuilt(
@@ -144,11 +144,11 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
     if not layout.shards.is_dir():
         return found
     for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
-        if not _ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
+        if not Id.fits(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
             continue  # what is not ours is left alone
         folder = Path(entry.path)
         if not (folder / SHARD_FILE).exists():
-            found.unfinished.append(entry.name)
+            found.unfinished.append(Id(entry.name))
             continue
         try:
             value = _checked(folder)
@@ -158,7 +158,7 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
             if schema[1] != value["schema"]:
                 raise ValueError(f"its schema is not that of dataset {value['dataset']}")
         except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
-            found.bad.append((entry.name, str(error)))
+            found.bad.append((Id(entry.name), str(error)))
             continue
         found.learn(value)
         for name in ("progress", "schema", "files"):  # thousands of shards: keep what the catalog needs
@@ -180,7 +180,7 @@ def _checked(folder: Path) -> Record:
     return value
 
 
-def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
+def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
     """Shards in the order of their commits without those whose samples newer ones hold, and the ids of these."""
     shards = list(shards)
     kept: list[Record] = []
@@ -195,7 +195,7 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
         others = drawn.setdefault((value["source"], value["turn"]), [])
         doubled = any(start < b and a < stop for start, stop in mine for a, b in others)
         if doubled or value["lineage"] in lineages:
-            superseded.append(value["id"])
+            superseded.append(Id(value["id"]))
             continue
         others += mine
         lineages.add(value["lineage"])
@@ -203,13 +203,13 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[str]]:
     return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
 
 
-def _torn(shards: Sequence[Record]) -> list[str]:
+def _torn(shards: Sequence[Record]) -> list[Id]:
     """Ids of parts that were to replace a shard which is still there, while other parts are not: their commit was cut
     off, and the old shard holds all of it. (Or those parts were evicted since: then they come back with it.)"""
     here = {name for value in shards for name in (value["id"], value["lineage"])}
     known = here.union(*(value.get("ancestors", ()) for value in shards))
     return [
-        value["id"]
+        Id(value["id"])
         for value in shards
         if not known.issuperset(value.get("together", ())) and not here.isdisjoint(value.get("ancestors", ()))
     ]
@@ -247,7 +247,7 @@ def _write(
 ) -> None:
     aside, journal = layout.catalog_asides
     for path in layout.catalog_asides:
-        path.unlink(missing_ok=True)
+        layout.remove(path)
     pages = FIRST_PAGES
     while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(found.bad)):
         pages *= 2
@@ -278,7 +278,7 @@ def _write(
             event(connection, at, kind, subject, text, dataset=dataset)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
-    journal.unlink(missing_ok=True)
+    layout.remove(journal)
     # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
@@ -289,19 +289,19 @@ def _rows(layout: Layout, kept: list[Record], epochs: dict[str, tuple[int, float
         served, used = epochs.get(value["id"], (value["epochs"], value["used"]))
         yield {
             **value,
-            "bytes": tree_bytes(layout.shards / value["id"]),
+            "bytes": tree_bytes(layout.shard(Id(value["id"]))),
             "draws": json.dumps(value["draws"]),
             "epochs": served or 0,
             "used": used or value["created"],
         }
 
 
-def quarantine_folder(connection: Connection, layout: Layout, name: str, why: str) -> None:
+def quarantine_folder(connection: Connection, layout: Layout, name: Id, why: str) -> None:
     """Take a folder that cannot be adopted into the catalog: charged, shown, in no snapshot."""
     connection.execute(
         "INSERT OR REPLACE INTO shards (id, state, samples, payload, bytes, created, epochs, sole)"
         " VALUES (?, 'quarantine', 0, 0, ?, ?, 0, 1)",
-        (name, tree_bytes(layout.shards / name), time.time()),
+        (name, tree_bytes(layout.shard(name)), time.time()),
     )
     event(connection, time.time(), "corrupt", name, why)
 
@@ -312,9 +312,10 @@ def _add_progress(
     """A source's row, and its open draws: those of the newest record without those of shards that are here. Of those
     that this record, or else the old catalog, calls ``lost`` it is said again."""
     frontier, pending = open_draws(progress, kept)
-    listing = layout.listings / progress["id"]
+    listing = layout.listing(Id(progress["id"]))
     schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
-    row = {name: value for name, value in progress.items() if name not in ("pending", "lost")} | {
+    columns = {each["name"] for each in connection.execute("PRAGMA table_info(sources)")}
+    row = {name: value for name, value in progress.items() if name in columns} | {
         "frontier": frontier,
         "options": json.dumps(progress["options"]),
         "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema),

@@ -20,7 +20,9 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection
 from cachetool.cache.kinds import NOT_AGAIN
-from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, write_durable
+from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.folders import fsync_folder, write_durable
+from cachetool.names import Id, Name
 
 __all__ = [
     "RANGE_BYTES",
@@ -60,9 +62,42 @@ def unseal(path: Path) -> Record:
     body = raw[: -len(_checksum(b""))]
     if raw != body + _checksum(body):
         raise ValueError(f"{path} does not match its checksum")
-    value: Record = json.loads(raw)
+    value = json.loads(raw)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no record")
     del value["checksum"]
+    _require(path, value, _RECORD)
+    if value["progress"] is not None:
+        _require(path, value["progress"], _PROGRESS)
+        _require_id(path, value["progress"]["id"])
     return value
+
+
+_RECORD: Mapping[str, tuple[type, ...]] = {"layout": (int,), "since": (int,), "progress": (dict, type(None))}
+"""What every record has, and of which types: the checksum says only that it is as it was written, not by whom."""
+_SHARD = {
+    "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
+    "seq": (int, float), "samples": (int,), "payload": (int,), "created": (int, float), "epochs": (int,),
+    "used": (int, float), "source": (str, type(None)), "turn": (int, type(None)), "draws": (list,), "content": (str,),
+    "digest": (str,), "sole": (bool,),
+}  # fmt: skip
+_PROGRESS = {
+    "id": (str,), "url": (str,), "options": (dict,), "identity": (str,), "dataset": (str,), "units": (int,),
+    "samples": (int,), "seed": (int,), "turn": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
+    "created": (int, float), "fetched": (int,), "cuts": (str,), "sequential": (int,), "whole": (int,), "past": (str,),
+    "pending": (list,),
+}  # fmt: skip
+
+
+def _require_id(path: Path, source: str) -> None:
+    if not Id.fits(source):
+        raise ValueError(f"{path} calls its source {ascii(source)[:100]}, which cachetool does not")
+
+
+def _require(path: Path, value: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]]) -> None:
+    for name, kinds in wanted.items():
+        if name not in value or not isinstance(value[name], kinds):
+            raise ValueError(f"{path} has no {name}, or one of another type than cachetool writes")
 
 
 def _checksum(body: bytes) -> bytes:
@@ -74,8 +109,11 @@ def read_shard_json(folder: Path) -> Record:
     value = unseal(folder / SHARD_FILE)
     if value.get("id") != folder.name:
         raise ValueError(f"{folder / SHARD_FILE} belongs to shard {value.get('id')}")
-    if not isinstance(value.get("dataset"), str):
-        raise ValueError(f"{folder / SHARD_FILE} names no dataset")
+    _require(folder / SHARD_FILE, value, _SHARD)
+    if not Name.fits(value["data"]):
+        raise ValueError(f"{folder / SHARD_FILE} calls its data file {value['data']!r}")
+    if value["source"] is not None:
+        _require_id(folder / SHARD_FILE, value["source"])
     return value
 
 
@@ -133,7 +171,7 @@ def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> 
     return left
 
 
-def keep_newest(connection: Connection, layout: Layout, ids: Iterable[str]) -> None:
+def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> None:
     """Before shards are deleted: move ``shard.json`` of those that tell the newest of their source out of the way.
 
     Inside a writing transaction, so that two processes cannot put an older record over a newer one.
@@ -147,11 +185,11 @@ def keep_newest(connection: Connection, layout: Layout, ids: Iterable[str]) -> N
         newer = connection.execute(
             "SELECT 1 FROM shards WHERE source = ? AND state IN ('ready', 'retiring') AND since > ? LIMIT 1", tuple(row)
         ).fetchone()
-        path = layout.record(row["source"])
+        path = layout.record(Id(row["source"]))
         if newer is not None or _version(path) >= row["since"]:
             continue
         try:
-            os.rename(layout.shards / each / SHARD_FILE, path)
+            os.rename(layout.shard(each) / SHARD_FILE, path)
         except FileNotFoundError:
             continue  # killed between this and the end of the deletion: it was done then
         fsync_folder(layout.listings)
@@ -163,9 +201,9 @@ def write_source_record(connection: Connection, layout: Layout, source: str) -> 
     if progress is None:
         return
     version = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0]
-    path = layout.record(source)
+    path = layout.record(Id(source))
     aside = path.with_name(f"{path.name}.new")
-    aside.unlink(missing_ok=True)
+    layout.remove(aside)
     write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, "progress": progress}))
     os.replace(aside, path)
     fsync_folder(layout.listings)

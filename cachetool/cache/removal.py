@@ -16,11 +16,13 @@ from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.kinds import let_go
-from cachetool.cache.layout import SHARD_FILE, Layout, fsync_folder, remove_tree
+from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
 from cachetool.errors import CatalogError
+from cachetool.folders import fsync_folder
+from cachetool.names import Id
 
 __all__ = [
     "Held",
@@ -126,23 +128,23 @@ _UNREAD = (
 )
 
 
-def sweep(connection: Connection, holder: Holder) -> list[str]:
+def sweep(connection: Connection, holder: Holder) -> list[Id]:
     """Turn retiring shards that nobody reads any more into this process's trash; gives their ids."""
     holder.register(connection)
     rows = connection.execute(
         f"UPDATE shards SET state = 'trash', holder = ? WHERE {_UNREAD} RETURNING id", (holder.id,)
     )
-    return [row["id"] for row in rows]
+    return [Id(row["id"]) for row in rows]
 
 
-def sweep_all(connection: Connection, holder: Holder) -> list[str]:
+def sweep_all(connection: Connection, holder: Holder) -> list[Id]:
     """:func:`sweep`; gives all trash of this process, also what it could not delete before."""
     sweep(connection, holder)
     rows = connection.execute("SELECT id FROM shards WHERE state = 'trash' AND holder = ?", (holder.id,))
-    return [row["id"] for row in rows]
+    return [Id(row["id"]) for row in rows]
 
 
-def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str], *, edge: bool = False) -> tuple[int, int, int]:
+def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[Id], *, edge: bool = False) -> tuple[int, int, int]:
     """Unlink the files of trash, ``shard.json`` first, then give the bytes back: shards, samples and bytes removed.
     ``edge``: for the history, what is deleted may be the last for long.
 
@@ -153,11 +155,11 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[str], *, edge: 
         return 0, 0, 0
     with catalog.write() as connection:
         keep_newest(connection, layout, ids)
-    gone: list[str] = []
+    gone: list[Id] = []
     failed: OSError | None = None
     for each in ids:
         try:
-            remove_tree(layout.shards / each, first=SHARD_FILE)
+            layout.remove(layout.shard(each), first=SHARD_FILE)
             gone.append(each)
         except OSError as error:
             failed = failed or error
@@ -258,10 +260,10 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)
         if layout.marker_aside.exists():  # on a read-only disk even a needless unlink is an error
-            layout.marker_aside.unlink(missing_ok=True)
+            layout.remove(layout.marker_aside)
         for aside in layout.catalog_asides:  # of a rebuild that was cut off: one that goes on has this lock
             if aside.exists():
-                aside.unlink(missing_ok=True)
+                layout.remove(aside)
         if (
             not dead
             and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} OR {_ORPHANED} LIMIT 1").fetchone()
@@ -271,7 +273,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> i
         own.register(connection)
         for each in dead:
             connection.execute("DELETE FROM holders WHERE id = ?", (each,))
-            (layout.holders / f"{each}.lock").unlink(missing_ok=True)
+            layout.remove(layout.lock(each))
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
         let_go(connection, _UNHELD)
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")

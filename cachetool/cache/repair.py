@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from pathlib import Path
 from cachetool.cache.catalog import Catalog, Row, bump, event
 from cachetool.cache.draws import source_row
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import SHARD_FILE, Layout, disk_bytes, fsync_folder, remove_tree, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.losses import reopen
 from cachetool.cache.rebuild import quarantine_folder
 from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
+from cachetool.folders import disk_bytes, fsync_folder, tree_bytes
+from cachetool.names import Id
 
 __all__ = [
     "GivenUp",
@@ -36,7 +37,6 @@ __all__ = [
     "strays",
 ]
 
-_SHARD = re.compile(r"[0-9a-f]{16}")
 _OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "turn")
 _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
@@ -59,11 +59,11 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
         known = {row["id"] for row in connection.execute("SELECT id FROM shards")}
         sources = {row["id"] for row in connection.execute("SELECT id FROM sources")}
         holders = {row["id"] for row in connection.execute("SELECT id FROM holders")}
-    found = [(path, bool(_SHARD.fullmatch(path.name))) for path in shards if path.name not in known]
+    found = [(path, Id.fits(path.name)) for path in shards if path.name not in known]
     for path in listings:
         source, _, owner = path.name.partition(".")
         if not (source in sources and owner in ("", "json", *holders)):
-            found.append((path, bool(_SHARD.fullmatch(source))))
+            found.append((path, Id.fits(source)))
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
     names.add(f"{layout.catalog.name}-journal")
     for path in layout.root.iterdir():
@@ -103,12 +103,9 @@ def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
                     read_shard_json(stray.path)
                 except (OSError, ValueError) as error:
                     why = str(error)
-                quarantine_folder(connection, layout, stray.path.name, why)
+                quarantine_folder(connection, layout, Id(stray.path.name), why)
                 return "in quarantine"
-        if stray.path.is_dir() and not stray.path.is_symlink():
-            remove_tree(stray.path)
-        else:
-            stray.path.unlink(missing_ok=True)
+        layout.remove(stray.path)
     return "deleted"
 
 
@@ -125,16 +122,18 @@ def misnamed(layout: Layout, known: Collection[str] | None) -> list[tuple[Path, 
             value = unseal(path / SHARD_FILE)
         except (OSError, ValueError):
             continue
-        id = str(value.get("id"))
-        free = _SHARD.fullmatch(id) and not os.path.lexists(layout.shards / id)
+        id = value.get("id")
+        if not Id.fits(id):
+            continue
+        free = not os.path.lexists(layout.shard(Id(id)))
         if free and id != path.name and (known is None or id in known):
             found.append((path, value))
     return found
 
 
-def rename_back(layout: Layout, path: Path, id: str) -> None:
+def rename_back(layout: Layout, path: Path, id: Id) -> None:
     """Give a shard's folder its own name again."""
-    os.rename(path, layout.shards / id)  # fails where by now there is a folder that is not empty
+    os.rename(path, layout.shard(id))  # fails where by now there is a folder that is not empty
     fsync_folder(layout.shards)
 
 
@@ -173,7 +172,7 @@ class GivenUp:
     draws: int = 0
 
 
-def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str) -> GivenUp:
+def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: Id, why: str) -> GivenUp:
     """Take a bad shard out of every snapshot to come.
 
     One that can be pulled again is evicted and its draws are open again, so that the next pull fetches exactly those;
@@ -188,7 +187,7 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: str, why: str)
         if source is None or row["sole"]:
             connection.execute(
                 "UPDATE shards SET state = 'quarantine', until = ?, bytes = ? WHERE id = ?",
-                (bump(connection), _bytes(layout.shards / id), id),  # of what is left of it
+                (bump(connection), _bytes(layout.shard(id)), id),  # of what is left of it
             )
             return GivenUp("in quarantine")
         retire(connection, [id], reason="corrupt", policy="verify")

@@ -22,6 +22,7 @@ from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.usage import Usage, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.names import Id
 from cachetool.schema import KEY, Schema
 from cachetool.units import format_size, parse_size
 
@@ -282,7 +283,7 @@ class CacheDir:
 
     def listing(self, source: str) -> Path:
         """Where the listing of a source lies."""
-        return self.layout.listings / source
+        return self.layout.listing(Id(source))
 
     def add_source(self, row: SourceRow, listing: Path, *, new: bool = False) -> None:
         """Take in a source: its listing and room for its record are charged, then it is copied beside the others.

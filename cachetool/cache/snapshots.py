@@ -26,6 +26,7 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.renewal import top_up
 from cachetool.errors import CacheToolError, CapacityError
+from cachetool.names import Id
 from cachetool.schema import Schema
 
 __all__ = ["Shard", "Snapshot", "take", "visible"]
@@ -38,7 +39,7 @@ class Shard:
     folder: Path
     """Where the folders of all shards are: a snapshot of twenty thousand makes one path, not as many."""
     schema: Schema
-    id: str
+    id: Id
     dataset: str
     format: str
     samples: int
@@ -87,7 +88,7 @@ def visible(
     schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
     parsed = {name: Schema.from_json(json.loads(text)) for name, text in schemas.items()}
     rows = _rows(connection, dataset, version, retiring=retiring)
-    return [Shard(layout.shards, parsed[row["dataset"]], *row) for row in rows]
+    return [Shard(layout.shards, parsed[row["dataset"]], Id(row["id"]), *row[1:]) for row in rows]
 
 
 def _rows(connection: Connection, dataset: str | None, version: int | None, *, retiring: bool = False) -> list[Row]:
@@ -123,7 +124,7 @@ class Snapshot:
         if rows is not None:
             self._rows = rows
         self._lease: int | None = lease
-        self._trash: list[str] = []
+        self._trash: list[Id] = []
         self._seen = seen
         self._catalog, self._layout, self._holder = catalog, layout, holder
 
@@ -135,7 +136,7 @@ class Snapshot:
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Oldest first."""
-        return tuple(Shard(self.folder, self.schema, *row) for row in self._rows)
+        return tuple(Shard(self.folder, self.schema, Id(row["id"]), *row[1:]) for row in self._rows)
 
     @property
     def folder(self) -> Path:
@@ -211,7 +212,7 @@ class Snapshot:
             if trash:
                 delete_trash(self._catalog, self._layout, trash)
 
-    def _ended(self, lease: int, *, unread: bool = False) -> list[str]:
+    def _ended(self, lease: int, *, unread: bool = False) -> list[Id]:
         """End a lease; gives what is to be deleted then."""
         with self._catalog.write() as connection:
             self._end(connection, lease, unread=unread)
@@ -260,7 +261,7 @@ def take(
     thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
     let go, evict nothing meanwhile.
     """
-    trash: list[str] = []
+    trash: list[Id] = []
     with catalog.write() as connection:
         holder.register(connection)
         if instead is not None and (held := instead._held()) is not None:

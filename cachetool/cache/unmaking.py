@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from cachetool.cache import holders
 from cachetool.cache.bound import bound
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import drawn, source_row
-from cachetool.cache.layout import remove_tree
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CacheToolError
+from cachetool.folders import remove_path
 
 __all__ = ["leaving_nothing", "withdraw_unused"]
 
@@ -45,7 +46,7 @@ def withdraw_unused(cache: CacheDir, dataset: str, source: str) -> None:
         with cache.catalog.write() as connection:
             gone = _withdraw(connection, dataset, source)
         if gone:
-            remove_tree(cache.listing(source))
+            cache.layout.remove(cache.listing(source))
 
 
 def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
@@ -72,7 +73,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
 
 def _unmake(cache: CacheDir, made: list[Path]) -> None:
     layout = cache.layout
-    aside = layout.root.with_name(f".{layout.root.name}.{os.getpid()}.empty")
+    aside = layout.root.with_name(f".{layout.root.name[:200]}.{secrets.token_hex(6)}.empty")
     if any(not stray.ours for stray in strays(cache.catalog, layout)):  # somebody else's file: the folder stays
         return
     with cache.catalog.write() as connection:
@@ -89,6 +90,6 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
         os.rename(layout.root, aside)
     holders.retire_ours(layout.holders)
     cache.renew(wanted)
-    remove_tree(aside)
+    remove_path(aside)
     for path in made[1:]:
         path.rmdir()

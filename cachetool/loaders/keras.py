@@ -34,8 +34,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cachetool.cache.layout import write_durable
 from cachetool.errors import UsageError, without
+from cachetool.folders import write_durable
 from cachetool.loaders.base import BaseLoader
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.fixed_epochs import FixedEpochs

@@ -14,8 +14,9 @@ import pytest
 
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
 from cachetool.cache.jobs import close_job
-from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
+from cachetool.folders import tree_bytes
+from cachetool.names import Id
 from cachetool.units import format_size
 
 from .conftest import SCHEMA, put_shard
@@ -129,7 +130,7 @@ def test_each_pull_counts_the_shards_that_went_for_it(cache: CacheDir, put: Put,
     """Two pulls at once, and an eviction that somebody asked for beside them."""
     (tmp_path / "listing").mkdir()
     jobs = []
-    for name in ("a", "b"):
+    for name in (Id("a" * 16), Id("b" * 16)):
         cache.add_source(SourceRow(name, name, {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
         with cache.catalog.write() as connection:
             jobs.append(draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)[0])

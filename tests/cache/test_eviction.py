@@ -189,10 +189,10 @@ def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, m
     shard = put()
     with cache.catalog.write() as connection:
         connection.execute(
-            "INSERT INTO holders (id, pid, host, started, what) VALUES ('other', ?, ?, ?, 'evict')",
+            "INSERT INTO holders (id, pid, host, started, what) VALUES ('0123456789abcdef', ?, ?, ?, 'evict')",
             (os.getpid(), socket.gethostname(), time.time()),
         )
-        connection.execute("UPDATE shards SET state = 'trash', holder = 'other' WHERE id = ?", (shard,))
+        connection.execute("UPDATE shards SET state = 'trash', holder = '0123456789abcdef' WHERE id = ?", (shard,))
 
     with pytest.raises(CapBlocked, match=r"stay:\n1 shard \(.* kB\) evicted before, whose files could not be deleted"):
         cache.evict(empty_size(cache))

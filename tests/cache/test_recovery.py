@@ -15,8 +15,11 @@ import pytest
 from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
 from cachetool.cache.losses import losses, reopen
 from cachetool.errors import CatalogError, UsageError
+from cachetool.names import Id
 
 from .conftest import SCHEMA, put_shard
+
+SOURCE = Id("5" * 16)
 
 HELD = """
 import os, sys, time
@@ -28,7 +31,7 @@ snapshot = cache.snapshot()
 staging = cache.stage(dataset="default", schema=schema, format="lmdb", bound=500_000)
 (staging.path / "data.lmdb").write_bytes(bytes(1000))
 with cache.catalog.write() as connection:
-    job, _ = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+    job, _ = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
     draws.claim(connection, job, holder=cache.holder.id, most=7)
 if "fork" in sys.argv and os.fork() == 0:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
@@ -48,7 +51,7 @@ time.sleep(600)
 
 
 def source(units: int = 100) -> SourceRow:
-    return SourceRow("s", "file:///data", {}, "identity", "default", units, units, 0, 0, 0, 0)
+    return SourceRow(SOURCE, "file:///data", {}, "identity", "default", units, units, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -209,7 +212,7 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
     cache.add_source(source(units=20), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
-        job, _ = draws.open_job(connection, "s", holder=me, wanted=None, seed=None)
+        job, _ = draws.open_job(connection, SOURCE, holder=me, wanted=None, seed=None)
         first = draws.claim(connection, job, holder=me, most=8)
         second = draws.claim(connection, job, holder=me, most=8)
         assert first is not None
@@ -218,7 +221,7 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
         draws.finish(connection, job, first, 5, samples=5, skipped=0)
         draws.finish(connection, job, second, 16, samples=7, skipped=1)
         draws.give_back(connection, me, job)
-        row = draws.source_row(connection, "s")
+        row = draws.source_row(connection, SOURCE)
         assert row is not None
         assert draws.drawn(connection, row) == 13
         assert row.skipped == 1
@@ -227,7 +230,7 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
             got.append((held.start, held.stop))
             draws.finish(connection, job, held, held.stop, samples=2, skipped=0)
         assert got == [(5, 7), (7, 8), (16, 18), (18, 20)]
-        assert draws.next_turn(connection, "s")
+        assert draws.next_turn(connection, SOURCE)
         again = draws.claim(connection, job, holder=me, most=30)
         assert again is not None
         assert (again.turn, again.start, again.stop) == (1, 0, 20)
@@ -237,7 +240,7 @@ def test_lost_draws_come_first_and_are_counted_until_they_are_drawn(cache: Cache
     cache.add_source(source(units=40), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
-        job, row = draws.open_job(connection, "s", holder=me, wanted=None, seed=None)
+        job, row = draws.open_job(connection, SOURCE, holder=me, wanted=None, seed=None)
         first = draws.claim(connection, job, holder=me, most=30)
         assert first is not None
         draws.finish(connection, job, first, 30, samples=30, skipped=0)
@@ -265,7 +268,7 @@ def test_a_job_never_claims_more_than_it_was_asked_for(cache: CacheDir, listing:
     cache.add_source(source(units=100), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
-        job, _ = draws.open_job(connection, "s", holder=me, wanted=10, seed=None)
+        job, _ = draws.open_job(connection, SOURCE, holder=me, wanted=10, seed=None)
         first = draws.claim(connection, job, holder=me, most=8)
         second = draws.claim(connection, job, holder=me, most=8)
         assert first is not None

@@ -11,7 +11,10 @@ import pytest
 import cachetool
 from cachetool.cache import CacheDir, Room, SourceRow, Staging, draws, snapshots
 from cachetool.cache.removal import candidates, retire
+from cachetool.names import Id
 from tests.cache.conftest import SCHEMA
+
+SOURCE = Id("5" * 16)
 
 Put = Callable[..., str]
 
@@ -19,11 +22,11 @@ Put = Callable[..., str]
 @pytest.fixture
 def job(cache: CacheDir, tmp_path: Path) -> str:
     (tmp_path / "listing").mkdir()
-    row = SourceRow("s", "file:///data", {}, "identity", "default", 1000, 1000, 0, 0, 0, 0)
+    row = SourceRow(SOURCE, "file:///data", {}, "identity", "default", 1000, 1000, 0, 0, 0, 0)
     cache.add_source(row, tmp_path / "listing")
     with cache.catalog.write() as connection:
         room = Room(evict=True, renew=0.25)
-        return draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
+        return draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
 
 
 def fill(cache: CacheDir, put: Put) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
 from cachetool.errors import CapBlocked
+from cachetool.names import Id
 from tests.cache.conftest import SCHEMA
+
+SOURCE = Id("5" * 16)
 
 Put = Callable[..., str]
 
@@ -34,10 +37,10 @@ def test_evictions_are_counted_by_reason_and_policy_for_ever(cache: CacheDir, pu
 
 def test_reuse_is_bytes_served_over_bytes_fetched(cache: CacheDir, put: Put, tmp_path: Path) -> None:
     (tmp_path / "listing").mkdir()
-    cache.add_source(SourceRow("s", "file:///data", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    cache.add_source(SourceRow(SOURCE, "file:///data", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
     assert cache.stats().reuse is None
     with cache.catalog.write() as connection:
-        job, _ = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+        job, _ = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
         held = draws.claim(connection, job, holder=cache.holder.id, most=2)
         assert held is not None
         draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=50_000)
@@ -66,10 +69,10 @@ def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_
     cache.declare("other", SCHEMA)
     (tmp_path / "listing").mkdir()
     for number, name in enumerate(("default", "other")):
-        row = SourceRow(name, "s3://bucket/", {}, "i", name, 9, 9, 0, 0, 0, 0)
+        row = SourceRow(Id(str(number) * 16), "s3://bucket/", {}, "i", name, 9, 9, 0, 0, 0, 0)
         cache.add_source(row, tmp_path / "listing")
         with cache.catalog.write() as connection:
-            job, _ = draws.open_job(connection, name, holder=cache.holder.id, wanted=None, seed=None)
+            job, _ = draws.open_job(connection, row.id, holder=cache.holder.id, wanted=None, seed=None)
             held = draws.claim(connection, job, holder=cache.holder.id, most=2)
             assert held is not None
             draws.finish(connection, job, held, held.stop, samples=2, skipped=0, fetched=1000 + number)

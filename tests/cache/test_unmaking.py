@@ -45,7 +45,7 @@ def test_whatever_is_in_use_or_was_there_stays(tmp_path: Path, what: str) -> Non
             with leaving_nothing(cache):
                 with cache.catalog.write() as connection:
                     if what == "another process":
-                        connection.execute("INSERT INTO holders VALUES ('other', 1, 'host', 'what', 0)")
+                        connection.execute("INSERT INTO holders VALUES ('0123456789abcdef', 1, 'host', 'what', 0)")
                 if what in ("a dataset", "a shard"):
                     cache.declare("default", SCHEMA)
                 if what == "a shard":

@@ -15,13 +15,16 @@ from cachetool.cache.draws import claim, finish, open_job
 from cachetool.cache.root import CacheDir
 from cachetool.cache.unmaking import withdraw_unused
 from cachetool.errors import CatalogError, UsageError
+from cachetool.names import Id
 from cachetool.schema import Field, Schema
+
+SOURCE = Id("5" * 16)
 
 SCHEMA = Schema((Field("x", "<f8", (3,)),))
 
 
 def source(units: int = 10, identity: str = "i") -> SourceRow:
-    return SourceRow("s", "s3://bucket/", {}, identity, "default", units, units, 0, 0, 0, 0)
+    return SourceRow(SOURCE, "s3://bucket/", {}, identity, "default", units, units, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
     """A pull that is under way, and what its worker draws."""
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
-        job, _ = open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+        job, _ = open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
         held = claim(connection, job, holder=cache.holder.id, most=5, whole=lambda turn, start, stop: stop)
     assert held is not None
     return job, held
@@ -47,9 +50,9 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
 
 def test_a_pull_that_draws_nothing_takes_no_source_away_that_another_one_draws_from(cache: CacheDir) -> None:
     job, held = drawing(cache)
-    withdraw_unused(cache, "default", "s")
+    withdraw_unused(cache, "default", SOURCE)
 
-    assert cache.source("s") is not None
+    assert cache.source(SOURCE) is not None
     with cache.catalog.write() as connection:
         finish(connection, job, held, held.stop, samples=5, skipped=0)
 
@@ -64,14 +67,14 @@ def test_draws_whose_claim_is_gone_are_not_committed(cache: CacheDir) -> None:
 
 
 def test_a_source_that_came_in_meanwhile_keeps_its_listing_or_is_refused(cache: CacheDir, tmp_path: Path) -> None:
-    before = cache.source("s")
-    inode = cache.listing("s").stat().st_ino
+    before = cache.source(SOURCE)
+    inode = cache.listing(SOURCE).stat().st_ino
     cache.add_source(source(), tmp_path / "listing", new=True)
-    assert (cache.source("s"), cache.listing("s").stat().st_ino) == (before, inode)
+    assert (cache.source(SOURCE), cache.listing(SOURCE).stat().st_ino) == (before, inode)
     for other in (source(units=9), source(identity="another")):
         with pytest.raises(UsageError, match="another process began to draw from s3://bucket/"):
             cache.add_source(other, tmp_path / "listing", new=True)
-    assert cache.source("s") == before
+    assert cache.source(SOURCE) == before
 
 
 def test_two_pulls_at_once_bring_every_sample_once(tmp_path: Path) -> None:

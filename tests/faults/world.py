@@ -28,10 +28,11 @@ import numpy as np
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.jobs import close_job
-from cachetool.cache.layout import tree_bytes
 from cachetool.errors import CapacityError
+from cachetool.folders import tree_bytes
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
+from cachetool.names import Id
 from cachetool.permutation import Permutation
 from cachetool.replacement import replace_groups
 from cachetool.schema import Field, Schema
@@ -39,7 +40,7 @@ from cachetool.verify import verify
 
 FORMATS = format_names()
 SCHEMA = Schema((Field("x", "<f4", (3, 40)), Field("number", "<i8"), Field("words", "str"), Field("r", "<i2", (None,))))
-SOURCE = SourceRow("world", "/nowhere", {}, "identity", "default", 2**30, 2**30, 7, 0, 0, 0)
+SOURCE = SourceRow(Id("77" * 8), "/nowhere", {}, "identity", "default", 2**30, 2**30, 7, 0, 0, 0)
 PER_SHARD = 12
 CAP = 2_500_000
 LARGE = 150
@@ -389,7 +390,7 @@ class Oracle:
     def _folders_are_those_of_rows(self, cache: CacheDir, ids: set[str]) -> None:
         assert set(os.listdir(cache.layout.shards)) == ids
         assert set(os.listdir(cache.layout.holders)) <= {f"{cache.holder.id}.lock"}
-        assert set(os.listdir(cache.layout.listings)) <= {"world", "world.json"}
+        assert set(os.listdir(cache.layout.listings)) <= {SOURCE.id, f"{SOURCE.id}.json"}
         names = {"CACHEDIR.TAG", "cachetool.json", "catalog.sqlite3", "catalog.sqlite3-journal"}
         assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
 

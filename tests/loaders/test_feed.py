@@ -28,10 +28,13 @@ from cachetool.formats.reading import load_extents
 from cachetool.loaders import waiting
 from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
+from cachetool.names import Id
 from cachetool.schema import Field, Schema
 from cachetool.text import program
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put, sample
 from tests.loaders.processes import alive, children, until
+
+SOURCE = Id("5" * 16)
 
 FORMATS = (("lmdb", None), ("hdf5", None), ("zarr", None), ("tfrecord", None), ("hdf5", "gzip"), ("zarr", "zstd"))
 
@@ -713,12 +716,12 @@ def test_the_reader_that_stats_names_is_the_training_program(cache: CacheDir) ->
 
 def test_waiting_names_the_pull_that_draws(cache: CacheDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "listing").mkdir()
-    cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
+    cache.add_source(SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 9, 9, 0, 0, 0, 0), tmp_path / "listing")
     talk = waiting.Talk(cache.root, math.inf)
     talk._next = 0.0
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
-        draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None)
+        draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
     talk.tell(waiting.NotYet("1 of 2 samples"))
     talk.tell(waiting.NotYet("1 of 2 samples"))
 

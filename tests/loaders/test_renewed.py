@@ -10,8 +10,11 @@ import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
 from cachetool.loaders.numpy import Loader
+from cachetool.names import Id
 from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
+
+SOURCE = Id("5" * 16)
 
 LARGE = Schema((Field("x", "<f8", (12_500,)), Field("number", "<i8")))
 COUNT = 20
@@ -23,11 +26,13 @@ def full(tmp_path: Path) -> Iterator[CacheDir]:
         for number in range(COUNT):
             put(cache, [number], schema=LARGE)
         (tmp_path / "listing").mkdir()
-        cache.add_source(SourceRow("s", "s3://bucket/", {}, "i", "default", 99, 99, 0, 0, 0, 0), tmp_path / "listing")
+        cache.add_source(
+            SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 99, 99, 0, 0, 0, 0), tmp_path / "listing"
+        )
         with cache.catalog.write() as connection:
             cache.holder.register(connection)
             room = Room(evict=True, renew=0.25)
-            job = draws.open_job(connection, "s", holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
+            job = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
             connection.execute("UPDATE jobs SET hungry = ? WHERE id = ?", (cache.max_size, job))
         yield cache
 

@@ -20,9 +20,12 @@ from benchmarks.scale_catalog import fill
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered
 from cachetool.cache.jobs import close_job
+from cachetool.names import Id
 from cachetool.report import Figures, figures, page
 from cachetool.report.charts import HEIGHT, WIDTH
 from tests.cache.conftest import SCHEMA, put_shard
+
+SOURCE = Id("5" * 16)
 
 SECTIONS = [
     "Fill against the cap",
@@ -71,13 +74,13 @@ def cache(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[CacheDir]:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
         opened.add_source(
-            SourceRow("s", "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0), tmp_path / "listing"
+            SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0), tmp_path / "listing"
         )
         began = history.time.time()
         for number in range(8):
             clock(began + 2 * number)
             with opened.catalog.write() as connection:
-                job, _ = draws.open_job(connection, "s", holder=opened.holder.id, wanted=None, seed=None)
+                job, _ = draws.open_job(connection, SOURCE, holder=opened.holder.id, wanted=None, seed=None)
                 held = draws.claim(connection, job, holder=opened.holder.id, most=10)
                 assert held is not None
                 draws.finish(connection, job, held, held.stop, samples=10, skipped=0, fetched=310_000)
@@ -188,7 +191,7 @@ def test_names_of_strangers_stay_names(tmp_path: Path) -> None:
     (tmp_path / "listing").mkdir()
     with open_cache(root, max_size="4MB") as cache:
         cache.declare(HOSTILE, SCHEMA)
-        row = SourceRow("s", f"s3://bucket/{HOSTILE}", {}, "i", HOSTILE, 9, 9, 0, 0, 0, 0)
+        row = SourceRow(SOURCE, f"s3://bucket/{HOSTILE}", {}, "i", HOSTILE, 9, 9, 0, 0, 0, 0)
         cache.add_source(row, tmp_path / "listing")
         for _ in range(3):
             put_shard(cache, 100_000, dataset=HOSTILE)
@@ -293,7 +296,7 @@ def bursts(tmp_path: Path, clock: Callable[[float], None]) -> Iterator[tuple[Cac
     with open_cache(tmp_path / "cache", max_size="8MB") as opened:
         opened.declare("default", SCHEMA)
         (tmp_path / "listing").mkdir()
-        row = SourceRow("s", "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0)
+        row = SourceRow(SOURCE, "s3://bucket/", {}, "i", "default", 900, 900, 0, 0, 0, 0)
         opened.add_source(row, tmp_path / "listing")
         yield opened, paused(opened, clock)
 
