@@ -30,6 +30,7 @@ SCHEMA = Schema(tuple(Field(f"field{number}", "<f4", (64, 64)) for number in ran
 HOLDER = """
 import sys
 from cachetool.cache import open_cache
+from cachetool.names import Id
 with open_cache(sys.argv[1]) as cache, cache.snapshot() as snapshot:
     print(len(snapshot.shards), flush=True)
     sys.stdin.read()
@@ -43,7 +44,7 @@ def fill(root: Path, shards: int) -> None:
         (Path(listing) / "listing.json").write_text("{}")
         units = 2 * shards * SAMPLES
         cache.add_source(
-            SourceRow("s" * 16, "s3://bucket/", {}, "i", "default", units, units, 0, 0, 0, 0), Path(listing)
+            SourceRow(Id("5" * 16), "s3://bucket/", {}, "i", "default", units, units, 0, 0, 0, 0), Path(listing)
         )
         pages = FIRST_PAGES
         while pages * 4096 < 1000 * shards:
@@ -63,7 +64,7 @@ def fill(root: Path, shards: int) -> None:
                         number + 1,
                         time.time(),
                         time.time(),
-                        "s" * 16,
+                        "5" * 16,
                         json.dumps([[number * SAMPLES, (number + 1) * SAMPLES]]),
                         os.urandom(16).hex(),
                         os.urandom(16).hex(),

@@ -173,10 +173,12 @@ class _Tree:
         try:
             found = os.fstat(fd)
             if found.st_dev != self._device or _mount(fd) != self._mount:
-                raise OSError(errno.EXDEV, "another file system is mounted here, so it is not removed", str(path))
+                raise OSError(errno.EBUSY, "another file system is mounted here, so it is not removed", str(path))
             if found.st_uid not in self._owners and not self._shared:
                 raise OSError(
-                    errno.EPERM, f"it belongs to another user ({found.st_uid}), so it is not removed", str(path)
+                    errno.EBUSY,  # not a PermissionError: what to do is not what is done about one
+                    f"it belongs to another user ({found.st_uid}), so it is not removed",
+                    str(path),
                 )
         except BaseException:
             os.close(fd)

@@ -301,7 +301,7 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
             "since": 7,
             "created": 100.0 + (number == last),
             "progress": {"id": "a", "frontier": number},
-            "id": str(number),
+            "id": f"{number:016}",
         }
         | {"source": "a", "turn": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
         for number in (0, 1)
@@ -312,7 +312,7 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
 
     (kept,), superseded = without_doubles(found.shards)
 
-    assert (kept["id"], superseded) == (str(last), [str(1 - last)])
+    assert (kept["id"], superseded) == (f"{last:016}", [f"{1 - last:016}"])
     assert found.progress["a"][1] is kept["progress"]
 
 

@@ -221,7 +221,7 @@ def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path)
         epoch(cache)
 
     found = {row["url"]: (row["served"], row["reuse"]) for row in cache.stats().sources}
-    assert found == {"s3://one/": (300_000, 6.0), "s3://two/": (300_000, 1.5)}
+    assert found == {f"s3://{'1' * 16}/": (300_000, 6.0), f"s3://{'2' * 16}/": (300_000, 1.5)}
 
 
 def test_pauses_between_pulls_are_told_as_pauses(cache: CacheDir, put: Put, clock: Callable[[float], None]) -> None:

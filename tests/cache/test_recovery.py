@@ -31,7 +31,7 @@ snapshot = cache.snapshot()
 staging = cache.stage(dataset="default", schema=schema, format="lmdb", bound=500_000)
 (staging.path / "data.lmdb").write_bytes(bytes(1000))
 with cache.catalog.write() as connection:
-    job, _ = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
+    job, _ = draws.open_job(connection, "5" * 16, holder=cache.holder.id, wanted=None, seed=None)
     draws.claim(connection, job, holder=cache.holder.id, most=7)
 if "fork" in sys.argv and os.fork() == 0:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)

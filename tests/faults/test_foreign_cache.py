@@ -1,0 +1,288 @@
+"""A cache folder that somebody else made: what its catalog and its ``shard.json`` name leads nowhere outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cachetool
+from cachetool.cache import open_cache
+from cachetool.cache.layout import Layout
+from cachetool.cache.records import seal, unseal
+from cachetool.errors import CacheToolError, CatalogError
+from cachetool.folders import remove
+from cachetool.names import Id, Name
+
+HERE = Path(__file__).parents[2]
+DEAD = "0" * 16
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and files of another user need root")
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A folder of the user's beside the cache, which must be as it was at the end."""
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    for name in ("thesis.txt", "shard.json", "x.lock", "x.json"):
+        (folder / name).write_text("precious")
+    yield folder
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("thesis.txt", "shard.json", "x.lock", "x.json"), "precious"
+    )
+
+
+@pytest.fixture(scope="module")
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of some shards."""
+    folder = tmp_path_factory.mktemp("pulled")
+    (folder / "source").mkdir()
+    for number in range(48):
+        np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
+    with cachetool.open_cache(folder / "cache", max_size="8MB") as made:
+        made.pull(folder / "source", everything=True, shard_size="100kB", workers=1)
+    return folder / "cache"
+
+
+@pytest.fixture
+def cache(pulled: Path, tmp_path: Path) -> Path:
+    """That cache, which nobody has open."""
+    shutil.copytree(pulled, tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def edit(root: Path, *statements: str) -> None:
+    """Change a catalog as somebody would who knows its tables."""
+    with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as connection:
+        for each in statements:
+            connection.execute(each)
+        connection.commit()
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cachetool", *args], env={**os.environ, "PYTHONPATH": str(HERE)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def names(path: Path, how: str, root: Path) -> str:
+    """A name that leads from the cache's folder of shards to ``path``."""
+    return {"absolute": str(path), "above": os.path.relpath(path, root / "shards")}[how]
+
+
+@pytest.mark.parametrize("how", ["absolute", "above"])
+@pytest.mark.parametrize("state", ["trash", "staging", "retiring"])
+def test_a_shard_named_by_a_path_is_refused_and_nothing_is_deleted(
+    cache: Path, victim: Path, how: str, state: str
+) -> None:
+    name = names(victim, how, cache)
+    edit(
+        cache,
+        "INSERT INTO shards (id, seq, dataset, format, state, samples, bytes, since, until, holder)"
+        f" VALUES ('{name}', 99, 'default', 'lmdb', '{state}', 1, 1, 1, 2, '{DEAD}')",
+    )
+    before = sorted(cache.rglob("*"))
+
+    for verb in ("stats", "ls", "doctor", "evict"):
+        found = run(verb, "--cache", str(cache), *(["--max-size", "1MB"] if verb == "evict" else []))
+        assert found.returncode != 0 or verb == "doctor", (verb, found)
+        assert "Traceback" not in found.stderr
+        assert "a bug in cachetool" not in found.stderr
+    with pytest.raises(CatalogError, match="is no name of a shard"), open_cache(cache):
+        pass
+    assert [path for path in before if not path.exists()] == []
+
+    mended = run("verify", "--repair", "--no-repull", "--cache", str(cache))
+    assert mended.returncode in (0, 1), mended
+    assert run("stats", "--cache", str(cache)).returncode == 0
+
+
+@pytest.mark.parametrize("how", ["absolute", "above"])
+def test_a_source_named_by_a_path_moves_no_record_there(cache: Path, victim: Path, how: str) -> None:
+    """The record of a shard that goes is renamed to where its source's is kept."""
+    name = names(victim / "x", how, cache)
+    edit(
+        cache,
+        f"UPDATE sources SET id = '{name}'",
+        f"UPDATE shards SET source = '{name}', since = 1",
+        f"UPDATE shards SET state = 'trash', holder = '{DEAD}' WHERE seq = 1",
+    )
+    with pytest.raises(CatalogError, match="is no name of"), open_cache(cache) as opened:
+        opened.evict(1_000_000)
+
+
+@pytest.mark.parametrize("how", ["absolute", "above"])
+def test_a_holder_named_by_a_path_gets_no_lock_file_deleted(cache: Path, victim: Path, how: str) -> None:
+    edit(cache, f"INSERT INTO holders VALUES ('{names(victim / 'x', how, cache)}', 1, 'host', 'what', 0)")
+    with pytest.raises(CatalogError, match="is no name of"), open_cache(cache):
+        pass
+
+
+@pytest.mark.parametrize("field", ["id", "data", "source", "progress", "column"])
+def test_a_shard_json_that_names_a_path_is_not_adopted(cache: Path, victim: Path, field: str) -> None:
+    folder = next((cache / "shards").iterdir())
+    before, value = len(list((cache / "shards").iterdir())), unseal(folder / "shard.json")
+    known = value["source"]
+    progress = value["progress"]
+    value |= {
+        "id": {"id": str(victim)},
+        "data": {"data": "../../../thesis/thesis.txt"},
+        "source": {"source": str(victim / "x")},
+        "progress": {"progress": {**progress, "id": str(victim / "x")}},
+        "column": {"progress": {**progress, "id) SELECT 'x' --": 1}},
+    }[field]
+    (folder / "shard.json").write_bytes(seal(value))
+    os.unlink(cache / "catalog.sqlite3")
+
+    found = run("verify", "--repair", "--no-repull", "--cache", str(cache))
+    assert "a bug in cachetool" not in found.stderr, found
+    with open_cache(cache) as opened:
+        count = len(opened.shards())
+        with opened.catalog.read() as connection:
+            (source,) = [row["id"] for row in connection.execute("SELECT id FROM sources")]
+    assert count == before - (field != "column")
+    assert source == known
+
+
+def test_a_journal_that_names_another_file_does_not_get_it_deleted(cache: Path, victim: Path) -> None:
+    """SQLite deletes the super-journal that a hot journal names."""
+    code = (
+        "import os, sqlite3, sys\n"
+        "c = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+        "c.execute('pragma journal_mode=persist')\nc.execute('pragma cache_size=1')\nc.execute('begin immediate')\n"
+        "c.execute('create table big (b)')\n"
+        "for i in range(200): c.execute('insert into big values (zeroblob(4000))')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, cache / "catalog.sqlite3"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    name = os.fsencode(victim / "thesis.txt")
+    end = (0x40000000 // 4096 + 1).to_bytes(4, "big") + name + len(name).to_bytes(4, "big")
+    end += sum(name).to_bytes(4, "big") + bytes.fromhex("d9d505f920a163d7")
+    with open(cache / "catalog.sqlite3-journal", "ab") as journal:
+        journal.write(end)
+
+    for verb in ("stats", "ls", "verify", "doctor"):
+        found = run(verb, "--cache", str(cache))
+        assert "a bug in cachetool" not in found.stderr
+        assert found.returncode != 0 or verb == "doctor"
+    with pytest.raises(CatalogError, match="names another file"), open_cache(cache):
+        pass
+    os.unlink(cache / "catalog.sqlite3-journal")  # as the message says
+    assert run("verify", "--repair", "--no-repull", "--cache", str(cache)).returncode in (0, 1)
+
+
+def _as_trash(cache: Path) -> Path:
+    """Make the first shard's row trash of a dead process; gives where its folder is."""
+    with contextlib.closing(sqlite3.connect(cache / "catalog.sqlite3")) as connection:
+        (id,) = connection.execute("SELECT id FROM shards ORDER BY seq LIMIT 1").fetchone()
+        connection.execute("UPDATE shards SET state = 'trash', holder = ? WHERE id = ?", (DEAD, id))
+        connection.commit()
+    return cache / "shards" / id
+
+
+def test_recovery_unlinks_a_link_in_place_of_a_shard_and_leaves_what_it_leads_to(cache: Path, victim: Path) -> None:
+    shard = _as_trash(cache)
+    shutil.rmtree(shard)
+    shard.symlink_to(victim)
+    with open_cache(cache):
+        pass
+    assert not os.path.lexists(shard)
+
+
+def test_recovery_follows_no_link_inside_a_shard(cache: Path, victim: Path) -> None:
+    shard = _as_trash(cache)
+    (shard / "c").symlink_to(victim)
+    with open_cache(cache):
+        pass
+    assert not os.path.lexists(shard)
+
+
+@pytest.mark.parametrize("folder", ["shards", "listings", "holders"])
+def test_a_folder_of_the_cache_that_is_a_link_is_not_cleared_through_it(cache: Path, victim: Path, folder: str) -> None:
+    shard = _as_trash(cache)
+    twin = victim.parent / "twin"
+    shutil.copytree(cache / folder, twin)
+    before = sorted(twin.rglob("*"))
+    shutil.rmtree(cache / folder)
+    (cache / folder).symlink_to(twin)
+    with contextlib.suppress(CacheToolError, OSError), open_cache(cache) as opened:
+        opened.evict(1_000_000)
+    after = [path for path in sorted(twin.rglob("*")) if path.suffix != ".lock"]
+    assert after == [path for path in before if path.suffix != ".lock"]
+    assert shard.name in {path.name for path in after} or folder != "shards"
+
+
+@root_only
+@pytest.mark.parametrize("what", ["bind", "tmpfs"])
+def test_recovery_enters_no_mount(cache: Path, victim: Path, what: str) -> None:
+    """A bind mount has the device of what it shows: only the kernel's number of the mount tells."""
+    shard = _as_trash(cache)
+    (shard / "c").mkdir()
+    mount = ["--bind", str(victim), str(shard / "c")] if what == "bind" else ["-t", "tmpfs", "tmpfs", str(shard / "c")]
+    if subprocess.run(["mount", *mount], check=False, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (shard / "c" / "more").touch() if what == "tmpfs" else None
+        found = run("stats", "--cache", str(cache))
+        assert "another file system is mounted here" in found.stderr
+        assert "Traceback" not in found.stderr
+        assert sorted(path.name for path in (shard / "c").iterdir()) == (
+            ["more"] if what == "tmpfs" else sorted(path.name for path in victim.iterdir())
+        )
+    finally:
+        subprocess.run(["umount", str(shard / "c")], check=True)
+    assert run("stats", "--cache", str(cache)).returncode == 0
+    assert not shard.exists()
+
+
+@root_only
+def test_recovery_leaves_a_folder_of_another_user(cache: Path) -> None:
+    shard = _as_trash(cache)
+    (shard / "mine").mkdir()
+    (shard / "mine" / "notes").touch()
+    os.chown(shard / "mine", 65534, 65534)
+    found = run("stats", "--cache", str(cache))
+    assert "belongs to another user (65534)" in found.stderr
+    assert (shard / "mine" / "notes").exists()
+
+
+def test_removal_takes_names_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", b"file", Path("file"), 3):
+        with pytest.raises(TypeError):
+            remove(tmp_path, name)  # type: ignore[arg-type]
+    layout = Layout(tmp_path)
+    for make in (layout.shard, layout.listing, layout.record, layout.lock):
+        with pytest.raises(TypeError):
+            make("0" * 16)  # type: ignore[arg-type]
+    for path in (tmp_path / "a" / "b", tmp_path / "shards" / "x" / ".." / "y"):
+        with pytest.raises((ValueError, CatalogError)):
+            layout.remove(path)
+    assert (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", ".", "..", "a/b", "/a", "a\0b", "a\\b", "x" * 256, "ä" * 128, None, 3, b"x", ["x"]]
+)
+def test_what_is_no_name_is_refused(text: Any) -> None:
+    with pytest.raises(CatalogError, match="is no name of a file"):
+        Name(text)
+
+
+@pytest.mark.parametrize("text", ["0" * 15, "0" * 17, "0" * 15 + "G", "0" * 15 + "A", "0" * 16 + "\n", "٠" * 16, None])
+def test_what_is_no_id_is_refused(text: Any) -> None:
+    with pytest.raises(CatalogError, match="is no name of a shard"):
+        Id(text)
+    assert not Id.fits(text)
