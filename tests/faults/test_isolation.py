@@ -17,7 +17,7 @@ from cachetool.errors import CapBlocked
 from tests.cache.conftest import put_shard
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children
-from tests.faults.world import LARGE, LARGE_BYTES, OWN, SCHEMA, Oracle, commit_one, make
+from tests.faults.world import LARGE, LARGE_BYTES, OWN, SCHEMA, SOURCE, Oracle, commit_one, make
 
 
 def fill(root: Path, children: Children, shards: int) -> None:
@@ -161,7 +161,7 @@ def test_a_reader_that_sleeps_is_named_and_its_death_frees_the_room(tmp_path: Pa
     with open_cache(root) as cache:
         room = Room(evict=True, wait=0.3)
         with cache.catalog.write() as connection:
-            job, _ = draws.open_job(connection, "world", holder=cache.holder.id, wanted=None, seed=None)
+            job, _ = draws.open_job(connection, SOURCE.id, holder=cache.holder.id, wanted=None, seed=None)
         while cache.stats().evicted == 0:
             commit_one(cache, job, format="lmdb", ledger=None, room=room)
         reader = children.start("hold", root=root, told=told)
