@@ -21,7 +21,7 @@ from cachetool.cache.draws import drawn, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CacheToolError
-from cachetool.folders import remove_path
+from cachetool.folders import remove_held
 
 __all__ = ["leaving_nothing", "withdraw_unused"]
 
@@ -87,9 +87,17 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
         wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
         # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a new
         # one, to read it says that the cache is gone.
-        os.rename(layout.root, aside)
-    holders.retire_ours(layout.holders)
-    cache.renew(wanted)
-    remove_path(aside)
+        held = os.open(layout.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.rename(layout.root, aside)
+        except BaseException:
+            os.close(held)
+            raise
+    try:
+        holders.retire_ours(layout.holders)
+        cache.renew(wanted)
+        remove_held(held, aside)
+    finally:
+        os.close(held)
     for path in made[1:]:
         path.rmdir()
