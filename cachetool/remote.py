@@ -230,7 +230,8 @@ def _fetched(
     finally:
         fetcher.close()
     content = sorted([item.key, item.size, item.etag or ""] for item, _ in items)
-    description = describe(folder / _name(url), FileOptions.from_json(options))
+    path = folder / _name(url)
+    description = {**describe(path, FileOptions.from_json(options)), "path": str(path)}  # as it was made: it stays good
     return {**description, "shown": redact(url), "identity": _identity(url, options, content)}
 
 
