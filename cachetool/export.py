@@ -32,8 +32,8 @@ from cachetool.folders import (
     make_folder,
     make_missing,
     put_in_place,
-    refuse_planted_link,
     remove,
+    resolved,
     shortened,
     write_durable,
 )
@@ -64,7 +64,7 @@ def require_new(out: Path) -> None:
         raise UsageError(f"--out {str(out)!r} is longer than a name may be here; name a shorter one")
     if os.path.lexists(out):  # also a link to nowhere
         raise UsageError(f"{out} exists already; name a new folder with --out")
-    refuse_planted_link(out.parent, "--out")
+    resolved(out.parent, "--out")
     refuse_in_cache(out, "--out")
 
 

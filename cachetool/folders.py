@@ -37,11 +37,11 @@ __all__ = [
     "new_file",
     "new_folder",
     "put_in_place",
-    "refuse_planted_link",
     "remove",
     "remove_held",
     "remove_path",
     "replacing",
+    "resolved",
     "shared_file",
     "shortened",
     "tree_bytes",
@@ -55,6 +55,8 @@ ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
 _DEEPEST = 64
 """Folders in each other that a removal enters. Ours are four; each that is entered holds a descriptor."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANY_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""One to name things in, which may be closed to reading."""
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -113,7 +115,7 @@ def write_piece(root: Path, names: Sequence[Name], at: int, piece: memoryview) -
     if not names or not all(isinstance(name, Name) for name in names):
         raise TypeError("pieces go to Names")
     with contextlib.ExitStack() as stack:
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(root, _ANY_FOLDER)
         stack.callback(os.close, folder)
         for name in names[:-1]:
             with contextlib.suppress(FileExistsError):
@@ -184,18 +186,17 @@ def put_in_place(folder: Path, parent: int, name: str) -> None:
     os.fsync(parent)
 
 
-def refuse_planted_link(path: Path, option: str) -> None:
-    """Raise :class:`UsageError` where a link on the way to ``path`` was made by another user, in a folder that is not
-    that user's: whoever made it may not write where it leads. Linux refuses such links in ``/tmp`` alone."""
-    at, parts = Path("/"), list(reversed(path.absolute().parts[1:]))
-    for _ in range(_MOST_PARTS):
-        if not parts:
-            return
-        above, at = at, at / parts.pop()
+def resolved(path: Path, option: str) -> Path:
+    """Where ``path`` leads, over the links of this user. Raises :class:`UsageError` for a link on the way that another
+    user made in a folder which is not that user's: whoever made it may not write where it leads. Linux refuses such
+    links in ``/tmp`` alone."""
+    at, parts, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while parts and links < _MOST_LINKS:
+        above, part = at, parts.pop()
+        at = above.parent if part == ".." else above / part
         try:
             found = at.lstat()
             if not stat.S_ISLNK(found.st_mode):
-                at = Path(os.path.normpath(at)) if at.name == ".." else at
                 continue
             if found.st_uid not in (0, os.geteuid(), above.stat().st_uid):
                 raise UsageError(
@@ -203,13 +204,15 @@ def refuse_planted_link(path: Path, option: str) -> None:
                     "remove that link, or name another place"
                 )
             leads = Path(os.readlink(at))
-        except OSError:  # what is not there, or may not be looked at, is not followed either
-            return
-        at = Path("/") if leads.is_absolute() else above
+        except OSError:  # what is not there, or may not be looked at, leads nowhere
+            break
+        at, links = Path("/") if leads.is_absolute() else above, links + 1
         parts += reversed(leads.parts[leads.is_absolute() :])
+    return at.joinpath(*reversed(parts))
 
 
-_MOST_PARTS = 4096
+_MOST_LINKS = 40
+"""After which Linux gives up, too."""
 
 
 def shortened(name: str) -> str:
@@ -254,7 +257,7 @@ def remove(root: Path, *names: Name, first: Name | None = None) -> None:
     if not names or not all(isinstance(name, Name) for name in names) or not isinstance(first, Name | None):
         raise TypeError("removal takes Names")
     with contextlib.ExitStack() as stack:
-        fd, path = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), root
+        fd, path = os.open(root, _ANY_FOLDER), root
         stack.callback(os.close, fd)
         tree = _Tree(fd)
         for name in names[:-1]:
@@ -278,7 +281,7 @@ def remove_held(fd: int, path: Path) -> None:
     tree = _Tree(fd)
     for name in os.listdir(fd):
         tree.remove(fd, name, path / name)
-    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent = os.open(path.parent, _ANY_FOLDER)
     try:
         if os.path.samestat(os.stat(path.name, dir_fd=parent, follow_symlinks=False), os.fstat(fd)):
             os.rmdir(path.name, dir_fd=parent)

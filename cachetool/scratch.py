@@ -107,6 +107,8 @@ class WorkFolder:
         fd = mark = None
         with contextlib.suppress(OSError, ValueError):  # a link, another user's, none of ours
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _OPEN)
+            if token is None and os.fstat(fd).st_uid != os.geteuid():
+                raise PermissionError
             mark = os.open(_MARK, os.O_RDWR | _OPEN, dir_fd=fd)
             said = _read(mark)
             if said == (purpose, said[1]) and _ours(fd, mark):

@@ -335,6 +335,14 @@ def test_what_another_user_prepared_to_be_gone_on_with_is_not(rows: Path, shared
     assert (seen(home), seen(shared)) == before
 
 
+def test_an_interrupted_conversion_in_a_folder_of_others_goes_on(rows: Path, shared: Path) -> None:
+    made = interrupted(rows, shared / "out") / "made"
+    stamps = {path.name: path.stat().st_mtime_ns for path in made.glob("part-*.h5")}
+    convert(rows, shared / "out")
+    assert {name: (shared / "out" / name).stat().st_mtime_ns for name in stamps} == stamps
+    assert (len(stamps), os.listdir(shared)) == (2, ["out"])
+
+
 def test_a_record_that_names_another_file_than_its_own_counts_for_nothing(
     rows: Path, tmp_path: Path, home: Path
 ) -> None:

@@ -14,7 +14,7 @@ from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, Jso
 from cachetool.cli.output import Output, count
 from cachetool.disk import disk_error
 from cachetool.errors import UsageError
-from cachetool.folders import refuse_planted_link, replacing
+from cachetool.folders import replacing, resolved
 from cachetool.units import format_size
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ def _plain_file(path: Path) -> Path:
     else:
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it better
             raise UsageError(f"cannot write --html {str(path)!r}: it is a device, a pipe or a socket; name a file")
-    refuse_planted_link(path, "--html")
-    return Path(os.path.realpath(path))
+    return resolved(path, "--html")
 
 
 def _print(out: Output, found: dict[str, Any]) -> None:
