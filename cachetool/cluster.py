@@ -21,6 +21,7 @@ from cachetool.crew import Crew
 from cachetool.engines.ray import connect
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError, Interrupted, UsageError
+from cachetool.folders import make_folder
 from cachetool.nodes import driver_cache
 from cachetool.options import PullOptions
 from cachetool.placement import Split
@@ -96,9 +97,10 @@ class _Placement:
             return
         first = max(has, key=lambda member: (member.looked["source"]["units"], member.looked["source"]["turn"]))
         row = SourceRow.from_json(first.looked["source"])
-        self._crew.fetch_listing(first, id, scratch)
+        make_folder(listing := scratch / "listing")
+        self._crew.fetch_listing(first, id, listing)
         cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
-        cache.add_source(replace(row, frontier=0, skipped=0), scratch, new=True)
+        cache.add_source(replace(row, frontier=0, skipped=0), listing, new=True)
 
     def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""

@@ -15,6 +15,8 @@ from cachetool.engines import Task
 from cachetool.engines.ray import NodeLost, RayEngine, Run
 from cachetool.engines.task import Message
 from cachetool.errors import CacheToolError
+from cachetool.folders import write_piece
+from cachetool.names import Name
 from cachetool.nodes import Node, cache_of
 from cachetool.progress import Progress
 from cachetool.spreading import of_node
@@ -133,10 +135,8 @@ class Crew:
         """Copy the listing of a source from the cache of a member into a folder here."""
 
         def heard(message: Message) -> None:
-            path = Path(folder, message["name"])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "ab" if message["at"] else "wb") as file:
-                file.write(base64.b64decode(message["piece"]))
+            names = [Name(name) for name in message["name"].split("/")]
+            write_piece(folder, names, message["at"], memoryview(base64.b64decode(message["piece"])))
 
         task = Task("cachetool.member:listing", {"root": member.root, "source": source})
         run = self.engine.start(member.node, task, heard)

@@ -3,7 +3,8 @@
 Others may write to the folder in which we work (``/tmp``, a group's folder), or may have made the one that we were
 given. Three rules keep what is theirs, or leads to theirs, untouched:
 
-* A working file or folder has a random name and is made by an exclusive call, never found: nobody can plant it.
+* A working file or folder has a random name and is made by an exclusive call, never found: nobody can plant it. One
+  that a killed process left is known by a mark inside (:mod:`cachetool.scratch`).
 * What appears under a name that the user gave appears by a rename of such a file.
 * Removal descends by directory descriptors from a root. It follows no link, enters no mount and no folder of another
   user, and takes a :class:`~cachetool.names.Name`, which no text from a file becomes unchecked.
@@ -18,23 +19,34 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from cachetool.disk import naming_inodes
+from cachetool.errors import UsageError
 from cachetool.names import Name
 
 __all__ = [
     "ALLOW_SHARED",
     "disk_bytes",
     "fsync_folder",
+    "make_folder",
+    "make_missing",
+    "new_descriptor",
+    "new_file",
     "new_folder",
+    "put_in_place",
     "remove",
+    "remove_held",
     "remove_path",
     "replacing",
+    "resolved",
+    "shared_file",
+    "shortened",
     "tree_bytes",
     "write_durable",
+    "write_piece",
 ]
 
 ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
@@ -43,6 +55,8 @@ ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
 _DEEPEST = 64
 """Folders in each other that a removal enters. Ours are four; each that is entered holds a descriptor."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANY_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""One to name things in, which may be closed to reading."""
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -58,17 +72,71 @@ def new_folder(parent: Path, prefix: str) -> Path:
         return path
 
 
+def make_folder(path: Path) -> None:
+    """Make one folder in a folder of ours. Raises ``FileExistsError`` where anything is, a link too."""
+    with naming_inodes(path):
+        path.mkdir()
+
+
+def make_missing(folder: Path) -> None:
+    """Make a folder that a user named, or one below a folder of ours, and those above it that are missing. Nothing is
+    emptied; links to folders are followed, as the user made them."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def new_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """A new file to read and write. Raises ``FileExistsError`` where anything is, a link too."""
+    return open(new_descriptor(path), "w+b", buffering)
+
+
+def new_descriptor(path: Path, mode: int = 0o666) -> int:
+    """:func:`new_file` for those that write by descriptor."""
+    with naming_inodes(path):
+        return os.open(path, os.O_RDWR | _NEW, mode)
+
+
 def write_durable(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Raises ``FileExistsError`` where one is: names are never shared."""
-    with naming_inodes(path):
-        fd = os.open(path, os.O_WRONLY | _NEW, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
+    with new_file(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shared_file(path: Path) -> BinaryIO:
+    """A file in a folder of ours which several processes of a command read and write: made by the first of them. What
+    is written is seen at once. Raises ``OSError`` for a link and for what is no file."""
+    return open(_regular(path.name, path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+
+
+def write_piece(root: Path, names: Sequence[Name], at: int, piece: memoryview) -> None:
+    """Write a piece of the file ``root/names[0]/...`` from byte ``at`` on. The folders and the file are made when they
+    are missing; a piece at 0 begins the file anew. Follows no link below the root."""
+    if not names or not all(isinstance(name, Name) for name in names):
+        raise TypeError("pieces go to Names")
+    with contextlib.ExitStack() as stack:
+        folder = os.open(root, _ANY_FOLDER)
+        stack.callback(os.close, folder)
+        for name in names[:-1]:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+            folder = os.open(name, _FOLDER, dir_fd=folder)
+            stack.callback(os.close, folder)
+        flags = os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC)
+        with open(_regular(names[-1], root.joinpath(*names), flags, folder), "wb") as file:
+            file.seek(at)
+            file.write(piece)
+
+
+def _regular(name: str, path: Path, flags: int, folder: int | None = None) -> int:
+    """A descriptor of a plain file in a folder of ours."""
+    # A pipe that has no reader is an error then, and waits for none.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path if folder is None else name, flags, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise OSError(errno.EEXIST, "it is no plain file", str(path))
+    return fd
 
 
 @contextlib.contextmanager
@@ -76,10 +144,9 @@ def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Itera
     """A new file to write to, which takes the place of ``target`` at the end by one rename: whole or not at all. A link
     at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask."""
     while True:
-        aside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(6)}")
+        aside = target.with_name(f".{shortened(target.name)}.{secrets.token_hex(6)}")
         try:
-            with naming_inodes(aside):
-                fd = os.open(aside, os.O_RDWR | _NEW, mode)
+            fd = new_descriptor(aside, mode)
         except FileExistsError:
             continue
         break
@@ -96,6 +163,61 @@ def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Itera
         raise
     if durable:
         fsync_folder(target.parent)
+
+
+def put_in_place(folder: Path, parent: int, name: str) -> None:
+    """Give a folder of ours the name that the user chose, in the folder with the descriptor ``parent``; durably.
+
+    Raises ``FileExistsError`` where anything has that name, a link or an empty folder too.
+    """
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        pass
+    else:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+    try:
+        # What came in between stays as well: a folder takes the place of an empty folder alone, never of a link.
+        os.rename(folder, name, dst_dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR, errno.EEXIST):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+        raise
+    os.fsync(parent)
+
+
+def resolved(path: Path, option: str) -> Path:
+    """Where ``path`` leads, over the links of this user. Raises :class:`UsageError` for a link on the way that another
+    user made in a folder which is not that user's: whoever made it may not write where it leads. Linux refuses such
+    links in ``/tmp`` alone."""
+    at, parts, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while parts and links < _MOST_LINKS:
+        above, part = at, parts.pop()
+        at = above.parent if part == ".." else above / part
+        try:
+            found = at.lstat()
+            if not stat.S_ISLNK(found.st_mode):
+                continue
+            if found.st_uid not in (0, os.geteuid(), above.stat().st_uid):
+                raise UsageError(
+                    f"{option} {str(path)!r} leads over {at}, a link that another user ({found.st_uid}) made;\n"
+                    "remove that link, or name another place"
+                )
+            leads = Path(os.readlink(at))
+        except OSError:  # what is not there, or may not be looked at, leads nowhere
+            break
+        at, links = Path("/") if leads.is_absolute() else above, links + 1
+        parts += reversed(leads.parts[leads.is_absolute() :])
+    return at.joinpath(*reversed(parts))
+
+
+_MOST_LINKS = 40
+"""After which Linux gives up, too."""
+
+
+def shortened(name: str) -> str:
+    """The beginning of a name, so that what cachetool adds to it fits into a name."""
+    return os.fsencode(name)[:100].decode("utf-8", "ignore")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -135,9 +257,9 @@ def remove(root: Path, *names: Name, first: Name | None = None) -> None:
     if not names or not all(isinstance(name, Name) for name in names) or not isinstance(first, Name | None):
         raise TypeError("removal takes Names")
     with contextlib.ExitStack() as stack:
-        tree = _Tree(root)
-        stack.callback(os.close, tree.fd)
-        fd, path = tree.fd, root
+        fd, path = os.open(root, _ANY_FOLDER), root
+        stack.callback(os.close, fd)
+        tree = _Tree(fd)
         for name in names[:-1]:
             path = path / name
             try:
@@ -153,13 +275,28 @@ def remove_path(path: Path) -> None:
     remove(path.parent, Name(path.name))
 
 
-class _Tree:
-    """All below a root that may be removed with it."""
+def remove_held(fd: int, path: Path) -> None:
+    """Delete a folder of ours, whose descriptor is ``fd`` and which was made as ``path``. It is emptied wherever it
+    lies by now; what others put at ``path`` in its place stays."""
+    tree = _Tree(fd)
+    for name in os.listdir(fd):
+        tree.remove(fd, name, path / name)
+    parent = os.open(path.parent, _ANY_FOLDER)
+    try:
+        if os.path.samestat(os.stat(path.name, dir_fd=parent, follow_symlinks=False), os.fstat(fd)):
+            os.rmdir(path.name, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(parent)
 
-    def __init__(self, root: Path) -> None:
-        self.fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        found = os.fstat(self.fd)
-        self._device, self._mount = found.st_dev, _mount(self.fd)
+
+class _Tree:
+    """All that may be removed below the folder with the descriptor ``root``."""
+
+    def __init__(self, root: int) -> None:
+        found = os.fstat(root)
+        self._device, self._mount = found.st_dev, _mount(root)
         self._owners = {os.geteuid(), found.st_uid}
         self._shared = os.environ.get(ALLOW_SHARED) == "1"
 

@@ -20,6 +20,7 @@ from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import CapBlocked
 from cachetool.export import sized
+from cachetool.folders import make_folder
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
@@ -57,7 +58,7 @@ def take_in(
         stack.enter_context(leaving_nothing(cache))
         found = survey(description, part_bytes(cache.max_size))
         id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
-        listing = stack.enter_context(listing_scratch())
+        make_folder(listing := stack.enter_context(listing_scratch()) / "listing")
         new = listing if cache.source(id) is None else None
         _refuse_small_cap(cache, found, kind, part_bytes, step, new)
         cache.check_schema(dataset, found.schema)

@@ -9,7 +9,6 @@ part must be those that ``dataset.json`` says, and the samples must have these c
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from cachetool.formats.base import Format, Reader
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb_file import is_ours as is_our_lmdb
 from cachetool.formats.shard import check_content, open_plain, side_folder, stored_checksums
+from cachetool.names import Name
 from cachetool.schema import Schema
 from cachetool.sources.filebase import FileOptions
 from cachetool.sources.guard import GuardedFile
@@ -80,7 +80,7 @@ def read_parts(folder: Path) -> tuple[Schema, list[PartFile]]:
         parts = []
         for part in value["parts"]:
             file, samples, content = str(part["file"]), int(part["samples"]), part.get("content")
-            plain = os.sep not in file and not file.startswith(".") and file.endswith(kind.suffix)
+            plain = Name.fits(file) and not file.startswith(".") and file.endswith(kind.suffix)
             if not plain or samples < 0 or not isinstance(content, str | None):
                 raise ValueError(f"a part called {file!r} of {samples} samples")
             parts.append(PartFile(folder / file, kind, schema, samples, content))

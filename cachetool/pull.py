@@ -90,7 +90,8 @@ def pull(
             options = replace(options, source=replace(again, concurrency=flight))
         # Outside of the cache until its size is known: what is in the cache is charged first.
         scratch = stack.enter_context(listing_scratch())
-        listing = cache.listing(id) if known is not None and cache.listing(id).exists() else scratch / "listing"
+        kept = known is not None and (cache.listing(id) / "listing.json").exists()
+        listing = cache.listing(id) if kept else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
         if known is not None and new is None and not (known.whole or options.start_early or options.again):
             engine.run([_listing(cache, url, options, id)], _reported(report))

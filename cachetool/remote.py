@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ import numpy as np
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Channel, Message
 from cachetool.errors import BadObject, CacheToolError, CapacityError, NotFound, UsageError, from_json, to_json
+from cachetool.folders import make_missing, new_file, remove_path, shortened
 from cachetool.inputs import describe
 from cachetool.parts import DATASET_FILE
 from cachetool.planning import check_place
@@ -92,8 +92,8 @@ def _folder(beside: Path | None) -> Iterator[Path]:
             if beside is None:
                 raise PermissionError
             parent = beside.absolute().parent
-            parent.mkdir(parents=True, exist_ok=True)
-            made = stack.enter_context(scratch(parent, f".{beside.name}.input-"))
+            make_missing(parent)
+            made = stack.enter_context(scratch(parent, f".{shortened(beside.name)}.input-"))
         except PermissionError:
             made = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
         yield made
@@ -129,7 +129,7 @@ def bring(channel: Channel, *, url: str, folder: str, options: Message) -> Messa
         empty = error
     if held is not None and (chosen := _files_among(held, redact(url))):
         with contextlib.closing(open_store(url)) as store:
-            shutil.rmtree(listing)
+            remove_path(listing)
             return _fetched(
                 store, [(i, place / _name(url) / _local_name(i.key)) for i in chosen], place, url, options, told
             )
@@ -203,21 +203,22 @@ def _fetched(
     need, found = sum(max(0, item.size) for item, _ in items), os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if need > free:
+        parent = Path(os.path.realpath(folder)).parent
         raise CapacityError(
-            f"{redact(url)} has {format_size(need)}, but the disk of {folder.parent} only {format_size(free)} free,\n"
+            f"{redact(url)} has {format_size(need)}, but the disk of {parent} only {format_size(free)} free,\n"
             "and it must lie there while it is converted; free some space, or name --out on another disk"
         )
     come = [0] * len(items)
 
     def copy(number: int, stop: threading.Event) -> None:
         item, path = items[number]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_missing(path.parent)
 
         def progress(count: int) -> None:
             come[number] = count
             told(Progress("fetch", sum(come), need or None))
 
-        with open(path, "xb+") as file:
+        with new_file(path) as file:
             if not stop.is_set():
                 _copy(store, item, file, progress)
 
@@ -229,7 +230,8 @@ def _fetched(
     finally:
         fetcher.close()
     content = sorted([item.key, item.size, item.etag or ""] for item, _ in items)
-    description = describe(folder / _name(url), FileOptions.from_json(options))
+    path = folder / _name(url)
+    description = {**describe(path, FileOptions.from_json(options)), "path": str(path)}  # as it was made: it stays good
     return {**description, "shown": redact(url), "identity": _identity(url, options, content)}
 
 

@@ -37,7 +37,7 @@ BELOW = {
     "cache": VALUES | {"disk", "folders"},
     "formats": VALUES | {"disk", "folders"},
     "stores": VALUES,
-    "sources": VALUES | {"stores", "formats", "streams", "boot", "disk", "folders"},
+    "sources": VALUES | {"stores", "formats", "streams", "boot", "disk", "folders", "scratch"},
     "loaders": VALUES | {"cache", "formats", "streams", "boot", "disk", "folders"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files
 from cachetool.cache import open_cache
 from cachetool.errors import CacheToolError, to_json
 from cachetool.formats import format_names
+from cachetool.scratch import scratch
 from cachetool.units import format_size
 
 _SMALL = 2**14
@@ -106,8 +106,8 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not mix with the lines
     try:
-        with tempfile.TemporaryDirectory(prefix="cachetool-bench-", dir=options["folder"]) as folder:
-            for each in measure(options, Path(folder)):
+        with scratch(Path(options["folder"]), "cachetool-bench-") as folder:
+            for each in measure(options, folder):
                 out.write(json.dumps(each) + "\n")
     except CacheToolError as error:
         out.write(json.dumps({"error": to_json(error)}) + "\n")

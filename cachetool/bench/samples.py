@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import numpy as np
 from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
 from cachetool.errors import NotFound, UsageError
+from cachetool.folders import remove_path
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.inputs import describe, open_input
@@ -103,7 +103,8 @@ def deleted(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            remove_path(folder)
 
 
 def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:

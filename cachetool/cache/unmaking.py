@@ -21,7 +21,7 @@ from cachetool.cache.draws import drawn, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.errors import CacheToolError
-from cachetool.folders import remove_path
+from cachetool.folders import remove_held
 
 __all__ = ["leaving_nothing", "withdraw_unused"]
 
@@ -76,20 +76,24 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
     aside = layout.root.with_name(f".{layout.root.name[:200]}.{secrets.token_hex(6)}.empty")
     if any(not stray.ours for stray in strays(cache.catalog, layout)):  # somebody else's file: the folder stays
         return
-    with cache.catalog.write() as connection:
-        for table in ("shards", "sources", "datasets"):
-            if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+    held = os.open(layout.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with cache.catalog.write() as connection:
+            for table in ("shards", "sources", "datasets"):
+                if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+                    return
+            if any(not holders.is_ours(row["id"]) for row in connection.execute("SELECT id FROM holders").fetchall()):
                 return
-        if any(not holders.is_ours(row["id"]) for row in connection.execute("SELECT id FROM holders").fetchall()):
-            return
-        if holders.live_locks(layout.holders):
-            return
-        wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
-        # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a new
-        # one, to read it says that the cache is gone.
-        os.rename(layout.root, aside)
-    holders.retire_ours(layout.holders)
-    cache.renew(wanted)
-    remove_path(aside)
+            if holders.live_locks(layout.holders):
+                return
+            wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
+            # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a
+            # new one, to read it says that the cache is gone.
+            os.rename(layout.root, aside)
+        holders.retire_ours(layout.holders)
+        cache.renew(wanted)
+        remove_held(held, aside)
+    finally:
+        os.close(held)
     for path in made[1:]:
         path.rmdir()

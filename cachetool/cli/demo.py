@@ -23,6 +23,8 @@ import typer
 from cachetool.cli.options import JsonOption, QuietOption
 from cachetool.cli.output import Output, count
 from cachetool.errors import CacheToolError, UsageError, from_json
+from cachetool.folders import make_folder, make_missing, new_file
+from cachetool.scratch import scratch
 from cachetool.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -69,11 +71,12 @@ def demo(
 @contextmanager
 def _workplace(folder: Path | None) -> Iterator[Path]:
     if folder is None:
-        with tempfile.TemporaryDirectory(prefix="cachetool-demo-") as name:
-            yield Path(name)
+        with scratch(Path(tempfile.gettempdir()), "cachetool-demo-") as made:
+            yield made
         return
     try:
-        folder.mkdir(parents=True)
+        make_missing(folder.parent)
+        make_folder(folder)
     except FileExistsError as error:
         raise UsageError(f"{str(folder)!r} is there already; --dir wants the name of a new folder") from error
     except OSError as error:
@@ -183,14 +186,16 @@ def _make_remote(folder: Path) -> int:
     """Write the made-up data set; the same bytes every time. Gives their number."""
     import numpy as np
 
-    folder.mkdir()
+    make_folder(folder)
     rng = np.random.default_rng(0)
     total = 0
     for number in range(SAMPLES):
         label = number % 4
         volume = rng.normal(loc=label, size=SHAPE).astype(np.float32)
-        np.save(folder / f"scan{number:04d}.volume.npy", volume)
-        (folder / f"scan{number:04d}.json").write_text(json.dumps({"label": label, "spacing": 0.5}))
+        with new_file(folder / f"scan{number:04d}.volume.npy") as file:
+            np.save(file, volume)
+        with new_file(folder / f"scan{number:04d}.json") as file:
+            file.write(json.dumps({"label": label, "spacing": 0.5}).encode())
         total += volume.nbytes
     return total
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, Jso
 from cachetool.cli.output import Output, count
 from cachetool.disk import disk_error
 from cachetool.errors import UsageError
+from cachetool.folders import replacing, resolved
 from cachetool.units import format_size
 
 if TYPE_CHECKING:
@@ -94,13 +94,10 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
     target = _plain_file(path)
     refuse_in_cache(target, "--html")
     found = figures(cache, dataset)
-    aside = target.parent / f".{target.name}.{os.getpid()}.new"
     try:
-        aside.write_text(page(found), encoding="utf-8")
-        os.replace(aside, target)
+        with replacing(target, durable=False) as file:
+            file.write(page(found).encode())
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
         if disk_error(error) is not None:
             raise
         raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
@@ -121,7 +118,7 @@ def _plain_file(path: Path) -> Path:
     else:
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a folder the system says it better
             raise UsageError(f"cannot write --html {str(path)!r}: it is a device, a pipe or a socket; name a file")
-    return Path(os.path.realpath(path))
+    return resolved(path, "--html")
 
 
 def _print(out: Output, found: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 import tempfile
 import threading
@@ -25,6 +24,8 @@ from cachetool.engines.child import bug
 from cachetool.engines.local import GRACE, Child, stop
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, Interrupted, UsageError, to_json
+from cachetool.folders import write_piece
+from cachetool.names import Name
 from cachetool.scratch import scratch
 
 __all__ = ["Agent", "Server", "version_here"]
@@ -162,14 +163,7 @@ class Agent:
 
     def write(self, name: str, at: int, piece: Any) -> None:
         """Put a piece of a file into that folder, from byte ``at`` on."""
-        path = Path(self.place())
-        for part in Path(name).parts[:-1]:  # never the place itself: nobody would hold that
-            path /= part
-            path.mkdir(exist_ok=True)
-        fd = os.open(path / Path(name).name, os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC), 0o600)
-        with open(fd, "wb") as file:
-            file.seek(at)
-            file.write(memoryview(piece))
+        write_piece(Path(self.place()), [Name(each) for each in name.split("/")], at, memoryview(piece))
 
     def _attend(self, number: int, child: Child, name: str, answers: Any) -> None:
         try:

@@ -19,6 +19,7 @@ import numpy as np
 
 from cachetool.disk import naming_inodes
 from cachetool.errors import CapacityError, CorruptError, UsageError
+from cachetool.folders import new_descriptor, remove_path
 from cachetool.formats.runs import Bytes, as_bytes
 from cachetool.units import format_size
 
@@ -86,10 +87,9 @@ def _first(views: Sequence[memoryview], offset: int) -> list[memoryview]:
 
 def create_exclusive(path: Path) -> int:
     """The descriptor of a new, empty file, for reading and writing. Raises :class:`UsageError` when ``path`` exists."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with capacity_errors(path, 0):
-            return os.open(path, flags, 0o666)
+            return new_descriptor(path)
     except FileExistsError as error:
         raise UsageError(f"{path} exists already; it is never overwritten") from error
 
@@ -147,7 +147,7 @@ class BulkFile:
             return cls(path, fd, bound, allocated=allocate(fd, path, bound))
         except BaseException:
             os.close(fd)
-            path.unlink(missing_ok=True)
+            remove_path(path)
             raise
 
     def append(self, *buffers: bytes | memoryview | Bytes) -> int:

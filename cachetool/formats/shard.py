@@ -19,6 +19,7 @@ import numpy.typing as npt
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
+from cachetool.folders import make_folder
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar_reading import corrupt_errors
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
@@ -101,7 +102,7 @@ class PlainFile:
     ) -> None:
         self.path = path
         self.schema = schema
-        self._side = side_folder(path) if side is None else side
+        self._side, self._shared_side = (side_folder(path), False) if side is None else (side, True)
         self._writer = kind.create(path, schema, samples=samples, nbytes=nbytes, compression=compression)
 
     def write(self, block: Block) -> None:
@@ -111,7 +112,8 @@ class PlainFile:
     def finish(self) -> Written:
         """Complete and fsync everything."""
         written = self._writer.finish()
-        self._side.mkdir(exist_ok=True)
+        if not self._shared_side:
+            make_folder(self._side)
         if written.extents is not None:
             write_extents(self._side, written.extents)
         else:

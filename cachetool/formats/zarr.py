@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import CorruptError, UsageError
+from cachetool.folders import remove_path
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
     ATTRIBUTE,
@@ -154,7 +155,7 @@ class _Plain(ColumnarWriter):
                 file.write_at(chunks * chunk_nbytes, [end])
                 file.finish(chunks * chunk_nbytes + len(end))
                 if not chunks:
-                    file.path.unlink()
+                    remove_path(file.path)
         metadata = _Metadata()
         for plan in self.plans:
             rows = self.rows(plan)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from cachetool.errors import CorruptError, UsageError
+from cachetool.folders import make_folder
 from cachetool.formats.columnar import ArrayPlan
 from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors, fsync_folder
 from cachetool.formats.runs import Bytes
@@ -126,7 +127,7 @@ class Folder:
         self._made: dict[Path, None] = {path: None}
         try:
             with capacity_errors(path, _BLOCK):
-                path.mkdir()
+                make_folder(path)
         except FileExistsError as error:
             raise UsageError(f"{path} exists already; it is never overwritten") from error
 
@@ -135,7 +136,7 @@ class Folder:
         for name in _folders(key)[:-1]:
             if (folder := self.path / name) not in self._made:
                 with capacity_errors(folder, _BLOCK):
-                    folder.mkdir()
+                    make_folder(folder)
                 self._made[folder] = None
         return BulkFile.create(self.path / key, bound)
 

@@ -26,6 +26,7 @@ from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.loaders.view import Part, View
+from cachetool.names import Name
 from cachetool.schema import Schema
 
 __all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
@@ -201,7 +202,7 @@ def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
 
 def _part(folder: Path, format: str, value: dict[str, Any]) -> Part:
     file = value["file"]
-    if not isinstance(file, str) or file != Path(file).name or file in ("", ".."):
+    if not Name.fits(file):
         raise ValueError(f"{file!r} is not the name of a file")
     return Part(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
 

@@ -24,8 +24,6 @@ a thread, the others build the model with one or two. A data set hands those out
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -35,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from cachetool.errors import UsageError, without
-from cachetool.folders import write_durable
+from cachetool.folders import make_missing, replacing
 from cachetool.loaders.base import BaseLoader
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.fixed_epochs import FixedEpochs
@@ -300,7 +298,7 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 f"fit() counts {self.params.get('steps')} steps in an epoch, the data set {self._steps}; leave out"
                 " steps_per_epoch= and give loader.epochs_of(steps=N)"
             )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_missing(self._path.parent)
         self._dataset._count_trained(True)
         if not self._loaded and self._path.exists():
             self._dataset._load(self._read())
@@ -342,9 +340,8 @@ class LoaderStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self) -> None:
         self._since = 0
-        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        write_durable(aside, json.dumps(self._dataset._state()).encode())
-        os.replace(aside, self._path)
+        with replacing(self._path) as file:
+            file.write(json.dumps(self._dataset._state()).encode())
 
 
 def _parsed(what: str, names: Any) -> Names | None:

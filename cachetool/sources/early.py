@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachetool.errors import SourceError, UsageError
+from cachetool.folders import new_file
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import write_listing
 from cachetool.sources.options import SourceOptions
@@ -75,7 +76,8 @@ class EarlyListing:
         if self._census.kind(self._read_as) is not None:
             raise UsageError(f"--start-early is for folders of objects; {self._store.url} holds files of many samples")
         if self._last is not None:
-            (folder / _LAST).write_bytes(self._last.encode("utf-8", "surrogateescape"))
+            with new_file(folder / _LAST) as file:
+                file.write(self._last.encode("utf-8", "surrogateescape"))
         return listing
 
     def _segment(self) -> Iterator[list[Object]]:

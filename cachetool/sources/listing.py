@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import BadObject, CorruptError
+from cachetool.folders import make_missing, new_file, remove_path, replacing
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
 from cachetool.stores.base import check_listed
@@ -65,7 +66,7 @@ def write_listing(
     ``left_out`` is asked afterwards what the store passed over; ``progress`` is told how many keys have come. Raises
     :class:`BadObject` for a key that is named twice.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_missing(folder)
     runs: list[Path] = []
     passed_over: Counter[str] = Counter()
     records: list[Record] = []
@@ -90,7 +91,7 @@ def write_listing(
         return write_sorted(folder, merged, stem=stem, url=url, left_out=lambda: passed_over + Counter(left_out()))
     finally:
         for run in runs:
-            run.unlink()
+            remove_path(run)
 
 
 def write_sorted(
@@ -102,14 +103,11 @@ def write_sorted(
     left_out: Callable[[], Mapping[str, int]] = dict,
 ) -> Listing:
     """:func:`write_listing` for records that are sorted already."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_missing(folder)
     facts = _Writer(folder, url).write(records)
     facts |= {"version": _VERSION, "url": url, "stem": stem.rule, "left_out": dict(left_out())}
-    aside = folder / f"{LISTING_FILE}.tmp"
-    with open(aside, "w", encoding="utf-8") as file:
-        json.dump(facts, file, indent=1)
-        _sync(file.fileno())
-    os.replace(aside, folder / LISTING_FILE)
+    with replacing(folder / LISTING_FILE) as file:
+        file.write(json.dumps(facts, indent=1).encode())
     return Listing.open(folder)
 
 
@@ -123,7 +121,7 @@ def _sync(fd: int) -> None:
 
 def _put_aside(path: Path, records: list[Record]) -> Path:
     records.sort()
-    with open(path, "wb") as file:
+    with new_file(path) as file:
         for sample, key, size, etag in records:
             file.write(_HEAD.pack(len(sample), len(key), len(etag), size) + sample + key + etag)
     return path
@@ -164,7 +162,7 @@ class _Writer:
         units.append(len(sizes))
         columns = {"key_offsets": key_offsets, "etag_offsets": etag_offsets, "sizes": sizes, "units": units}
         for name, column in columns.items():
-            with open(self._folder / f"{name}.npy", "wb") as file:
+            with new_file(self._folder / f"{name}.npy") as file:
                 np.save(file, np.frombuffer(column, dtype=np.int64), allow_pickle=False)
                 file.flush()
                 _sync(file.fileno())
@@ -195,7 +193,7 @@ class _BytesFile:
         self._file: BinaryIO
 
     def __enter__(self) -> _BytesFile:
-        self._file = open(self._path, "wb", buffering=2**20)  # closed in __exit__
+        self._file = new_file(self._path, 2**20)  # closed in __exit__
         self._file.write(bytes(self._HEADER))
         return self
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cachetool.folders import shared_file
 from cachetool.stores import Object, Store
 from cachetool.stores.base import Pages
 
@@ -57,7 +58,7 @@ class Pace:
     ) -> None:
         self._rate, self._clock, self._sleep = rate, clock, sleep
         # Closed with the last reference to this: threads that nobody waits for may be at it when a source is closed.
-        self._file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)  # noqa: SIM115
+        self._file = shared_file(path)
         self._lock = threading.Lock()
 
     def __call__(self, nbytes: int) -> None:

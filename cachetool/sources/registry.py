@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cachetool.errors import NotFound, UsageError
+from cachetool.folders import remove_path
 from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, write_listing
@@ -63,7 +63,7 @@ def list_source(
             from cachetool.sources.remote import list_files
 
             # Only now is it known that these are files: listed again, without grouping by names.
-            shutil.rmtree(folder)
+            remove_path(folder)
             listing = list_files(store, folder, store.list(), kind, options, progress=progress)
     finally:
         store.close()

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import CorruptError
+from cachetool.folders import new_file
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, Record, write_sorted
 from cachetool.stores import Object
@@ -155,7 +156,8 @@ def write_changes(folder: Path, old: SegmentedListing, fresh: Listing) -> Change
                 theirs = next(now, None)
 
     listing = write_sorted(folder, added(), stem=stem, url=fresh.url, left_out=lambda: fresh.left_out)
-    np.save(folder / _VANISHED, np.array(sorted(vanished), dtype=np.int64), allow_pickle=False)
+    with new_file(folder / _VANISHED) as file:
+        np.save(file, np.array(sorted(vanished), dtype=np.int64), allow_pickle=False)
     return Change(listing.units, len(vanished), tuple(names))
 
 

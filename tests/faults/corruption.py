@@ -174,7 +174,8 @@ def look_at_caches(folder: Path, way: str, *, cuts: int, flips: int, seed: int) 
                     assert np.array_equal(got, expected), "a wrong sample was converted"
                 finally:
                     shutil.rmtree(out, ignore_errors=True)
-                    shutil.rmtree(out.with_name(f".{out.name}.partial"), ignore_errors=True)
+                    for left in folder.glob(f".{out.name}.partial-*"):
+                        shutil.rmtree(left, ignore_errors=True)
 
             doors = [lambda: read(library=False), lambda: read(library=True), shown]
             if chance.randrange(CONVERTED) == 0:

@@ -18,6 +18,7 @@ from cachetool.engines import LocalEngine
 from cachetool.engines.ray import RayEngine
 from cachetool.engines.task import Task
 from cachetool.errors import UsageError
+from cachetool.scratch import WorkFolder
 from cachetool.spreading import Spread
 from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
@@ -101,15 +102,15 @@ def test_what_cannot_be_done_on_nodes_is_refused(
 
 
 def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path, rows: Path) -> None:
-    arguments = {"folder": str(tmp_path), "run": "of another disk", "to": "zarr", "compression": None, "verify": False}
+    work = WorkFolder.make(tmp_path, ".out.partial-", "out")
+    arguments = {"folder": str(work.path), "to": "zarr", "compression": None, "verify": False}
     described = {"description": {"kind": "files", "path": str(rows), "options": {}}, "todo": []}
 
     with pytest.raises(UsageError, match=r"does not see the folder .*; name an --out that lies under the same name"):
-        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, **described})])
-    (tmp_path / "run").write_text("of another disk")
+        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, "token": "0" * 32, **described})])
     described["description"]["path"] = str(tmp_path / "none.npy")
     with pytest.raises(UsageError, match=r"has no .*none\.npy; name an INPUT that every node sees"):
-        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, **described})])
+        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, "token": work.token, **described})])
 
 
 def test_parts_of_a_lost_node_are_written_by_others(

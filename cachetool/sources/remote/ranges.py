@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.errors import CacheToolError
+from cachetool.scratch import scratch
 from cachetool.stores import Object, Store
 
 __all__ = ["RangeFile", "RangeServer", "Ranges"]
@@ -42,7 +43,7 @@ KEPT = 64 * 2**20
 _SMALL = 2**20
 """An object up to this size is kept: it may hold values of many samples."""
 _HEAD = struct.Struct("<q")
-_LONG = 70
+_LONG = 60
 _ABSENT, _FAILED = -1, -2
 _MAX_REQUEST = 2**27
 
@@ -70,10 +71,10 @@ class RangeServer:
         """What the store raised last."""
         self.fetched = 0
         """Bytes that came over the wire."""
-        # Mode 0700. The name of a socket has room for about 100 bytes.
-        place = None if len(tempfile.gettempdir()) < _LONG else "/tmp"
-        self._folder = tempfile.TemporaryDirectory(prefix="cachetool-", dir=place)
-        self.path = Path(self._folder.name) / "ranges"
+        # The name of a socket has room for about 100 bytes.
+        place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONG else "/tmp"
+        self._folder = contextlib.ExitStack()
+        self.path = self._folder.enter_context(scratch(Path(place), "cachetool-ranges-")) / "ranges"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(os.fspath(self.path))
         self._listener.listen()
@@ -84,7 +85,7 @@ class RangeServer:
         with contextlib.suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     def give(self, key: Hashable, body: memoryview) -> None:
         """Keep something that was fetched ahead."""

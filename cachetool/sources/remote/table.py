@@ -18,7 +18,6 @@ Files are numbered as the listing has them, by key; samples one file after anoth
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import UsageError
+from cachetool.folders import new_file, replacing
 from cachetool.schema import Schema
 from cachetool.sources.listing import opened
 from cachetool.sources.options import SourceOptions
@@ -236,7 +236,8 @@ def write_table(
         "parts": np.array(sorted(parts), dtype=np.int64).reshape(-1, 5),
     }
     for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        with new_file(folder / f"{name}.npy") as file:
+            np.save(file, array, allow_pickle=False)
     about = {
         "version": _VERSION,
         "kind": kind,
@@ -250,9 +251,8 @@ def write_table(
         "ours": None if ours is None else ours.to_json(),
         "seen": [[number, *told] for number, told in (seen or {}).items()],
     }
-    aside = folder / f"{TABLE_FILE}.tmp"
-    aside.write_text(json.dumps(about), encoding="utf-8")
-    os.replace(aside, folder / TABLE_FILE)
+    with replacing(folder / TABLE_FILE, durable=False) as file:
+        file.write(json.dumps(about).encode())
 
 
 def _unit_rows(facts: FileFacts) -> int:
