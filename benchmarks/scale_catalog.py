@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, open_cache
 from cachetool.cache.catalog import FIRST_PAGES
+from cachetool.names import Id
 from cachetool.report import figures, page
 from cachetool.schema import Field, Schema
 
@@ -30,7 +31,6 @@ SCHEMA = Schema(tuple(Field(f"field{number}", "<f4", (64, 64)) for number in ran
 HOLDER = """
 import sys
 from cachetool.cache import open_cache
-from cachetool.names import Id
 with open_cache(sys.argv[1]) as cache, cache.snapshot() as snapshot:
     print(len(snapshot.shards), flush=True)
     sys.stdin.read()
