@@ -25,6 +25,7 @@ from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of, written
 from cachetool.stores.identities import Identities, identity_of
+from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact
 
 __all__ = ["HttpStore", "open_http_store"]
@@ -40,7 +41,12 @@ def open_http_store(url: str, limits: Limits) -> HttpStore:
 
     Raises :class:`UsageError` for a URL without a host or a netrc file that cannot be used.
     """
-    return HttpStore(url, HttpClient(url, limits, authorization=_authorization(url)))
+
+    def header() -> Credentials[str | None]:
+        authorization = _authorization(url)
+        return Credentials(authorization, authorization)
+
+    return HttpStore(url, HttpClient(url, limits, login=Login(header)))
 
 
 class HttpStore:

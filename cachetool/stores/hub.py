@@ -21,6 +21,7 @@ from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Usa
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_wire import origin_of
+from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact, split_url
 
 __all__ = ["HubStore", "open_hub_store"]
@@ -46,9 +47,15 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
     endpoint = (os.environ.get("HF_ENDPOINT", "").strip() or ENDPOINT).rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError("HF_ENDPOINT must begin with http:// or https://; its value, which is not shown, does not")
-    token = _token()
+
+    def header() -> Credentials[str | None]:
+        token = _token()
+        authorization = f"Bearer {token}" if token else None
+        return Credentials(authorization, authorization)
+
+    login = Login(header)
     try:
-        client = HttpClient(endpoint, limits, authorization=f"Bearer {token}" if token else None)
+        client = HttpClient(endpoint, limits, login=login)
     except UsageError as error:
         raise UsageError(f"HF_ENDPOINT cannot be used: {error}") from None
     return HubStore(redact(url), endpoint, f"{owner}/{name}", unquote(revision) or "main", path.strip("/"), client)
