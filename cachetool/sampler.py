@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Room, SourceRow
 from cachetool.claims import Claims, Handed, Own
-from cachetool.drawing import Drawing, Plan
+from cachetool.drawing import Drawing, FirstShard, Plan
 from cachetool.engines.task import Asking, Message
 from cachetool.errors import CapBlocked
 from cachetool.formats import get_format
@@ -49,11 +49,12 @@ def draw(
     skip_bad: bool,
     pace: Message | None,
     again: Sequence[tuple[Sequence[tuple[int, int]], str]],
+    first_shard_in: float | None = None,
     handed: bool = False,
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
     claims are asked for through ``channel``. With ``again`` each claim is one shard that was there before: its draws,
-    and its content digest.
+    and its content digest. The first shard is closed ``first_shard_in`` seconds from now with what it has by then.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
@@ -68,6 +69,7 @@ def draw(
         Room(**room),
         skip_bad,
         per_unit,
+        FirstShard(first_shard_in),
         {claim: content for claim, (_, content) in shards.items()},
     )
     parsed = SourceOptions.from_json(options)

@@ -254,8 +254,9 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again(
         def send(self, message: dict[str, Any]) -> None:
             told.append(message["phase"])
 
-    monkeypatch.setattr(module, "pull", unsteady)
-    monkeypatch.setattr(module, "RETRY", (0.01, 0.01))
+    pulling = sys.modules["cachetool.pull"]
+    monkeypatch.setattr(pulling, "pull", unsteady)
+    monkeypatch.setattr(pulling, "RETRY", (0.01, 0.01))
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
         _ = cache.catalog
         module.follow(Channel(), root=str(cache.root), url=str(digits), options=PullOptions(follow=True).to_json())

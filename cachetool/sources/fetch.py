@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
@@ -117,6 +117,10 @@ class Fetching(Generic[T, R]):
         self._fetcher.held -= self._begun.popleft()[1]
         self._begin()
         return result
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the next result is there within so long, or there will be none."""
+        return not self._begun or bool(wait([self._begun[0][0]], seconds).done)
 
     def close(self) -> None:
         """Forget what was begun. May be called twice."""

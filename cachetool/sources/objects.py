@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
+from cachetool.errors import AccessDenied, BadObject, Interrupted, NotFound, SourceError, Unreachable, UsageError
 from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
-from cachetool.sources.base import Piece, Probe, Reading, Skipped
+from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
@@ -50,6 +50,8 @@ _HEADS = 256 * 2**10
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
+_LINGER, _LINGER_MOST = 0.2, 1.0
+"""Seconds without a result, and seconds in all, after which what somebody waits for is handed out."""
 
 _Units = npt.NDArray[np.int64]
 _Task = tuple[int, _Units, int]
@@ -63,6 +65,8 @@ class _Sample(Assembled[Value]):
     fetched: int = 0
     nbytes: int = 0
     error: BadObject | NotFound | None = None
+    failure: SourceError | None = None
+    """Why the store gave no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +157,19 @@ class ObjectsSource:
         size = item.size if item.size >= 0 else _GUESS
         return min(size, MAX_HEADER) if size > _HEADS and self._part(item).kind in ("npy", "bytes") else size
 
-    def read(self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES) -> Reading:
+    def read(
+        self,
+        units: _Units,
+        *,
+        schema: Schema,
+        skip_bad: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+        hurry: Hurry = unhurried,
+    ) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
-        fetching = self._reading.run(self._tasks(units, self._reading.threads), ahead=AHEAD, size=_size)
-        return Reading(fetching, _pieces(fetching, schema, skip_bad=skip_bad, block_bytes=block_bytes))
+        tasks = self._tasks(units, self._reading.threads, growing=hurry() is not None)
+        fetching = self._reading.run(tasks, ahead=AHEAD, size=_size)
+        return Reading(fetching, _pieces(fetching, schema, skip_bad=skip_bad, block_bytes=block_bytes, hurry=hurry))
 
     def close(self) -> None:
         """Let go of threads and connections."""
@@ -164,14 +177,16 @@ class ObjectsSource:
         self._probing.close()
         self._store.close()
 
-    def _tasks(self, units: _Units, threads: int) -> Iterator[_Task]:
-        """Units cut into tasks: small ones together, yet enough tasks to keep every thread busy."""
+    def _tasks(self, units: _Units, threads: int, *, growing: bool = False) -> Iterator[_Task]:
+        """Units cut into tasks: small ones together, yet enough tasks to keep every thread busy; ``growing``, the first
+        ones of one unit, so that something is there soon."""
         units = np.asarray(units, dtype=np.int64)
         sizes = self._listing.unit_bytes(units, unknown=_GUESS).tolist()
         most = min(_TASK_UNITS, max(1, len(units) // (4 * threads)))
         start = total = 0
         for stop, size in enumerate(sizes):
-            if stop > start and (stop - start >= most or total + size > _TASK_BYTES):
+            together = min(most, 1 + start // (4 * threads)) if growing else most
+            if stop > start and (stop - start >= together or total + size > _TASK_BYTES):
                 yield start, units[start:stop], total
                 start, total = stop, 0
             total += size
@@ -179,7 +194,14 @@ class ObjectsSource:
             yield start, units[start:], total
 
     def _read_task(self, task: _Task, stop: threading.Event) -> list[_Sample]:
-        return [self._sample(int(unit)) for unit in task[1] if not stop.is_set()]
+        samples: list[_Sample] = []
+        try:
+            for unit in task[1]:
+                if not stop.is_set():
+                    samples.append(self._sample(int(unit)))
+        except SourceError as error:  # the store's; the samples in front of it came
+            samples.append(_Sample("", failure=error))
+        return samples
 
     def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
         return [
@@ -256,25 +278,49 @@ def _size(task: _Task) -> int:
 
 
 def _pieces(
-    fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int
+    fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int, hurry: Hurry
 ) -> Generator[Piece]:
     names = set(schema.names)
     pending: list[tuple[int, _Sample]] = []
     held = position = 0
-    for found in fetching:
-        for sample in found:
-            if sample.error is None and sample.values.keys() != names:
-                sample.error = _misfit(sample, schema)
-            if sample.error is not None and not skip_bad:
-                raise sample.error
-            pending.append((position, sample))
-            position += 1
-            held += sample.nbytes
-            if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
-                yield _piece(pending, schema, position, skip_bad=skip_bad)
-                pending, held = [], 0
+
+    def gathered() -> Piece:
+        nonlocal pending, held
+        piece = _piece(pending, schema, position, skip_bad=skip_bad)
+        pending, held = [], 0  # before it is out: nothing may come twice, wherever this is interrupted
+        return piece
+
+    try:
+        news = True
+        while True:
+            left = hurry()
+            if left is not None and news:
+                late = bool(pending) and left < -_LINGER_MOST
+                if late or not fetching.wait(max(_LINGER, left)):
+                    yield gathered()
+                    news = False
+                    continue
+            news = True
+            if (found := next(fetching, None)) is None:
+                break
+            for sample in found:
+                if sample.failure is not None:
+                    raise sample.failure
+                if sample.error is None and sample.values.keys() != names:
+                    sample.error = _misfit(sample, schema)
+                if sample.error is not None and not skip_bad:
+                    raise sample.error
+                pending.append((position, sample))
+                position += 1
+                held += sample.nbytes
+                if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
+                    yield gathered()
+    except (SourceError, Interrupted):
+        if pending:
+            yield gathered()
+        raise
     if pending:
-        yield _piece(pending, schema, position, skip_bad=skip_bad)
+        yield gathered()
 
 
 def _misfit(sample: _Sample, schema: Schema) -> BadObject:

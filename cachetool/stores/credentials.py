@@ -23,7 +23,18 @@ from typing import Any
 from cachetool.errors import AccessDenied, UsageError
 from cachetool.stores.http_wire import origin_of
 
-__all__ = ["EXPIRES", "azure_options", "gcs_options", "identity_of", "refuse_unsendable", "s3_options", "seconds_of"]
+__all__ = [
+    "EXPIRES",
+    "azure_options",
+    "gcs_options",
+    "hub_token_path",
+    "identity_of",
+    "marks",
+    "netrc_path",
+    "refuse_unsendable",
+    "s3_options",
+    "seconds_of",
+]
 
 Options = dict[str, str | bool]
 Environment = Mapping[str, str]
@@ -68,6 +79,42 @@ def refuse_unsendable(place: str, options: Options) -> None:
     for name, value in options.items():
         if name in _IN_HEADERS and isinstance(value, str) and not _SENT.fullmatch(value):
             raise UsageError(f"{name} for {place} has a blank, a line end or the like in it; it is not shown")
+
+
+def netrc_path(env: Environment = os.environ) -> Path:
+    """The file of users and passwords of web servers."""
+    return Path(env.get("NETRC") or _home(env) / ".netrc").expanduser()
+
+
+def hub_token_path(env: Environment = os.environ) -> Path:
+    """The file with the token of the Hugging Face hub."""
+    home = Path(env.get("HF_HOME") or _home(env) / ".cache" / "huggingface").expanduser()
+    return Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
+
+
+def marks(env: Environment = os.environ) -> list[tuple[int, int] | None]:
+    """When each file of credentials was written, and its size: another value once one has changed. None stands for a
+    file that is not there."""
+    files = [*_aws_files(env), _gcloud_file(env), netrc_path(env), hub_token_path(env)]
+    files += [Path(env[name]).expanduser() for name in _POINTERS if env.get(name)]
+    found: list[tuple[int, int] | None] = []
+    for path in files:
+        try:
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append(None)
+    return found
+
+
+_POINTERS = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+)
+"""Variables of the environment that name such files."""
 
 
 def identity_of(options: Options) -> object:
@@ -153,8 +200,9 @@ def _process_of(profile: Mapping[str, str], env: Environment) -> Sequence[str]:
             return shlex.split(command)
         except ValueError:
             raise AccessDenied(f"credential_process of profile {name!r} is no command: a quote is not closed") from None
-    if any(each.startswith("sso_") or each in _ELSEWHERE for each in profile) and shutil.which("aws"):
-        return ["aws", "configure", "export-credentials", "--profile", name, "--format", "process"]
+    elsewhere = any(each.startswith("sso_") or each in _ELSEWHERE for each in profile)
+    if elsewhere and (program := shutil.which("aws", path=env.get("PATH", ""))):
+        return [program, "configure", "export-credentials", "--profile", name, "--format", "process"]
     return ()
 
 
@@ -219,15 +267,22 @@ def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment
 def _aws_profile(env: Environment) -> dict[str, str]:
     """What the shared credentials and config files say of the profile; the credentials file wins."""
     name = env.get("AWS_PROFILE", "").strip()
-    folder = _home(env) / ".aws"
-    config = Path(env.get("AWS_CONFIG_FILE") or folder / "config").expanduser()
-    keys = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials").expanduser()
+    config, keys = _aws_files(env)
     wanted = name or "default"
     in_config = _section(config, "default" if wanted == "default" else f"profile {wanted}")
     in_keys = _section(keys, wanted)
     if name and in_config is None and in_keys is None:
         raise AccessDenied(f"no profile {name!r} (AWS_PROFILE) in {str(keys)!r} or {str(config)!r}")
     return {**(in_config or {}), **(in_keys or {})}
+
+
+def _aws_files(env: Environment) -> tuple[Path, Path]:
+    """The shared config and credentials files."""
+    folder = _home(env) / ".aws"
+    config = env.get("AWS_CONFIG_FILE") or folder / "config"
+    return Path(config).expanduser(), Path(
+        env.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"
+    ).expanduser()
 
 
 def _section(path: Path, name: str) -> dict[str, str] | None:
@@ -267,8 +322,7 @@ def gcs_options(place: str, env: Environment = os.environ) -> Options:
         return {**options, "service_account": _existing(path, "GOOGLE_SERVICE_ACCOUNT")}
     if path := _first(env, "GOOGLE_APPLICATION_CREDENTIALS"):
         return {**options, "application_credentials": _existing(path, "GOOGLE_APPLICATION_CREDENTIALS")}
-    folder = Path(env.get("CLOUDSDK_CONFIG") or _home(env) / ".config" / "gcloud")
-    default = folder / "application_default_credentials.json"
+    default = _gcloud_file(env)
     if default.is_file():
         return {**options, "application_credentials": str(default)}
     if _first(env, "GCE_METADATA_HOST"):
@@ -277,6 +331,12 @@ def gcs_options(place: str, env: Environment = os.environ) -> Options:
         f"no credentials for {place}: set GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SKIP_SIGNATURE=true for public data,\n"
         "or GCE_METADATA_HOST on Google Cloud, or run 'gcloud auth application-default login'"
     )
+
+
+def _gcloud_file(env: Environment) -> Path:
+    """What ``gcloud auth application-default login`` writes."""
+    folder = Path(env.get("CLOUDSDK_CONFIG") or _home(env) / ".config" / "gcloud")
+    return folder / "application_default_credentials.json"
 
 
 def _existing(path: str, variable: str) -> str:

@@ -13,12 +13,12 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.credentials import hub_token_path
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_wire import origin_of
 from cachetool.stores.login import Credentials, Login
@@ -220,8 +220,7 @@ def _hash(body: memoryview, like: str) -> str | None:
 def _token() -> str:
     if token := os.environ.get("HF_TOKEN", "").strip():
         return _sendable(token, "HF_TOKEN")
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    path = hub_token_path()
     try:
         return _sendable(path.read_text(encoding="utf-8").strip(), f"the file {str(path)!r}")
     except FileNotFoundError:
