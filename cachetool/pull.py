@@ -34,6 +34,7 @@ from cachetool.planning import (
     drawn_of,
     faults_of,
     format_of,
+    looked_at,
     pace,
     prepare,
     refuse_cache,
@@ -123,8 +124,10 @@ def pull(
             grow_source(cache, row, scratch / "segment", whole=True, **segment)
         per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
         per_shard = max(1, per_shard // per_unit)
-        is_new = newest is None
-        settled = Settled(url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began, is_new)
+        looked, is_new = looked_at(url, scratch) if elsewhere is None else None, newest is None
+        settled = Settled(
+            url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began, looked, is_new
+        )
         if elsewhere is None:
             made = _draw(engine, cache, settled, report)
         else:

@@ -42,6 +42,8 @@ class Settled:
     """What the listing and the first samples told."""
     pace: Message | None
     began: float
+    looked: str | None
+    """Where that what was looked at beforehand lies on this machine."""
     is_new: bool
     """Whether the dataset has no shard yet."""
 
@@ -74,6 +76,7 @@ class Settled:
                 "follow": options.follow,
                 "lost": options.lost,
                 "pace": self.pace,
+                "looked": self.looked,
                 "skip_bad": options.on_error == "skip",
                 "first_shard_in": None if after is None else max(0.0, after - (time.monotonic() - self.began)),
                 "again": [(each.ranges, each.content) for each in options.again],
