@@ -56,7 +56,8 @@ def draw(
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
     claims are asked for through ``channel``. With ``again`` each claim is one shard that was there before: its draws,
-    and its content digest. The first shard is closed ``first_shard_in`` seconds from now with what it has by then. What was fetched before lies in ``looked``.
+    and its content digest. The first shard is closed ``first_shard_in`` seconds from now with what it has by then.
+    What was fetched before lies in ``looked``.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
