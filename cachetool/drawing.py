@@ -88,6 +88,8 @@ class Drawing:
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._barren = vanished.copy()
         """Positions that give no sample, as far as is known."""
+        self._gaps = np.zeros(len(units), dtype=np.bool_)
+        """Positions that stay open although some behind them are done."""
         self._there = np.nonzero(~vanished & ~self._cached)[0]
         """Positions in the claim whose units are still in the source, and not in the cache."""
         self._units, self._vanished = units[self._there], np.cumsum(vanished)
@@ -132,6 +134,8 @@ class Drawing:
 
     def _take(self, piece: Piece) -> None:
         """Write the samples of a piece, and commit what is full, or wanted by now."""
+        if piece.gaps is not None and not self._may_leave(piece.gaps, piece.block.nbytes, len(piece.block)):
+            return
         self._even = False
         skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
         self._barren[[skip.draw for skip in skipped]] = True
@@ -160,6 +164,17 @@ class Drawing:
         if left is not None and left <= 0 and self._files is not None:
             self._commit(self._upto)
         self._even = True
+
+    def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
+        """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
+        its record has then. Draws that are lost or come back are counted in one piece."""
+        held, at = self._held, self._there[gaps]
+        more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
+        fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
+        if not fits or held.lost or self._is_handed or self._plan.again:
+            return False
+        self._gaps[at] = True
+        return True
 
     def _keep(self, error: BaseException) -> None:
         """Commit what came before an error, rather than to fetch it again. Not for a coordinator that is gone."""
@@ -226,7 +241,8 @@ class Drawing:
         drawn = self._ranges(upto)
         fresh = sum(b - a for a, b in drawn)
         brought = fresh if self._held.lost else fresh - sum(left_out)
-        done = Done(start, upto, drawn, brought, *left_out, self._fetched)
+        gaps = runs(start, self._gaps[start - self._held.start : upto - self._held.start])
+        done = Done(start, upto, drawn, brought, *left_out, self._fetched, gaps)
         if files is None or staging is None:
             if upto == start:
                 return
@@ -284,7 +300,7 @@ class Drawing:
         """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
         draws, those that gave none are still open."""
         part = slice(self._from - self._held.start, upto - self._held.start)
-        return runs(self._from, ~(self._cached | (self._barren & self._held.lost))[part])
+        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._held.lost))[part])
 
     def _most_ranges(self) -> int:
         """How many :meth:`_ranges` there will be, whatever turns out to be barren."""

@@ -57,6 +57,8 @@ class Piece:
     """Units of this piece that were left out."""
     fetched: int = 0
     """Bytes that came over the wire for this piece."""
+    gaps: npt.NDArray[np.int64] | None = None
+    """Of the last piece before an error: positions below ``done`` that are not finished. None: there are none."""
 
 
 class Reading:

@@ -50,6 +50,8 @@ _HEADS = 256 * 2**10
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
+_REST = 1.0
+"""Seconds that requests under way are given when the reading ends with an error."""
 _LINGER, _LINGER_MOST = 0.2, 1.0
 """Seconds without a result, and seconds in all, after which what somebody waits for is handed out."""
 
@@ -318,9 +320,26 @@ def _pieces(
     except (SourceError, Interrupted):
         if pending:
             yield gathered()
+        if (piece := _out_of_order(fetching, schema, position)) is not None:
+            yield piece
         raise
     if pending:
         yield gathered()
+
+
+def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, position: int) -> Piece | None:
+    """The good samples from ``position`` on that came while an earlier one failed, or was waited for."""
+    names = set(schema.names)
+    good = [
+        (at, sample)
+        for task, samples in fetching.rest(_REST)
+        for at, sample in enumerate(samples, task[0])
+        if sample.error is None and sample.failure is None and sample.values.keys() == names and at >= position
+    ]
+    if not good:
+        return None
+    piece = _piece(good, schema, good[-1][0] + 1, skip_bad=True)
+    return replace(piece, skipped=(), gaps=np.setdiff1d(np.arange(position, piece.done), piece.draws))
 
 
 def _misfit(sample: _Sample, schema: Schema) -> BadObject:
