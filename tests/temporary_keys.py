@@ -71,7 +71,9 @@ def answer_s3(
     if number is None:
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(handler.path).query)
         after = query.get("start-after", [""])[0]
-        start = int(query.get("continuation-token", ["0"])[0]) or (int(re.findall(r"\d+", after)[0]) + 1 if after else 0)
+        start = int(query.get("continuation-token", ["0"])[0]) or (
+            int(re.findall(r"\d+", after)[0]) + 1 if after else 0
+        )
         stop = min(count, start + page)
         each = "".join(
             f"<Contents><Key>d/{i:05d}.cls</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified>"
@@ -81,8 +83,9 @@ def answer_s3(
         more = f"<NextContinuationToken>{stop}</NextContinuationToken>" if stop < count else ""
         handler.answer(
             200,
-            f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name><KeyCount>{stop - start}'
-            f"</KeyCount><IsTruncated>{str(stop < count).lower()}</IsTruncated>{more}{each}</ListBucketResult>".encode(),
+            f'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Name>b</Name>'
+            f"<KeyCount>{stop - start}</KeyCount><IsTruncated>{str(stop < count).lower()}</IsTruncated>"
+            f"{more}{each}</ListBucketResult>".encode(),
         )
         return True
     body = str(number).encode()

@@ -122,14 +122,13 @@ class Fetching(Generic[T, R]):
         """Whether the next result is there within so long, or there will be none."""
         return not self._begun or bool(wait([self._begun[0][0]], seconds).done)
 
-    def rest(self, seconds: float) -> list[tuple[T, R]]:
-        """Begin no more, and give what came out of order: the results that are there within so long, each with its
-        task. A task that is under way may end early; one that failed gives nothing."""
+    def rest(self, seconds: float) -> list[T]:
+        """Begin no more, and give the tasks that are under way or done out of order, after they had so long to end."""
         self._stop.set()
         self.begun = True
         begun = [(future, task) for future, task, _ in self._begun if not future.cancel()]
-        done = wait([future for future, _ in begun], seconds).done
-        return [(task, future.result()) for future, task in begun if future in done and future.exception() is None]
+        wait([future for future, _ in begun], seconds)
+        return [task for _, task in begun]
 
     def close(self) -> None:
         """Forget what was begun. May be called twice."""

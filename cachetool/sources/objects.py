@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,6 @@ _LINGER, _LINGER_MOST = 0.2, 1.0
 """Seconds without a result, and seconds in all, after which what somebody waits for is handed out."""
 
 _Units = npt.NDArray[np.int64]
-_Task = tuple[int, _Units, int]
-"""Position of the first unit, units, bytes."""
 
 
 @dataclass(slots=True)
@@ -69,6 +67,18 @@ class _Sample(Assembled[Value]):
     error: BadObject | NotFound | None = None
     failure: SourceError | None = None
     """Why the store gave no more."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """Units that one thread fetches one after another."""
+
+    start: int
+    """Position of the first."""
+    units: _Units
+    nbytes: int
+    samples: list[_Sample] = field(default_factory=list)
+    """Those that came so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +199,20 @@ class ObjectsSource:
         for stop, size in enumerate(sizes):
             together = min(most, 1 + start // (4 * threads)) if growing else most
             if stop > start and (stop - start >= together or total + size > _TASK_BYTES):
-                yield start, units[start:stop], total
+                yield _Task(start, units[start:stop], total)
                 start, total = stop, 0
             total += size
         if len(units):
-            yield start, units[start:], total
+            yield _Task(start, units[start:], total)
 
     def _read_task(self, task: _Task, stop: threading.Event) -> list[_Sample]:
-        samples: list[_Sample] = []
         try:
-            for unit in task[1]:
+            for unit in task.units:
                 if not stop.is_set():
-                    samples.append(self._sample(int(unit)))
+                    task.samples.append(self._sample(int(unit)))
         except SourceError as error:  # the store's; the samples in front of it came
-            samples.append(_Sample("", failure=error))
-        return samples
+            task.samples.append(_Sample("", failure=error))
+        return task.samples
 
     def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
         return [
@@ -215,7 +224,7 @@ class ObjectsSource:
                 s.error,
                 s.fetched,
             )
-            for s in [self._sample(int(unit), heads=True) for unit in task[1] if not stop.is_set()]
+            for s in [self._sample(int(unit), heads=True) for unit in task.units if not stop.is_set()]
         ]
 
     def _sample(self, unit: int, *, heads: bool = False) -> _Sample:
@@ -276,7 +285,7 @@ class ObjectsSource:
 
 
 def _size(task: _Task) -> int:
-    return task[2]
+    return task.nbytes
 
 
 def _pieces(
@@ -332,8 +341,8 @@ def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, posi
     names = set(schema.names)
     good = [
         (at, sample)
-        for task, samples in fetching.rest(_REST)
-        for at, sample in enumerate(samples, task[0])
+        for task in fetching.rest(_REST)
+        for at, sample in enumerate(list(task.samples), task.start)
         if sample.error is None and sample.failure is None and sample.values.keys() == names and at >= position
     ]
     if not good:

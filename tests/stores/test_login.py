@@ -31,7 +31,9 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
     return found
 
 
-def server(monkeypatch: pytest.MonkeyPatch, accepts: Callable[[str | None], bool], refuse: str = "ExpiredToken") -> Http:
+def server(
+    monkeypatch: pytest.MonkeyPatch, accepts: Callable[[str | None], bool], refuse: str = "ExpiredToken"
+) -> Http:
     """A bucket of 20 objects, two on a page, for those keys that it accepts; closed with the test."""
     context = scripted_server(lambda handler: answer_s3(handler, 20, accepts=accepts, refuse=refuse, page=2))
     found = context.__enter__()
@@ -57,7 +59,15 @@ def keys_used(http: Http) -> list[str | None]:
 
 @pytest.mark.parametrize(
     "refuse",
-    ["ExpiredToken", "InvalidAccessKeyId", "TokenRefreshRequired", "RequestExpired", "ExpiredTokenException", "401", "403"],
+    [
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "TokenRefreshRequired",
+        "RequestExpired",
+        "ExpiredTokenException",
+        "401",
+        "403",
+    ],
 )
 def test_a_request_whose_keys_were_refused_is_made_again_with_those_of_the_file_by_then(
     keys: Keys, monkeypatch: pytest.MonkeyPatch, refuse: str
