@@ -180,7 +180,7 @@ def test_a_pull_that_is_stopped_keeps_what_came(bucket: Bucket, tmp_path: Path) 
         assert len(held(cache)) == 300
 
 
-@pytest.mark.parametrize("to", ["lmdb", "hdf5", "zarr", "tfrecord"])
+@pytest.mark.parametrize("to", ["lmdb", "zarr"])
 def test_a_slow_store_gives_its_first_shard_before_it_is_full(bucket: Bucket, cache: cachetool.Cache, to: str) -> None:
     bucket.most = 100
     with cachetool.BackgroundPull(cache, "s3://b/d/", workers=1, to=to, first_shard_after=0.1) as pull:
