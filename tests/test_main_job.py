@@ -17,7 +17,7 @@ import lmdb
 import numpy as np
 import pytest
 
-from cachetool import NotFound, open_cache
+from cachetool import SourceError, open_cache
 from cachetool.formats.lmdb import ValueLayout
 from cachetool.progress import Progress
 from cachetool.schema import Schema
@@ -388,7 +388,7 @@ def test_a_pull_that_comes_to_nothing_declares_nothing(tmp_path: Path) -> None:
                 for path in source.iterdir():
                     path.unlink()
 
-        with open_cache(tmp_path / "c", max_size="8MB") as cache, pytest.raises(NotFound, match=".npy"):
+        with open_cache(tmp_path / "c", max_size="8MB") as cache, pytest.raises(SourceError, match="is empty now"):
             cache.pull(source, progress=looked)
 
     pull()
