@@ -130,6 +130,22 @@ def test_a_pull_whose_keys_are_not_renewed_says_so_and_keeps_all_that_came(
     assert cache.pull("s3://b/d/").reason == "source at its end"
 
 
+def test_draws_that_stayed_open_between_others_are_known_without_the_catalog(bucket: Bucket, tmp_path: Path) -> None:
+    """What came out of order is kept, so that a shard may lack draws in its middle."""
+    bucket.at = {200: lambda: bucket.expire(write=False)}
+    root = tmp_path / "cache"
+    with cachetool.open_cache(root, max_size="20MB") as cache:
+        with pytest.raises(cachetool.AccessDenied):
+            cache.pull("s3://b/d/", everything=True, workers=1, concurrency=8)
+        assert cache.catalog.rows("SELECT 1 FROM claims")
+    (root / "catalog.sqlite3").unlink()
+    bucket.keys.write("NEW")
+    with cachetool.open_cache(root) as cache:
+        assert len(held(cache)) == 199
+        assert cache.pull("s3://b/d/", everything=True).samples == 300 - 199
+        assert len(held(cache)) == 300
+
+
 def test_a_background_pull_waits_for_new_keys_and_forgets_its_error(bucket: Bucket, cache: cachetool.Cache) -> None:
     bucket.at = {120: lambda: bucket.expire(write=False)}
     with cachetool.BackgroundPull(cache, "s3://b/d/", workers=1, concurrency=4) as pull:
