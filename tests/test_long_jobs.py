@@ -139,6 +139,8 @@ def test_draws_that_stayed_open_between_others_are_known_without_the_catalog(buc
             cache.pull("s3://b/d/", everything=True, workers=1, concurrency=8)
         assert cache.catalog.rows("SELECT 1 FROM claims")
     (root / "catalog.sqlite3").unlink()
+    repair = ["verify", "--repair", "--cache", str(root)]
+    subprocess.run([sys.executable, "-m", "cachetool", *repair], check=True, capture_output=True)
     bucket.keys.write("NEW")
     with cachetool.open_cache(root) as cache:
         assert len(held(cache)) == 199
