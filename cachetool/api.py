@@ -47,6 +47,7 @@ class Cache(CacheDir):
         workers: int = 2,
         max_rate: int | str | None = None,
         shard_size: int | str | None = None,
+        first_shard_after: float | str | None = 10.0,
         policy: str = "oldest",
         min_epochs: int = 0,
         on_error: str = "error",
@@ -74,7 +75,7 @@ class Cache(CacheDir):
         ``address``: :func:`cachetool.cluster.pull_over`.
         """
         from cachetool.options import PullOptions
-        from cachetool.pull import pull
+        from cachetool.pull import pull, pull_and_follow
 
         options = PullOptions.of(
             to=to,
@@ -89,6 +90,7 @@ class Cache(CacheDir):
             workers=workers,
             max_rate=max_rate,
             shard_size=shard_size,
+            first_shard_after=first_shard_after,
             policy=policy,
             min_epochs=min_epochs,
             on_error=on_error,
@@ -114,6 +116,9 @@ class Cache(CacheDir):
                 self.root, source, options, address=address, placement=placement or "split", **size,
                 report=progress, notify=notify,
             )  # fmt: skip
+        if options.follow:
+            notify = self.asked["notify"] or (lambda line: None)
+            return pull_and_follow(self, source, options, report=progress, notify=notify)
         return pull(self, source, options, report=progress)
 
     def convert(

@@ -42,11 +42,11 @@ from cachetool.cache.unmaking import leaving_nothing
 from cachetool.engines import Task
 from cachetool.engines.local import Child, stop
 from cachetool.engines.task import Channel, Message
-from cachetool.errors import CacheToolError, Interrupted, SourceError, Unreachable, UsageError
+from cachetool.errors import CacheToolError, Interrupted, SourceError, UsageError
 from cachetool.options import PullOptions
 from cachetool.planning import source_id
 from cachetool.progress import Progress
-from cachetool.pull import pull
+from cachetool.pull import pull_on
 from cachetool.stores import redact
 from cachetool.units import parse_location
 
@@ -56,8 +56,6 @@ PATIENCE = 10.0
 """Seconds that the start waits for the schema once the source has answered: a long listing goes on by itself."""
 TURN = 1.0
 """Seconds between two looks whether it is a waiting puller's turn."""
-RETRY = (5.0, 60.0)
-"""Seconds until a store that was reached before is tried again: at first, and at most."""
 
 _running: set[BackgroundPull] = set()
 """Those that were not closed: they go on though nobody keeps them, until the program ends."""
@@ -75,8 +73,8 @@ class BackgroundPull:
     that do not fit, and :class:`SourceError` when the source cannot be used, with the message of ``cachetool pull``.
 
     What goes wrong later does not stop the training: a line on stderr says so, :meth:`check` raises it, :attr:`error`
-    tells it, and loaders that wait for samples raise it. A store that cannot be reached any more is tried again for as
-    long as it takes.
+    tells it, and loaders that wait for samples raise it. A store that cannot be reached any more, or does not take the
+    credentials any more, is tried again for as long as it takes; meanwhile :attr:`error` says why.
     """
 
     def __init__(
@@ -164,7 +162,8 @@ class BackgroundPull:
                 return
 
     def close(self) -> None:
-        """Stop pulling, within 5 s; what is half done is given up and drawn again later. May be called twice.
+        """Stop pulling, within 5 s; what was fetched is kept, and what is under way drawn again later. May be called
+        twice.
 
         An error that nobody asked for is told as a warning: a training that has ended well is not to fail here.
         """
@@ -211,7 +210,10 @@ def follow(channel: Channel, *, root: str, url: str, options: Message) -> Messag
         desk.await_turn(url, asked.dataset)
         failure: str | None = None
         try:
-            _pull_for_ever(cache, url, asked, desk)
+            pull_on(
+                cache, url, asked,
+                report=desk.report, may_wait=lambda: not desk.starting, waits=desk.retry,
+            )  # fmt: skip
         except Interrupted:
             raise
         except Exception as error:
@@ -224,21 +226,6 @@ def follow(channel: Channel, *, root: str, url: str, options: Message) -> Messag
     return {}
 
 
-def _pull_for_ever(cache: CacheDir, url: str, options: PullOptions, desk: _Desk) -> None:
-    pause = RETRY[0]
-    while True:
-        began = time.monotonic()
-        try:
-            pull(cache, url, options, report=desk.report)
-            return
-        except Unreachable as error:
-            if not desk.reached:
-                raise
-            desk.note("retrying", error=str(error))
-            pause = RETRY[0] if time.monotonic() - began > RETRY[1] else min(2 * pause, RETRY[1])
-            time.sleep(pause)
-
-
 class _Desk:
     """Where a puller says what it is at: to the catalog, and to its trainer as long as that waits for the start."""
 
@@ -247,14 +234,16 @@ class _Desk:
         self._phase = ""
         self._noted = 0.0
         self._answered: float | None = None
-        self.reached = False
-        """Whether samples were being fetched at least once."""
+        self._left = False
+        """Whether the trainer was told that it need not wait any more."""
+        self._retries = False
+        """Whether the last try failed, and this one has not got on yet."""
 
     @property
     def starting(self) -> bool:
         """Whether the trainer still waits: then an error is raised there, and nowhere else."""
         answered = self._answered
-        return not self.reached and (answered is None or time.monotonic() - answered < PATIENCE)
+        return not self._left and (answered is None or time.monotonic() - answered < PATIENCE)
 
     def await_turn(self, url: str, dataset: str) -> None:
         """Come back when this process is the one that pulls."""
@@ -276,13 +265,15 @@ class _Desk:
         """Take in the progress of a pull; the catalog is told of new phases, and now and then how far a listing is."""
         self._answered = self._answered or time.monotonic()
         entered = self._enter(step.phase)
+        listing = step.phase == "list"
+        if self._retries and not (step.phase == "pull" or (listing and step.done)):
+            return  # until something comes, what is known is the error
+        self._retries = False
         if step.phase == "pull":
-            self.reached = True
             if entered:
                 self.note("pulling")
         elif entered or time.monotonic() - self._noted > 2:
             self._noted = time.monotonic()
-            listing = step.phase == "list"
             self.note("listing" if listing else "looking at samples", listed=step.done if listing else 0)
 
     def _enter(self, phase: str) -> bool:
@@ -291,7 +282,13 @@ class _Desk:
             self._phase = phase
             if self.starting:  # afterwards nobody reads, and a full pipe would stop the pull
                 self._channel.send({"phase": phase})
+            self._left = self._left or phase in ("pull", "waits")
         return changed
+
+    def retry(self, error: CacheToolError) -> None:
+        """The store is tried again after a while, because of ``error``."""
+        self._retries, self._phase = True, "retrying"
+        self.note("retrying", error=str(error))
 
     def note(self, phase: str, *, listed: int = 0, error: str | None = None) -> None:
         """Tell the catalog."""

@@ -45,6 +45,8 @@ class Done:
     vanished: int
     fetched: int
     """Bytes over the wire."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Those that are still open: what came behind them is done."""
 
 
 class Claims(Protocol):
@@ -197,7 +199,7 @@ class Own:
         """As :meth:`Claims.finish`."""
         draws.finish(
             connection, self._job, held, done.upto,
-            samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched,
+            samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched, gaps=done.gaps,
         )  # fmt: skip
 
     def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:

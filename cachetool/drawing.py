@@ -11,6 +11,8 @@ The claim is taken by :mod:`cachetool.sampler`, which asks for the next one as s
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -22,20 +24,36 @@ from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
 from cachetool.cache.catalog import Connection, bump
 from cachetool.cache.losses import regain
 from cachetool.cache.records import RANGE_BYTES, write_source_record
-from cachetool.claims import Claims, Done
+from cachetool.claims import Claims, Done, Handed
 from cachetool.engines.task import Channel
-from cachetool.errors import BadObject, CapTooSmall
+from cachetool.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.passes import order_of_turn, runs
 from cachetool.pulse import Waiting
 from cachetool.schema import KEY, Schema
 from cachetool.settled import too_many
-from cachetool.sources import Skipped
+from cachetool.sources import Piece, Skipped
 from cachetool.stores.redact import printable
 from cachetool.units import format_size
 
-__all__ = ["Drawing", "Plan"]
+__all__ = ["Drawing", "FirstShard", "Plan"]
+
+
+class FirstShard:
+    """When a worker closes its first shard at the latest, with what it has: training begins with that."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """In so many ``seconds`` from now; None: when it is full."""
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Seconds until then, as :data:`cachetool.sources.base.Hurry`; None once a shard was closed."""
+        return None if self._at is None else self._at - time.monotonic()
+
+    def closed(self) -> None:
+        """A shard was committed."""
+        self._at = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +70,7 @@ class Plan:
     skip_bad: bool
     per_unit: int
     """About how many samples one draw brings."""
+    first: FirstShard
     again: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
 
@@ -64,15 +83,21 @@ class Drawing:
         assert source is not None
         self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
         units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        self._is_handed = isinstance(claims, Handed)
         self._cached = claims.there(held, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._barren = vanished.copy()
         """Positions that give no sample, as far as is known."""
+        self._gaps = np.zeros(len(units), dtype=np.bool_)
+        """Positions that stay open although some behind them are done."""
         self._there = np.nonzero(~vanished & ~self._cached)[0]
         """Positions in the claim whose units are still in the source, and not in the cache."""
         self._units, self._vanished = units[self._there], np.cumsum(vanished)
         self._channel = channel
-        self._from = held.start
+        self._from = self._upto = held.start
+        """Positions below the one are committed; of those below the other the samples are in the open shard."""
+        self._even = True
+        """Whether just these samples are in it: not while some are written."""
         self._skipped: list[Skipped] = []
         self._fetched = 0
         self._staging: Staging | None = None
@@ -84,6 +109,7 @@ class Drawing:
             schema=plan.schema,
             skip_bad=plan.skip_bad,
             block_bytes=min(BLOCK_BYTES, plan.shard_bytes),
+            hurry=plan.first.left,
         )
 
     def run(self, ahead: Callable[[], Drawing | None]) -> Drawing | None:
@@ -94,35 +120,67 @@ class Drawing:
             for piece in self._pieces:
                 if self._pieces.begun and not asked:
                     coming, asked = ahead(), True
-                skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
-                self._barren[[skip.draw for skip in skipped]] = True
-                self._skipped += skipped
-                self._fetched += piece.fetched
-                self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
-                block, at = piece.block.with_plain_bools(), self._there[piece.draws]
-                while len(block):
-                    fit = self._fitting(block, at)
-                    if fit == 0:
-                        self._commit(self._held.start + int(at[0]))
-                        least = int(np.searchsorted(at, at[0], side="right"))
-                        try:
-                            self._open(block, least)
-                        except CapTooSmall as error:
-                            self._leave_out(block.slice(0, least), int(at[0]), error)
-                            block, at = block.slice(least, len(block)), at[least:]
-                        continue
-                    assert self._files is not None
-                    self._files.write(block.slice(0, fit))
-                    self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
-                    block, at = block.slice(fit, len(block)), at[fit:]
+                self._take(piece)
+            self._even = False
             self._commit(self._held.stop)
-        except BaseException:
+        except BaseException as error:
             if coming is not None:
                 coming.close()
+            self._keep(error)
             raise
         finally:
             self.close()
         return coming
+
+    def _take(self, piece: Piece) -> None:
+        """Write the samples of a piece, and commit what is full, or wanted by now."""
+        if piece.gaps is not None and not self._may_leave(piece.gaps, piece.block.nbytes, len(piece.block)):
+            return
+        self._even = False
+        skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
+        self._barren[[skip.draw for skip in skipped]] = True
+        self._skipped += skipped
+        self._fetched += piece.fetched
+        self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
+        block, at = piece.block.with_plain_bools(), self._there[piece.draws]
+        while len(block):
+            fit = self._fitting(block, at)
+            if fit == 0:
+                self._commit(self._held.start + int(at[0]))
+                least = int(np.searchsorted(at, at[0], side="right"))
+                try:
+                    self._open(block, least)
+                except CapTooSmall as error:
+                    self._leave_out(block.slice(0, least), int(at[0]), error)
+                    block, at = block.slice(least, len(block)), at[least:]
+                continue
+            assert self._files is not None
+            self._files.write(block.slice(0, fit))
+            self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
+            block, at = block.slice(fit, len(block)), at[fit:]
+        if piece.done:
+            self._upto = self._held.start + int(self._there[piece.done - 1]) + 1
+        left = self._plan.first.left()
+        if left is not None and left <= 0 and self._files is not None:
+            self._commit(self._upto)
+        self._even = True
+
+    def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
+        """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
+        its record has then. Draws that are lost or come back are counted in one piece."""
+        held, at = self._held, self._there[gaps]
+        more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
+        fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
+        if not fits or held.lost or self._is_handed or self._plan.again:
+            return False
+        self._gaps[at] = True
+        return True
+
+    def _keep(self, error: BaseException) -> None:
+        """Commit what came before an error, rather than to fetch it again. Not for a coordinator that is gone."""
+        if self._even and self._files is not None and not (isinstance(error, Interrupted) and self._is_handed):
+            with contextlib.suppress(CacheToolError, OSError):  # the first error is the one that matters
+                self._commit(self._upto)
 
     def close(self) -> None:
         """Cancel what is in flight, and give the open shard up."""
@@ -183,7 +241,8 @@ class Drawing:
         drawn = self._ranges(upto)
         fresh = sum(b - a for a, b in drawn)
         brought = fresh if self._held.lost else fresh - sum(left_out)
-        done = Done(start, upto, drawn, brought, *left_out, self._fetched)
+        gaps = runs(start, self._gaps[start - self._held.start : upto - self._held.start])
+        done = Done(start, upto, drawn, brought, *left_out, self._fetched, gaps)
         if files is None or staging is None:
             if upto == start:
                 return
@@ -210,6 +269,7 @@ class Drawing:
                 close=close,
             )
             self._staging = None
+            plan.first.closed()
             self._claims.tell(self._held, done, staging.id, facts.samples)
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
         self._from, self._room, self._fetched = upto, (0, 0), 0
@@ -240,7 +300,7 @@ class Drawing:
         """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
         draws, those that gave none are still open."""
         part = slice(self._from - self._held.start, upto - self._held.start)
-        return runs(self._from, ~(self._cached | (self._barren & self._held.lost))[part])
+        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._held.lost))[part])
 
     def _most_ranges(self) -> int:
         """How many :meth:`_ranges` there will be, whatever turns out to be barren."""

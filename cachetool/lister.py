@@ -25,6 +25,7 @@ from cachetool.scratch import listing_scratch
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
 from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.listing import Listing
+from cachetool.sources.looked import LookedAt
 from cachetool.sources.registry import TABLE_FILE, refuse_empty
 from cachetool.sources.segments import SegmentedListing, segment_name, write_changes
 
@@ -48,11 +49,13 @@ def prepare(
     refresh: str | None,
     early: int | None,
     pace: Message | None,
+    looked: str | None,
 ) -> Message:
     """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
 
     ``order`` are the arguments of :meth:`Source.order`, ``units`` how many the cache knows of, ``refresh`` a folder
-    for what a new listing finds, ``pace`` the arguments of :class:`Pace`. Gives url (redacted), identity, units,
+    for what a new listing finds, ``pace`` the arguments of :class:`Pace`, ``looked`` the folder for what is looked at.
+    Gives url (redacted), identity, units,
     samples, schema, ``mean``, the mean bytes of values of a sample, ``per_unit``, the samples of a unit,
     ``left_out``, what is in no sample, ``whole``, whether the listing is, and ``change``, what a refresh found.
     """
@@ -76,16 +79,17 @@ def prepare(
         fresh = list_source(url, Path(refresh, "fresh"), parsed, progress=progress)
         change = _changes(SegmentedListing.open(folder, units=units), fresh, Path(refresh, "segment"))
         gone = np.load(Path(refresh, "segment", "vanished.npy")).tolist()
-    source = open_source(url, folder, parsed, units=units, pace=pace_of(pace))
-    looked = source
+    through = (lambda store: store) if looked is None else LookedAt(Path(looked)).kept_of
+    source = open_source(url, folder, parsed, units=units, pace=pace_of(pace), through=through)
+    probing = source
     try:
         probed = _first(source, order, gone)
         if refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
-            looked = open_source(url, Path(refresh, "segment"), parsed, pace=pace_of(pace))
-            probed = looked.order(**{**order, "cuts": ()})[np.arange(min(looked.units, PROBED))]
+            probing = open_source(url, Path(refresh, "segment"), parsed, pace=pace_of(pace))
+            probed = probing.order(**{**order, "cuts": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=skip_bad):
-            probe = looked.probe(probed, skip_bad=skip_bad)
+            probe = probing.probe(probed, skip_bad=skip_bad)
         return {
             "url": source.url,
             "identity": source.identity,
@@ -99,7 +103,7 @@ def prepare(
             "change": change,
         }
     finally:
-        looked.close()
+        probing.close()
         source.close()
 
 

@@ -46,6 +46,9 @@ class PullOptions:
     """Bytes a second that all workers together fetch at most; ``"200MB/s"``."""
     shard_size: int | str | None = None
     """Bytes of values in a shard."""
+    first_shard_after: float | str | None = 10.0
+    """Seconds from the beginning after which each worker closes the first shard of a new dataset with what it has, so
+    that training begins; None or 0: when the shard is full."""
     policy: str = "oldest"
     min_epochs: int = 0
     on_error: str = "error"
@@ -116,8 +119,17 @@ class PullOptions:
             raise UsageError("--shard-size must be at least 1 byte")
         if self.min_epochs < 0:
             raise UsageError(f"--min-epochs must be at least 0, got {self.min_epochs}")
+        _ = self.first_shard_seconds
         parse_duration(self.wait, what="--wait")
         parse_fraction(self.renew, what="--renew")
+
+    @property
+    def first_shard_seconds(self) -> float | None:
+        """:attr:`first_shard_after` as a number; None: when the shard is full."""
+        value = self.first_shard_after
+        if value is None or (isinstance(value, str) and value.strip().lower() == "none"):
+            return None
+        return parse_duration(value, what="--first-shard-after") or None
 
     @property
     def evicts(self) -> bool:

@@ -162,6 +162,8 @@ class Work(ABC):
         most = self.size() if idle else 0  # of what is left now: a node that is lost may have left a lot
         for member in idle:
             assert member.ready is not None
+            # Replicas are cut alike, whenever their samples come; and a node has one first shard.
+            soon = {"first_shard_in": None} if self.replicate or member.begun else {}
             member.begun = True
             workers = settled.options.workers
             if not settled.options.follow:
@@ -175,6 +177,7 @@ class Work(ABC):
                 handed=not self.replicate,
                 units_per_shard=most,
                 pace=pace,
+                **soon,
             )
             for number in range(workers):
                 heard = self._heard(member, number)

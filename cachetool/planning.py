@@ -40,6 +40,7 @@ __all__ = [
     "drawn_of",
     "faults_of",
     "format_of",
+    "looked_at",
     "pace",
     "prepare",
     "refuse_cap",
@@ -159,6 +160,7 @@ def prepare(
             "skip_bad": options.on_error == "skip" or has,
             "refresh": str(scratch) if options.refresh and known is not None and known.whole else None,
             "pace": pace(options, scratch),
+            "looked": looked_at(url, scratch),
             "early": SEGMENT if options.start_early else None,
         },
     )
@@ -180,6 +182,11 @@ def pace(options: PullOptions, scratch: Path) -> Message | None:
     if options.max_rate is None:
         return None
     return {"path": str(scratch / "pace"), "rate": parse_rate(options.max_rate, what="--max-rate")}
+
+
+def looked_at(url: str, scratch: Path) -> str | None:
+    """The folder for what is looked at beforehand; None for local files, which nobody has to wait for."""
+    return None if split_url(url)[0] in ("", "file") else str(scratch / "looked")
 
 
 def source_row(

@@ -24,7 +24,7 @@ from cachetool.cache.kinds import AGAIN
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.engines import LocalEngine, Task
 from cachetool.engines.task import Message
-from cachetool.errors import BadObject, CacheToolError, CapBlocked, Interrupted
+from cachetool.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
 from cachetool.formats import get_format
 from cachetool.options import PullOptions
 from cachetool.planning import (
@@ -34,6 +34,7 @@ from cachetool.planning import (
     drawn_of,
     faults_of,
     format_of,
+    looked_at,
     pace,
     prepare,
     refuse_cache,
@@ -48,11 +49,17 @@ from cachetool.scratch import listing_scratch
 from cachetool.settled import AT_ITS_END, Elsewhere, PullResult, Settled, why_ended
 from cachetool.sources import SourceOptions
 from cachetool.sources.early import SEGMENT
+from cachetool.stores.credentials import marks
 from cachetool.tally import Fill, Tally
 from cachetool.text import count as counted
 from cachetool.units import size_option
 
-__all__ = ["PullResult", "ask_for_more", "pull"]
+__all__ = ["PullResult", "ask_for_more", "pull", "pull_and_follow", "pull_on"]
+
+RETRY = (5.0, 60.0)
+"""Seconds until a store that was reached before is tried again: at first, and at most."""
+_LOOK = 1.0
+"""Seconds between two looks whether there are other credentials meanwhile."""
 
 _FEW = 64
 """Samples that are seldom more than one shard, so that one process is started for them."""
@@ -118,7 +125,10 @@ def pull(
             grow_source(cache, row, scratch / "segment", whole=True, **segment)
         per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
         per_shard = max(1, per_shard // per_unit)
-        settled = Settled(url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began)
+        looked, is_new = looked_at(url, scratch) if elsewhere is None else None, newest is None
+        settled = Settled(
+            url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began, looked, is_new
+        )
         if elsewhere is None:
             made = _draw(engine, cache, settled, report)
         else:
@@ -132,6 +142,56 @@ def pull(
         return replace(
             made, added=change["added"], vanished=change["vanished"], vanished_examples=tuple(change["names"])
         )
+
+
+def pull_on(
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    *,
+    report: Report,
+    may_wait: Callable[[], bool],
+    waits: Callable[[CacheToolError], None],
+) -> PullResult:
+    """A pull without an end, which goes on after the store was out of reach or took the credentials no longer, for as
+    long as that takes: ever more rarely, and at once when a file of credentials changes.
+
+    ``may_wait`` says whether an error is to be waited for, ``waits`` is told of it. Raises as :func:`pull` otherwise.
+    """
+    pause = RETRY[0]
+    while True:
+        began = time.monotonic()
+        try:
+            return pull(cache, url, options, report=report)
+        except (AccessDenied, Unreachable) as error:
+            if not may_wait():
+                raise
+            pause = RETRY[0] if time.monotonic() - began > RETRY[1] else min(2 * pause, RETRY[1])
+            waits(error)
+            until, before = time.monotonic() + pause, marks()
+            while (left := until - time.monotonic()) > 0 and marks() == before:
+                time.sleep(min(_LOOK, left))
+
+
+def pull_and_follow(
+    cache: CacheDir, url: str, options: PullOptions, *, report: Report, notify: Callable[[str], None]
+) -> PullResult:
+    """:func:`pull_on` for a command: once samples have come it is waited for the store, and ``notify`` says why."""
+    reached = False
+    told = ""
+
+    def reported(step: Progress) -> None:
+        nonlocal reached
+        reached = reached or (step.phase == "pull" and step.done > 0)
+        report(step)
+
+    def waits(error: CacheToolError) -> None:
+        nonlocal told
+        if str(error) != told:
+            told = str(error)
+            notify(f"warning: {told}\ntrying again until that succeeds or this is stopped")
+
+    return pull_on(cache, url, options, report=reported, may_wait=lambda: reached, waits=waits)
 
 
 def _checked(cache: CacheDir, id: str, made: PullResult) -> PullResult:
@@ -215,6 +275,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
         while more:
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
+            tasks = [settled.task(str(cache.root.resolve()), job, first_shard_in=None)] * min(workers, len(tasks))
             more = not full and ask_for_more(cache, job, tally.samples, options.samples)
     except Interrupted:
         raise

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Room, SourceRow
 from cachetool.claims import Claims, Handed, Own
-from cachetool.drawing import Drawing, Plan
+from cachetool.drawing import Drawing, FirstShard, Plan
 from cachetool.engines.task import Asking, Message
 from cachetool.errors import CapBlocked
 from cachetool.formats import get_format
@@ -25,6 +25,7 @@ from cachetool.lister import naming_skip, pace_of
 from cachetool.pulse import Pulse
 from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, open_source
+from cachetool.sources.looked import LookedAt
 
 __all__ = ["draw"]
 
@@ -49,11 +50,14 @@ def draw(
     skip_bad: bool,
     pace: Message | None,
     again: Sequence[tuple[Sequence[tuple[int, int]], str]],
+    first_shard_in: float | None = None,
+    looked: str | None = None,
     handed: bool = False,
 ) -> Message:
     """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
     claims are asked for through ``channel``. With ``again`` each claim is one shard that was there before: its draws,
-    and its content digest.
+    and its content digest. The first shard is closed ``first_shard_in`` seconds from now with what it has by then.
+    What was fetched before lies in ``looked``.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
@@ -68,13 +72,15 @@ def draw(
         Room(**room),
         skip_bad,
         per_unit,
+        FirstShard(first_shard_in),
         {claim: content for claim, (_, content) in shards.items()},
     )
     parsed = SourceOptions.from_json(options)
+    through = (lambda store: store) if looked is None else LookedAt(Path(looked)).over
     with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:
 
         def opened(row: SourceRow) -> Source:
-            return open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace))
+            return open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace), through=through)
 
         claims: Claims
         if handed:

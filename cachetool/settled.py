@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,10 @@ class Settled:
     """What the listing and the first samples told."""
     pace: Message | None
     began: float
+    looked: str | None
+    """Where that what was looked at beforehand lies on this machine."""
+    is_new: bool
+    """Whether the dataset has no shard yet."""
 
     @property
     def wanted(self) -> int | None:
@@ -52,6 +57,7 @@ class Settled:
     def task(self, root: str, job: str, **more: Any) -> Task:
         """A sampler for a job of the cache in the folder ``root``."""
         options = self.options
+        after = options.first_shard_seconds if self.is_new and not options.again else None
         return Task(
             "cachetool.sampler:draw",
             {
@@ -70,7 +76,9 @@ class Settled:
                 "follow": options.follow,
                 "lost": options.lost,
                 "pace": self.pace,
+                "looked": self.looked,
                 "skip_bad": options.on_error == "skip",
+                "first_shard_in": None if after is None else max(0.0, after - (time.monotonic() - self.began)),
                 "again": [(each.ranges, each.content) for each in options.again],
                 **more,
             },

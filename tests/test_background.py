@@ -21,7 +21,8 @@ import cachetool
 from cachetool import background as module
 from cachetool.api import read_sample
 from cachetool.cache import CacheDir
-from cachetool.loaders.subscription import subscribe
+from cachetool.lister import PROBED
+from cachetool.loaders.waiting import wait_for_samples
 from cachetool.options import PullOptions
 
 SCRIPT = Path(__file__).parent / "scripts" / "background.py"
@@ -175,7 +176,6 @@ def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_doe
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
     """A folder in which all objects that are not looked at beforehand are junk."""
-    from cachetool.lister import PROBED
     from cachetool.permutation import Permutation
 
     folder = tmp_path / "bad"
@@ -198,7 +198,8 @@ def test_an_error_in_the_middle_is_raised_when_asked_for_and_never_by_the_end(
             with pytest.raises(cachetool.BadObject, match="npy"):
                 background.check()
             with pytest.raises(cachetool.SourceError, match=r"no samples to train on: the pull of .* failed"):
-                subscribe(cache, dataset=None, run=None)
+                wait_for_samples(cache, None, least=PROBED + 1)
+            assert 0 < cache.stats().samples <= PROBED, "what came before it is kept"
             assert background.progress().phase == "failed"
             assert cache.stats().pulls[0]["phase"] == "failed"
         background = cachetool.BackgroundPull(cache, str(bad), shard_size="20kB")
@@ -254,8 +255,9 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again(
         def send(self, message: dict[str, Any]) -> None:
             told.append(message["phase"])
 
-    monkeypatch.setattr(module, "pull", unsteady)
-    monkeypatch.setattr(module, "RETRY", (0.01, 0.01))
+    pulling = sys.modules["cachetool.pull"]
+    monkeypatch.setattr(pulling, "pull", unsteady)
+    monkeypatch.setattr(pulling, "RETRY", (0.01, 0.01))
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:
         _ = cache.catalog
         module.follow(Channel(), root=str(cache.root), url=str(digits), options=PullOptions(follow=True).to_json())

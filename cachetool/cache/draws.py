@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -238,16 +238,20 @@ def finish(
     skipped: int,
     vanished: int = 0,
     fetched: int = 0,
+    gaps: Iterable[tuple[int, int]] = (),
 ) -> None:
     """Close the first positions of a claim, up to but without ``upto``, and count them for the job; inside the
     transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
-    source, as a refresh found, is no fault of the objects and counts for the source alone."""
+    source, as a refresh found, is no fault of the objects and counts for the source alone. ``gaps`` among them stay
+    open, for whoever claims next."""
     if upto >= held.stop:
         closed = connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
     else:
         closed = connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
     if closed.rowcount != 1:  # its samples may be somebody else's by now
         raise CatalogError("what this pull was drawing was taken from it; run it again")
+    for start, stop in gaps:
+        _insert(connection, held.source, start, stop, turn=held.turn)
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )

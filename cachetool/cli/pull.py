@@ -98,6 +98,15 @@ def pull(
         typer.Option("--max-rate", metavar="RATE", help="Most bytes a second of all workers together, as 200MB/s."),
     ] = None,
     shard_size: ShardSizeOption = None,
+    first_shard_after: Annotated[
+        str,
+        typer.Option(
+            "--first-shard-after",
+            metavar="TIME",
+            help="Close the first shard of a new dataset after TIME with what it has, so that training can begin;"
+            " none: when it is full. Replicas, which must be alike, close it when it is full.",
+        ),
+    ] = "10s",
     fields: FieldsOption = None,
     rename: RenameOption = None,
     stem: StemOption = "first",
@@ -177,6 +186,7 @@ def pull(
             workers=workers,
             max_rate=max_rate,
             shard_size=shard_size,
+            first_shard_after=first_shard_after,
             policy=policy,
             fields=field_names(fields),
             rename=renames(rename),

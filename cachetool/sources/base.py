@@ -8,7 +8,7 @@ number of samples nobody knows before it is fetched, it is the archive with all 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,15 @@ from cachetool.schema import Schema
 from cachetool.sources.fetch import Fetching
 from cachetool.sources.order import Order
 
-__all__ = ["Piece", "Probe", "Reading", "Skipped", "Source"]
+__all__ = ["Hurry", "Piece", "Probe", "Reading", "Skipped", "Source", "unhurried"]
+
+Hurry = Callable[[], float | None]
+"""In how many seconds somebody wants what there is by then; None: it may be gathered into blocks."""
+
+
+def unhurried() -> float | None:
+    """Nobody waits."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class Piece:
     """Units of this piece that were left out."""
     fetched: int = 0
     """Bytes that came over the wire for this piece."""
+    gaps: npt.NDArray[np.int64] | None = None
+    """Of the last piece before an error: positions below ``done`` that are not finished. None: there are none."""
 
 
 class Reading:
@@ -121,13 +131,17 @@ class Source(Protocol):
         schema: Schema,
         skip_bad: bool = False,
         block_bytes: int = BLOCK_BYTES,
+        hurry: Hurry = unhurried,
     ) -> Reading:
         """Fetch ``units`` with many requests in flight, and give their samples in that order, in blocks of about
         ``block_bytes``; all samples of one draw in one block. The first requests are made at once; a second reading may
         be begun behind one that still goes on, and is iterated after it.
 
         A unit that cannot be read or does not fit ``schema`` raises :class:`BadObject` naming the object, or is
-        skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case.
+        skipped with ``skip_bad``. A store that fails as a whole raises its own error in either case. Before an error,
+        and before :class:`Interrupted`, the samples in front of it are given.
+
+        When no time is left by ``hurry``, what there is comes at once, even in a piece of no samples.
         """
         ...
 

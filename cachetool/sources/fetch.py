@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
@@ -85,7 +85,7 @@ class Fetching(Generic[T, R]):
     def __init__(self, fetcher: Fetcher[T, R], tasks: Iterable[T], ahead: int, size: Callable[[T], int]) -> None:
         self._fetcher, self._tasks, self._ahead, self._size = fetcher, iter(tasks), ahead, size
         self._stop = threading.Event()
-        self._begun: deque[tuple[Future[R], int]] = deque()
+        self._begun: deque[tuple[Future[R], T, int]] = deque()
         self._next: T = _END
         self.begun = False
         """Whether the last task was begun: others may be begun behind it."""
@@ -103,7 +103,7 @@ class Fetching(Generic[T, R]):
             most = _FEW_AHEAD * self._ahead if len(self._begun) < _FEW else self._ahead
             if self._begun and fetcher.held + nbytes > most:
                 return
-            self._begun.append((fetcher.begin(self._next, self._stop), nbytes))
+            self._begun.append((fetcher.begin(self._next, self._stop), self._next, nbytes))
             fetcher.held += nbytes
             self._next = _END
 
@@ -114,15 +114,27 @@ class Fetching(Generic[T, R]):
         if not self._begun:
             raise StopIteration
         result = self._begun[0][0].result()
-        self._fetcher.held -= self._begun.popleft()[1]
+        self._fetcher.held -= self._begun.popleft()[2]
         self._begin()
         return result
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the next result is there within so long, or there will be none."""
+        return not self._begun or bool(wait([self._begun[0][0]], seconds).done)
+
+    def rest(self, seconds: float) -> list[T]:
+        """Begin no more, and give the tasks that are under way or done out of order, after they had so long to end."""
+        self._stop.set()
+        self.begun = True
+        begun = [(future, task) for future, task, _ in self._begun if not future.cancel()]
+        wait([future for future, _ in begun], seconds)
+        return [task for _, task in begun]
 
     def close(self) -> None:
         """Forget what was begun. May be called twice."""
         self._stop.set()
         self.begun = True
-        for future, nbytes in self._begun:
+        for future, _, nbytes in self._begun:
             future.cancel()
             self._fetcher.held -= nbytes
         self._begun.clear()

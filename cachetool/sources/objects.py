@@ -12,18 +12,18 @@ import itertools
 import math
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
+from cachetool.errors import AccessDenied, BadObject, Interrupted, NotFound, SourceError, Unreachable, UsageError
 from cachetool.permutation import SegmentedOrder
 from cachetool.schema import Schema
 from cachetool.sources.assemble import Assembled, Assembler
-from cachetool.sources.base import Piece, Probe, Reading, Skipped
+from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.decode import MAX_HEADER, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
@@ -50,10 +50,12 @@ _HEADS = 256 * 2**10
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
+_REST = 1.0
+"""Seconds that requests under way are given when the reading ends with an error."""
+_LINGER, _LINGER_MOST = 0.2, 1.0
+"""Seconds without a result, and seconds in all, after which what somebody waits for is handed out."""
 
 _Units = npt.NDArray[np.int64]
-_Task = tuple[int, _Units, int]
-"""Position of the first unit, units, bytes."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,20 @@ class _Sample(Assembled[Value]):
     fetched: int = 0
     nbytes: int = 0
     error: BadObject | NotFound | None = None
+    failure: SourceError | None = None
+    """Why the store gave no more."""
+
+
+@dataclass(slots=True)
+class _Task:
+    """Units that one thread fetches one after another."""
+
+    start: int
+    """Position of the first."""
+    units: _Units
+    nbytes: int
+    samples: list[_Sample] = field(default_factory=list)
+    """Those that came so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +169,19 @@ class ObjectsSource:
         size = item.size if item.size >= 0 else _GUESS
         return min(size, MAX_HEADER) if size > _HEADS and self._part(item).kind in ("npy", "bytes") else size
 
-    def read(self, units: _Units, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES) -> Reading:
+    def read(
+        self,
+        units: _Units,
+        *,
+        schema: Schema,
+        skip_bad: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+        hurry: Hurry = unhurried,
+    ) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
-        fetching = self._reading.run(self._tasks(units, self._reading.threads), ahead=AHEAD, size=_size)
-        return Reading(fetching, _pieces(fetching, schema, skip_bad=skip_bad, block_bytes=block_bytes))
+        tasks = self._tasks(units, self._reading.threads, growing=hurry() is not None)
+        fetching = self._reading.run(tasks, ahead=AHEAD, size=_size)
+        return Reading(fetching, _pieces(fetching, schema, skip_bad=skip_bad, block_bytes=block_bytes, hurry=hurry))
 
     def close(self) -> None:
         """Let go of threads and connections."""
@@ -164,22 +189,30 @@ class ObjectsSource:
         self._probing.close()
         self._store.close()
 
-    def _tasks(self, units: _Units, threads: int) -> Iterator[_Task]:
-        """Units cut into tasks: small ones together, yet enough tasks to keep every thread busy."""
+    def _tasks(self, units: _Units, threads: int, *, growing: bool = False) -> Iterator[_Task]:
+        """Units cut into tasks: small ones together, yet enough tasks to keep every thread busy; ``growing``, the first
+        ones of one unit, so that something is there soon."""
         units = np.asarray(units, dtype=np.int64)
         sizes = self._listing.unit_bytes(units, unknown=_GUESS).tolist()
         most = min(_TASK_UNITS, max(1, len(units) // (4 * threads)))
         start = total = 0
         for stop, size in enumerate(sizes):
-            if stop > start and (stop - start >= most or total + size > _TASK_BYTES):
-                yield start, units[start:stop], total
+            together = min(most, 1 + start // (4 * threads)) if growing else most
+            if stop > start and (stop - start >= together or total + size > _TASK_BYTES):
+                yield _Task(start, units[start:stop], total)
                 start, total = stop, 0
             total += size
         if len(units):
-            yield start, units[start:], total
+            yield _Task(start, units[start:], total)
 
     def _read_task(self, task: _Task, stop: threading.Event) -> list[_Sample]:
-        return [self._sample(int(unit)) for unit in task[1] if not stop.is_set()]
+        try:
+            for unit in task.units:
+                if not stop.is_set():
+                    task.samples.append(self._sample(int(unit)))
+        except SourceError as error:  # the store's; the samples in front of it came
+            task.samples.append(_Sample("", failure=error))
+        return task.samples
 
     def _probe_task(self, task: _Task, stop: threading.Event) -> list[_Shapes]:
         return [
@@ -191,7 +224,7 @@ class ObjectsSource:
                 s.error,
                 s.fetched,
             )
-            for s in [self._sample(int(unit), heads=True) for unit in task[1] if not stop.is_set()]
+            for s in [self._sample(int(unit), heads=True) for unit in task.units if not stop.is_set()]
         ]
 
     def _sample(self, unit: int, *, heads: bool = False) -> _Sample:
@@ -252,29 +285,70 @@ class ObjectsSource:
 
 
 def _size(task: _Task) -> int:
-    return task[2]
+    return task.nbytes
 
 
 def _pieces(
-    fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int
+    fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int, hurry: Hurry
 ) -> Generator[Piece]:
     names = set(schema.names)
     pending: list[tuple[int, _Sample]] = []
     held = position = 0
-    for found in fetching:
-        for sample in found:
-            if sample.error is None and sample.values.keys() != names:
-                sample.error = _misfit(sample, schema)
-            if sample.error is not None and not skip_bad:
-                raise sample.error
-            pending.append((position, sample))
-            position += 1
-            held += sample.nbytes
-            if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
-                yield _piece(pending, schema, position, skip_bad=skip_bad)
-                pending, held = [], 0
+
+    def gathered() -> Piece:
+        nonlocal pending, held
+        piece = _piece(pending, schema, position, skip_bad=skip_bad)
+        pending, held = [], 0  # before it is out: nothing may come twice, wherever this is interrupted
+        return piece
+
+    try:
+        news = True
+        while True:
+            left = hurry()
+            if left is not None and news:
+                late = bool(pending) and left < -_LINGER_MOST
+                if late or not fetching.wait(max(_LINGER, left)):
+                    yield gathered()
+                    news = False
+                    continue
+            news = True
+            if (found := next(fetching, None)) is None:
+                break
+            for sample in found:
+                if sample.failure is not None:
+                    raise sample.failure
+                if sample.error is None and sample.values.keys() != names:
+                    sample.error = _misfit(sample, schema)
+                if sample.error is not None and not skip_bad:
+                    raise sample.error
+                pending.append((position, sample))
+                position += 1
+                held += sample.nbytes
+                if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
+                    yield gathered()
+    except (SourceError, Interrupted):
+        if pending:
+            yield gathered()
+        if (piece := _out_of_order(fetching, schema, position)) is not None:
+            yield piece
+        raise
     if pending:
-        yield _piece(pending, schema, position, skip_bad=skip_bad)
+        yield gathered()
+
+
+def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, position: int) -> Piece | None:
+    """The good samples from ``position`` on that came while an earlier one failed, or was waited for."""
+    names = set(schema.names)
+    good = [
+        (at, sample)
+        for task in fetching.rest(_REST)
+        for at, sample in enumerate(list(task.samples), task.start)
+        if sample.error is None and sample.failure is None and sample.values.keys() == names and at >= position
+    ]
+    if not good:
+        return None
+    piece = _piece(good, schema, good[-1][0] + 1, skip_bad=True)
+    return replace(piece, skipped=(), gaps=np.setdiff1d(np.arange(position, piece.done), piece.draws))
 
 
 def _misfit(sample: _Sample, schema: Schema) -> BadObject:

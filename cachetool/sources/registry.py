@@ -14,7 +14,7 @@ from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.pace import Pace, paced
 from cachetool.sources.segments import SegmentedListing
-from cachetool.stores import Limits, Object, open_store, redact
+from cachetool.stores import Limits, Object, Store, open_store, redact
 
 __all__ = ["list_source", "open_source", "refuse_empty"]
 
@@ -86,9 +86,10 @@ def open_source(
     units: int | None = None,
     pace: Pace | None = None,
     limits: Limits | None = None,
+    through: Callable[[Store], Store] = lambda store: store,
 ) -> Source:
     """The source at ``url`` as it was listed into ``folder``, with the first ``units`` of its units where it has grown
-    since. Nothing is fetched yet. ``pace`` is asked before each request.
+    since. Nothing is fetched yet. ``pace`` is asked before each request, which goes ``through`` another store before.
 
     Raises :class:`CorruptError` for a listing that is not whole, :class:`UsageError` for one grouped otherwise, and the
     errors of :func:`cachetool.stores.open_store`.
@@ -102,7 +103,7 @@ def open_source(
 
         found = locate(url)
         return open_files_source(
-            paced(open_store(found[0] if found else url, limits=limits), pace),
+            through(paced(open_store(found[0] if found else url, limits=limits), pace)),
             folder,
             options,
             url=redact(url if "://" in url else os.path.abspath(url)),
@@ -112,4 +113,4 @@ def open_source(
         raise UsageError(
             f"{redact(url)} was listed with --stem {listing.stem}, not {options.stem}; use another --dataset or cache"
         )
-    return ObjectsSource(paced(open_store(url, limits=limits), pace), listing, options)
+    return ObjectsSource(through(paced(open_store(url, limits=limits), pace)), listing, options)

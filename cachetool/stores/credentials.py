@@ -9,19 +9,38 @@ that cloud hangs. That address is used only when the environment asks for it (``
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import re
-from collections.abc import Mapping
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from cachetool.errors import AccessDenied, UsageError
 from cachetool.stores.http_wire import origin_of
 
-__all__ = ["azure_options", "gcs_options", "refuse_unsendable", "s3_options"]
+__all__ = [
+    "EXPIRES",
+    "azure_options",
+    "gcs_options",
+    "hub_token_path",
+    "identity_of",
+    "marks",
+    "netrc_path",
+    "refuse_unsendable",
+    "s3_options",
+    "seconds_of",
+]
 
 Options = dict[str, str | bool]
 Environment = Mapping[str, str]
 
+EXPIRES = "expires"
+"""Among the options: when the credentials end, as an ISO 8601 date; not for the client."""
 _SENT = re.compile(r"[!-~]*")
 _IN_HEADERS = frozenset(
     {
@@ -62,6 +81,60 @@ def refuse_unsendable(place: str, options: Options) -> None:
             raise UsageError(f"{name} for {place} has a blank, a line end or the like in it; it is not shown")
 
 
+def netrc_path(env: Environment = os.environ) -> Path:
+    """The file of users and passwords of web servers."""
+    return Path(env.get("NETRC") or _home(env) / ".netrc").expanduser()
+
+
+def hub_token_path(env: Environment = os.environ) -> Path:
+    """The file with the token of the Hugging Face hub."""
+    home = Path(env.get("HF_HOME") or _home(env) / ".cache" / "huggingface").expanduser()
+    return Path(env.get("HF_TOKEN_PATH") or home / "token").expanduser()
+
+
+def marks(env: Environment = os.environ) -> list[tuple[int, int] | None]:
+    """When each file of credentials was written, and its size: another value once one has changed. None stands for a
+    file that is not there."""
+    files = [*_aws_files(env), _gcloud_file(env), netrc_path(env), hub_token_path(env)]
+    files += [Path(env[name]).expanduser() for name in _POINTERS if env.get(name)]
+    found: list[tuple[int, int] | None] = []
+    for path in files:
+        try:
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            found.append(None)
+    return found
+
+
+_POINTERS = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+)
+"""Variables of the environment that name such files."""
+
+
+def identity_of(options: Options) -> object:
+    """What tells these credentials from others: the options, and the contents of the files that they name. Never equal
+    where the client itself asks for them: it has new ones whenever it is made anew."""
+    given = {name: value for name, value in options.items() if name != EXPIRES}
+    if not given.keys() & _GIVEN:
+        return object()
+    for name in _FILES & given.keys():
+        try:
+            given[name] = Path(str(given[name])).read_text(errors="surrogateescape")
+        except OSError:
+            given[name] = ""
+    return given
+
+
+_FILES = {"service_account", "application_credentials", "federated_token_file"}
+_GIVEN = _FILES | {"skip_signature", "access_key_id", "service_account_key", "account_key", "sas_key", "client_secret"}
+
+
 # --- S3 -------------------------------------------------------------------------------------------------------------
 
 
@@ -100,10 +173,75 @@ def s3_options(place: str, env: Environment = os.environ) -> Options:
                 f"AWS_SESSION_TOKEN is set without its keys; unset it to use the profile's keys for {place}"
             )
         token = profile.get("aws_session_token", "")
+        if not (key and secret) and (command := _process_of(profile, env)):
+            profile = _from_process(command, env)
+            key, secret, token = (profile[name] for name in _KEYS)
+        if end := next((profile[name] for name in _ENDS if profile.get(name)), ""):
+            options[EXPIRES] = end
     if not (key and secret):
         raise AccessDenied(_no_aws_credentials(place, profile, env))
     options |= {"access_key_id": key, "secret_access_key": secret}
     return {**options, "session_token": token} if token else options
+
+
+_KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_ENDS = ("aws_expiration", "expiration", "x_security_token_expires")
+"""Names that programs which write temporary keys into the credentials file give to their end."""
+_ELSEWHERE = ("role_arn", "login_session")
+_PROCESS_SECONDS = 60.0
+
+
+def _process_of(profile: Mapping[str, str], env: Environment) -> Sequence[str]:
+    """The program that gives the keys of a profile; of one with roles or single sign-on the cloud's own, if it is
+    there. Empty where there is none."""
+    name = env.get("AWS_PROFILE", "").strip() or "default"
+    if command := profile.get("credential_process"):
+        try:
+            return shlex.split(command)
+        except ValueError:
+            raise AccessDenied(f"credential_process of profile {name!r} is no command: a quote is not closed") from None
+    elsewhere = any(each.startswith("sso_") or each in _ELSEWHERE for each in profile)
+    if elsewhere and (program := shutil.which("aws", path=env.get("PATH", ""))):
+        return [program, "configure", "export-credentials", "--profile", name, "--format", "process"]
+    return ()
+
+
+def _from_process(command: Sequence[str], env: Environment) -> dict[str, str]:
+    """The keys that a program prints, as those of a profile. Nothing that it says is quoted: it may be a secret."""
+    begins = f"{command[0]!r}, which gives the keys of profile {env.get('AWS_PROFILE', '').strip() or 'default'!r},"
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_PROCESS_SECONDS,
+            env=dict(env),
+        )
+    except OSError as error:
+        raise AccessDenied(f"{begins} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise AccessDenied(f"{begins} did not end within {_PROCESS_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise AccessDenied(f"{begins} ended with code {done.returncode}; run it to see why, or log in again")
+    try:
+        said: Any = json.loads(done.stdout)
+        names = ("AccessKeyId", "SecretAccessKey", "SessionToken")
+        keys = {ours: str(said.get(theirs) or "") for ours, theirs in zip(_KEYS, names, strict=True)}
+        end = str(said.get("Expiration") or "")
+    except (ValueError, AttributeError, RecursionError):
+        keys, end = {}, ""
+    if not (keys.get(_KEYS[0]) and keys.get(_KEYS[1])):
+        raise AccessDenied(f"{begins} did not print keys in JSON (Version 1, AccessKeyId, SecretAccessKey)")
+    return {**keys, _ENDS[0]: end}
+
+
+def seconds_of(date: str) -> float | None:
+    """The moment that an ISO 8601 date names, in seconds of :func:`time.time`; None for what is no date."""
+    try:
+        return datetime.fromisoformat(date).astimezone().timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 _AWS_PROVIDERS = (
@@ -114,7 +252,7 @@ _AWS_PROVIDERS = (
 
 
 def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment) -> str:
-    if any(name.startswith("sso_") or name in ("credential_process", "role_arn") for name in profile):
+    if any(name.startswith("sso_") or name in _ELSEWHERE for name in profile):
         name = env.get("AWS_PROFILE") or "default"
         return (
             f"profile {name!r} has no keys of its own, which {place} needs; put them into the environment with:\n"
@@ -129,15 +267,22 @@ def _no_aws_credentials(place: str, profile: Mapping[str, str], env: Environment
 def _aws_profile(env: Environment) -> dict[str, str]:
     """What the shared credentials and config files say of the profile; the credentials file wins."""
     name = env.get("AWS_PROFILE", "").strip()
-    folder = _home(env) / ".aws"
-    config = Path(env.get("AWS_CONFIG_FILE") or folder / "config").expanduser()
-    keys = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials").expanduser()
+    config, keys = _aws_files(env)
     wanted = name or "default"
     in_config = _section(config, "default" if wanted == "default" else f"profile {wanted}")
     in_keys = _section(keys, wanted)
     if name and in_config is None and in_keys is None:
         raise AccessDenied(f"no profile {name!r} (AWS_PROFILE) in {str(keys)!r} or {str(config)!r}")
     return {**(in_config or {}), **(in_keys or {})}
+
+
+def _aws_files(env: Environment) -> tuple[Path, Path]:
+    """The shared config and credentials files."""
+    folder = _home(env) / ".aws"
+    config = env.get("AWS_CONFIG_FILE") or folder / "config"
+    return Path(config).expanduser(), Path(
+        env.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"
+    ).expanduser()
 
 
 def _section(path: Path, name: str) -> dict[str, str] | None:
@@ -177,8 +322,7 @@ def gcs_options(place: str, env: Environment = os.environ) -> Options:
         return {**options, "service_account": _existing(path, "GOOGLE_SERVICE_ACCOUNT")}
     if path := _first(env, "GOOGLE_APPLICATION_CREDENTIALS"):
         return {**options, "application_credentials": _existing(path, "GOOGLE_APPLICATION_CREDENTIALS")}
-    folder = Path(env.get("CLOUDSDK_CONFIG") or _home(env) / ".config" / "gcloud")
-    default = folder / "application_default_credentials.json"
+    default = _gcloud_file(env)
     if default.is_file():
         return {**options, "application_credentials": str(default)}
     if _first(env, "GCE_METADATA_HOST"):
@@ -187,6 +331,12 @@ def gcs_options(place: str, env: Environment = os.environ) -> Options:
         f"no credentials for {place}: set GOOGLE_APPLICATION_CREDENTIALS, GOOGLE_SKIP_SIGNATURE=true for public data,\n"
         "or GCE_METADATA_HOST on Google Cloud, or run 'gcloud auth application-default login'"
     )
+
+
+def _gcloud_file(env: Environment) -> Path:
+    """What ``gcloud auth application-default login`` writes."""
+    folder = Path(env.get("CLOUDSDK_CONFIG") or _home(env) / ".config" / "gcloud")
+    return folder / "application_default_credentials.json"
 
 
 def _existing(path: str, variable: str) -> str:

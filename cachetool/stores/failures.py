@@ -22,17 +22,31 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _ENDPOINT = re.compile(r"https?://([^/\s\"'?#@]+@)?([^/\s\"'?#]+)")
 _SLOW_DOWN = (429, 503)
-_CLOCK = ("RequestTimeTooSkewed", "RequestExpired")
+_CLOCK = ("RequestTimeTooSkewed",)
+_EXPIRED = (
+    "ExpiredAuthenticationToken",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "RequestExpired",
+    "TokenRefreshRequired",
+)
 _REFUSALS = (
+    *_EXPIRED,
     "AccessDenied",
+    "AuthFailure",
     "AuthenticationFailed",
     "AuthorizationFailure",
-    "ExpiredToken",
     "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidIdentityToken",
+    "InvalidSecurity",
     "InvalidToken",
     "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
     "UnsupportedAlgorithm",
 )
+_GRANT = re.compile(r"\b(invalid_grant|invalid_client|unauthorized_client|invalid_token|expired_token)\b")
+"""What the servers that give tokens for keys say of keys that they do not take any more."""
 
 
 class Patience:
@@ -42,6 +56,8 @@ class Patience:
     def __init__(self, limits: Limits) -> None:
         self._until = time.monotonic() + limits.throttle
         self._attempt = 0
+        self.refusals = 0
+        """How often this request was refused."""
 
     def with_(self, error: Exception) -> bool:
         """Wait a while because of ``error``, after which the same can be asked for again; False when it cannot."""
@@ -68,7 +84,6 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
     text = str(error).partition("\n\nDebug source")[0]
     status = int(found.group(1)) if (found := _STATUS.search(text)) else 0
     code = found.group(1) if (found := _CODE.search(text)) else ""
-    said = " ".join(filter(None, [str(status) if status else "", code]))
     what = f"{place}: {key!r}" if key is not None else place
     if name == "InvalidPathError":
         found = re.search(r'Path "(.*)" contained|parsing Path "(.*)": ', text, re.DOTALL)
@@ -77,13 +92,26 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
             f"{place}: key {bad!r} cannot be fetched: it has an empty, '.' or '..' part or a control character;\n"
             "rename that object or give a prefix without it"
         )
+    if not code and status in (400, 401) and (found := _GRANT.search(text)):
+        code = found.group(1)
+    said = " ".join(filter(None, [str(status) if status else "", code]))
     if code in _CLOCK:
         return AccessDenied(f"{what}: refused ({said}): the clock of this machine is wrong")
     if code == "NoSuchBucket" or (key is None and (isinstance(error, FileNotFoundError) or status in (404, 410))):
         return NotFound(f"{place}: no such bucket or container{f' ({said})' if said else ''}")
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return NotFound(f"{what}: not found")
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403) or code in _REFUSALS:
+    if code in _EXPIRED:
+        return AccessDenied(
+            f"{what}: access denied ({said}): the credentials have run out, and there are no others yet; renew them"
+        )
+    granted = _GRANT.fullmatch(code)
+    if (
+        granted
+        or name in ("PermissionDeniedError", "UnauthenticatedError")
+        or status in (401, 403)
+        or code in _REFUSALS
+    ):
         return AccessDenied(
             f"{what}: access denied{f' ({said})' if said else ''}; check the credentials in the environment"
         )

@@ -11,7 +11,6 @@ import base64
 import builtins
 import hashlib
 import netrc
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,11 +19,13 @@ from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.credentials import netrc_path
 from cachetool.stores.http_body import Sink
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
 from cachetool.stores.http_wire import origin_of, written
 from cachetool.stores.identities import Identities, identity_of
+from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact
 
 __all__ = ["HttpStore", "open_http_store"]
@@ -40,7 +41,12 @@ def open_http_store(url: str, limits: Limits) -> HttpStore:
 
     Raises :class:`UsageError` for a URL without a host or a netrc file that cannot be used.
     """
-    return HttpStore(url, HttpClient(url, limits, authorization=_authorization(url)))
+
+    def header() -> Credentials[str | None]:
+        authorization = _authorization(url)
+        return Credentials(authorization, authorization)
+
+    return HttpStore(url, HttpClient(url, limits, login=Login(header)))
 
 
 class HttpStore:
@@ -231,7 +237,7 @@ def _authorization(url: str) -> str | None:
     parts = urlsplit(url)
     user, password = parts.username, parts.password
     if user is None:
-        path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
+        path = str(netrc_path())
         try:
             found = netrc.netrc(path).authenticators(parts.hostname or "")
         except FileNotFoundError:

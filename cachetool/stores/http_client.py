@@ -8,6 +8,7 @@ What each answer leads to::
     408, 5xx, broken connection, silence
                      again with full jitter until limits.retry; a body cut short goes on where it stopped, when the
                      server proves by the same strong ETag and length that it is still the same
+    401, 403, 407    again if there are other credentials by now, else returned to the caller
     other 4xx        returned to the caller
 """
 
@@ -28,6 +29,7 @@ from cachetool.errors import BadObject, SourceError, Unreachable, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.http_body import MOST, Broken, Partial, Sink, receive
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after, written
+from cachetool.stores.login import Login
 from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
@@ -35,6 +37,7 @@ __all__ = ["HttpClient", "Response"]
 
 _MAX_HOPS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
+_REFUSALS = (401, 403, 407)
 _AGAIN = (408, 429, 500, 502, 503, 504)
 _FLAP = 5.0
 """Seconds that a name which does not resolve or a port where nobody listens is given to come back."""
@@ -56,10 +59,11 @@ class Response:
 class HttpClient:
     """One keep-alive connection per thread and origin."""
 
-    def __init__(self, home: str, limits: Limits, *, authorization: str | None = None) -> None:
-        """``home`` is a URL of the origin that is trusted and gets ``authorization``."""
+    def __init__(self, home: str, limits: Limits, *, login: Login[str | None] | None = None) -> None:
+        """``home`` is a URL of the origin that is trusted and gets what ``login`` gives for the header of
+        authorization."""
         self._home = origin_of(home)
-        self._limits, self._authorization = limits, authorization
+        self._limits, self._login = limits, login
         self._allowed = allowed_hosts()
         self._tls = ssl.create_default_context()
         self._local = threading.local()
@@ -85,15 +89,19 @@ class HttpClient:
         """
         began = time.monotonic()
         partial = Partial() if into is None else Partial(into)
-        attempt = had = 0
+        attempt = had = refusals = 0
         while True:
             attempt += 1
+            credentials = self._login.now() if self._login is not None else None
             asked = None
             patience = self._limits.retry
             failure: Exception | None = None
             answered = False
             try:
-                response = self._attempt(url, dict(headers or {}), partial, size, most, bodiless=bodiless)
+                authorization = credentials.value if credentials is not None else None
+                response = self._attempt(
+                    url, dict(headers or {}), partial, size, most, bodiless=bodiless, authorization=authorization
+                )
             except (http.client.InvalidURL, UnicodeEncodeError) as error:
                 raise BadObject(f"{redact(url)[:200]!r} is no URL") from error
             except (Broken, OSError, http.client.HTTPException) as error:
@@ -105,6 +113,11 @@ class HttpClient:
                 if isinstance(error, ConnectionRefusedError | socket.gaierror):
                     patience = min(patience, _FLAP)
             else:
+                if response.status in _REFUSALS and self._login is not None and credentials is not None:
+                    refusals += 1
+                    if self._login.renewed(credentials, refusals):
+                        retried()
+                        continue
                 if response.status not in _AGAIN:
                     return response
                 why = f"the server answers {response.status}"
@@ -127,7 +140,15 @@ class HttpClient:
             time.sleep(pause)
 
     def _attempt(
-        self, url: str, headers: dict[str, str], partial: Partial, size: int, most: int, *, bodiless: bool
+        self,
+        url: str,
+        headers: dict[str, str],
+        partial: Partial,
+        size: int,
+        most: int,
+        *,
+        bodiless: bool,
+        authorization: str | None,
     ) -> Response:
         of_part = "Range" in headers
         if len(partial.data) and partial.validator and not of_part:
@@ -140,7 +161,11 @@ class HttpClient:
             answer: http.client.HTTPResponse | None = None
             done = False
             try:
-                answer = self._send(connection, origin, url, headers, max(size, most))
+                if authorization and origin == self._home:
+                    headers["Authorization"] = authorization
+                else:
+                    headers.pop("Authorization", None)
+                answer = self._send(connection, url, headers, max(size, most))
                 target = answer.headers.get("Location")
                 if answer.status in _REDIRECTS and target:
                     url = _next_hop(url, target)
@@ -180,12 +205,10 @@ class HttpClient:
         return connection
 
     def _send(
-        self, connection: Connection, origin: Origin, url: str, headers: Mapping[str, str], most: int
+        self, connection: Connection, url: str, headers: Mapping[str, str], most: int
     ) -> http.client.HTTPResponse:
         parts = urlsplit(url)
         sent = {"User-Agent": _USER_AGENT, "Accept-Encoding": "identity", "Accept": "*/*", **headers}
-        if self._authorization and origin == self._home:
-            sent["Authorization"] = self._authorization
         connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), headers=sent)
         return connection.receive(most if most >= 0 else MOST)
 

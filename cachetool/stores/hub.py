@@ -13,14 +13,15 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.credentials import hub_token_path
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_wire import origin_of
+from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact, split_url
 
 __all__ = ["HubStore", "open_hub_store"]
@@ -46,9 +47,15 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
     endpoint = (os.environ.get("HF_ENDPOINT", "").strip() or ENDPOINT).rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
         raise UsageError("HF_ENDPOINT must begin with http:// or https://; its value, which is not shown, does not")
-    token = _token()
+
+    def header() -> Credentials[str | None]:
+        token = _token()
+        authorization = f"Bearer {token}" if token else None
+        return Credentials(authorization, authorization)
+
+    login = Login(header)
     try:
-        client = HttpClient(endpoint, limits, authorization=f"Bearer {token}" if token else None)
+        client = HttpClient(endpoint, limits, login=login)
     except UsageError as error:
         raise UsageError(f"HF_ENDPOINT cannot be used: {error}") from None
     return HubStore(redact(url), endpoint, f"{owner}/{name}", unquote(revision) or "main", path.strip("/"), client)
@@ -213,8 +220,7 @@ def _hash(body: memoryview, like: str) -> str | None:
 def _token() -> str:
     if token := os.environ.get("HF_TOKEN", "").strip():
         return _sendable(token, "HF_TOKEN")
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    path = Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+    path = hub_token_path()
     try:
         return _sendable(path.read_text(encoding="utf-8").strip(), f"the file {str(path)!r}")
     except FileNotFoundError:

@@ -10,14 +10,26 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from cachetool.errors import CacheToolError, NotFound, SourceError, UsageError
+from cachetool.errors import AccessDenied, CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.credentials import Options, azure_options, gcs_options, refuse_unsendable, s3_options
+from cachetool.stores.credentials import (
+    EXPIRES,
+    Options,
+    azure_options,
+    gcs_options,
+    identity_of,
+    refuse_unsendable,
+    s3_options,
+    seconds_of,
+)
 from cachetool.stores.failures import Patience, as_our_error
+from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact, split_url
+from cachetool.stores.traffic import retried
 
 if TYPE_CHECKING:
     from cachetool.stores.signed import Signed
@@ -56,23 +68,36 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         )
     if not bucket:
         raise UsageError(f"{place} names no bucket; write {scheme}://BUCKET/PREFIX")
-    made: Any
-    options: Options
-    if scheme in ("s3", "s3a"):
-        options, made = s3_options(place), obstore_store.S3Store
-    elif scheme in ("gs", "gcs"):
-        options, made = gcs_options(place), obstore_store.GCSStore
-    else:
-        options, made = azure_options(place, account), obstore_store.AzureStore
-    refuse_unsendable(place, options)
-    client: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=limits.connect),
-        "timeout": timedelta(hours=1),
-    }
-    if str(options.get("endpoint", options.get("base_url", ""))).startswith("http://"):
-        client["allow_http"] = True
-    if bundle := os.environ.get("AWS_CA_BUNDLE"):
-        client["root_certificate"] = _read(bundle)
+
+    def clients() -> Credentials[_Clients]:
+        options: Options
+        made: Any
+        if scheme in ("s3", "s3a"):
+            options, made = s3_options(place), obstore_store.S3Store
+        elif scheme in ("gs", "gcs"):
+            options, made = gcs_options(place), obstore_store.GCSStore
+        else:
+            options, made = azure_options(place, account), obstore_store.AzureStore
+        refuse_unsendable(place, options)
+        identity, ends = identity_of(options), seconds_of(str(options.pop(EXPIRES, "")))
+        client: dict[str, Any] = {"connect_timeout": timedelta(seconds=limits.connect), "timeout": timedelta(hours=1)}
+        plain = str(options.get("endpoint", options.get("base_url", ""))).startswith("http://")
+        if plain:
+            client["allow_http"] = True
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            client["root_certificate"] = _read(bundle)
+        shared = {"prefix": prefix.strip("/") or None, "retry_config": retry, **options}
+
+        def make(silence: float) -> Any:
+            try:
+                return made(bucket, client_options={**client, "read_timeout": timedelta(seconds=silence)}, **shared)
+            except _errors() as error:
+                raise as_our_error(error, place=place) from None
+
+        found = _Clients(make(limits.silence), lambda: make(limits.listing), may_be_signed=plain and made is s3)
+        return Credentials(found, identity, ends)
+
+    s3 = obstore_store.S3Store
     retry = {
         "max_retries": 100,  # a connection that is refused takes no time: a server that begins anew needs seconds
         "retry_timeout": timedelta(seconds=limits.retry),
@@ -82,29 +107,31 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             "base": 2,
         },
     }
-    shared = {"prefix": prefix.strip("/") or None, "retry_config": retry, **options}
-
-    def make(silence: float) -> Any:
-        try:
-            return made(bucket, client_options={**client, "read_timeout": timedelta(seconds=silence)}, **shared)
-        except _errors() as error:
-            raise as_our_error(error, place=place) from None
-
-    reading = make(limits.silence)
-    signed = None
-    if "allow_http" in client and scheme in ("s3", "s3a"):
+    login, signed = Login(clients), None
+    if login.now().value.may_be_signed:
         from obstore import sign
 
         from cachetool.stores.signed import Signed
 
         def signed_url(key: str) -> str:
             try:
-                return str(sign(reading, "GET", key, timedelta(hours=1)))
+                return str(sign(login.now().value.reading, "GET", key, timedelta(hours=1)))
             except _errors() as error:
                 raise as_our_error(error, place=place, key=key) from None
 
         signed = Signed(signed_url, limits)
-    return ObjectStore(reading, lambda: make(limits.listing), place, limits, signed)
+    return ObjectStore(login, place, limits, signed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    """obstore's stores with the credentials of one moment."""
+
+    reading: Any
+    listing: Callable[[], Any]
+    """Makes another one with the limits that suit a listing."""
+    may_be_signed: bool
+    """Whether large objects may come by signed URLs: of S3 without TLS."""
 
 
 def _read(path: str) -> bytes:
@@ -126,15 +153,12 @@ class ObjectStore:
 
     concurrency = 32
 
-    def __init__(
-        self, reading: Any, listing: Callable[[], Any], url: str, limits: Limits, signed: Signed | None = None
-    ) -> None:
-        """A store of obstore's, what makes another one with the limits that suit a listing, the URL as it may be shown,
-        and a faster way to large objects, where there is one.
+    def __init__(self, login: Login[_Clients], url: str, limits: Limits, signed: Signed | None = None) -> None:
+        """The clients, the URL as it may be shown, and a faster way to large objects, where there is one.
 
         Made by :func:`open_object_store`.
         """
-        self._reading, self._listing, self._signed, self._limits = reading, listing, signed, limits
+        self._login, self._signed, self._limits = login, signed, limits
         self.url = url
         self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
@@ -176,25 +200,41 @@ class ObjectStore:
     def _pages(self, after: str | None) -> Iterator[Any]:
         patience = Patience(self._limits)
         while True:
+            credentials = self._login.now()
             try:
-                for page in self._listing().list(offset=after, chunk_size=_LIST_CHUNK):
+                for page in credentials.value.listing().list(offset=after, chunk_size=_LIST_CHUNK):
                     yield page
                     after, patience = page[-1]["path"] if page else after, Patience(self._limits)
                 return
             except _errors() as error:
-                if not patience.with_(error):
+                if not self._may_ask_again(error, patience, credentials):
                     raise as_our_error(error, place=self.url) from None
+
+    def _may_ask_again(self, error: Exception, patience: Patience, credentials: Credentials[_Clients]) -> bool:
+        """Whether the same request may succeed now: the store was too busy for it, or refused credentials in place of
+        which there are others."""
+        if patience.with_(error):
+            return True
+        if not isinstance(as_our_error(error, place=self.url), AccessDenied):
+            return False
+        patience.refusals += 1
+        if renewed := self._login.renewed(credentials, patience.refusals):
+            retried()
+            if self._signed is not None:
+                self._signed.renew()
+        return renewed
 
     def _head(self, key: str) -> Any:
         """What the store says of an object; None where there is none."""
         patience = Patience(self._limits)
         while True:
+            credentials = self._login.now()
             try:
-                return self._reading.head(key)
+                return credentials.value.reading.head(key)
             except FileNotFoundError:
                 return None
             except _errors() as error:
-                if not patience.with_(error):
+                if not self._may_ask_again(error, patience, credentials):
                     raise as_our_error(error, place=self.url, key=key) from None
 
     def find(self, key: str) -> Object:
@@ -226,11 +266,12 @@ class ObjectStore:
         patience = Patience(self._limits)
         try:
             while True:
+                credentials = self._login.now()
                 try:
-                    found = self._reading.get(item.key, options=options)
+                    found = credentials.value.reading.get(item.key, options=options)
                     break
                 except _errors() as error:
-                    if not patience.with_(error):
+                    if not self._may_ask_again(error, patience, credentials):
                         raise
             meta = found.meta
             check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))

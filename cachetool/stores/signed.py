@@ -34,7 +34,11 @@ class Signed:
         self._client: HttpClient | None = None
         self._lock = threading.Lock()
         self._failures = 0
-        self._usable = not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+        self._usable = self._may = not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
+
+    def renew(self) -> None:
+        """Try again after refusals: there are other credentials now."""
+        self._usable, self._failures = self._may, 0
 
     def get(self, item: Object) -> memoryview | None:
         """The whole object; None when it should be asked for in another way. Raises :class:`BadObject` when it is not

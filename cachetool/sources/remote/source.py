@@ -24,7 +24,7 @@ import numpy.typing as npt
 from cachetool.block import BLOCK_BYTES, Block, Column
 from cachetool.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.schema import KEY, Field, Schema
-from cachetool.sources.base import Piece, Probe, Reading, Skipped
+from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.filebase import NOT_ASKED
@@ -47,6 +47,7 @@ AHEAD = 128 * 2**20
 """Bytes that may be in flight or waiting for their turn."""
 LABEL = "label"
 _PROBED = 8
+_FIRST_RUNS = 8
 _PROBED_BYTES = 64 * 2**20
 
 _Numbers = npt.NDArray[np.int64]
@@ -138,10 +139,17 @@ class FilesSource:
         return Probe(schema, -(-nbytes // max(1, count)), per_unit)
 
     def read(
-        self, units: _Numbers, *, schema: Schema, skip_bad: bool = False, block_bytes: int = BLOCK_BYTES
+        self,
+        units: _Numbers,
+        *,
+        schema: Schema,
+        skip_bad: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+        hurry: Hurry = unhurried,
     ) -> Reading:
         """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
-        batches = _Batches(self._fetcher, self._batches(np.asarray(units, dtype=np.int64), block_bytes))
+        numbers, growing = np.asarray(units, dtype=np.int64), hurry() is not None
+        batches = _Batches(self._fetcher, self._batches(numbers, block_bytes, growing=growing))
         pieces = self._pieces(batches, schema, skip_bad=skip_bad)
         if self._images:
             size = self._options.resize
@@ -154,6 +162,8 @@ class FilesSource:
             blocks: list[Block] = []
             draws, skipped = [], []
             found = self._blocks(batch)
+            done = batch.runs[-1].first + len(batch.runs[-1].inside)
+            failed: BadObject | NotFound | None = None
             for number, (run, block) in enumerate(zip(batch.runs, found, strict=True)):
                 error = batch.errors.get(number)
                 if error is None:
@@ -163,7 +173,8 @@ class FilesSource:
                     except BadObject as misfit:
                         error = misfit
                 if error is not None and not skip_bad:
-                    raise error
+                    failed, done = error, run.first
+                    break
                 if error is not None:
                     reason = " ".join(str(error).split("\n"))
                     keys = self._keys(run)
@@ -173,8 +184,10 @@ class FilesSource:
                     draws.append(np.repeat(first, len(block)) if self._table.whole else first)
             block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
             at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
-            done = batch.runs[-1].first + len(batch.runs[-1].inside)
-            yield Piece(block, at, done, tuple(skipped), batch.fetched)
+            if blocks or failed is None:
+                yield Piece(block, at, done, tuple(skipped), batch.fetched)
+            if failed is not None:
+                raise failed
 
     def close(self) -> None:
         """Let go of threads, processes and connections."""
@@ -185,15 +198,19 @@ class FilesSource:
     def _fetched(self, units: _Numbers) -> _Batches:
         return _Batches(self._fetcher, self._batches(units, BLOCK_BYTES))
 
-    def _batches(self, units: _Numbers, block_bytes: int) -> Iterator[Batch]:
+    def _batches(self, units: _Numbers, block_bytes: int, *, growing: bool = False) -> Iterator[Batch]:
+        """Runs put together; ``growing``: a few in the first, then ever more, so that something is there soon."""
+        most = min(block_bytes, MOST)
+        together = _FIRST_RUNS if growing else MAX_RUNS
         runs: list[Run] = []
         wants: list[list[Want]] = []
         errors: dict[int, BadObject | NotFound] = {}
         held = 0
         for run in self._table.runs(units):
             want, nbytes, error = self._wanted(run)
-            if runs and (held + nbytes > min(block_bytes, MOST) or len(runs) >= MAX_RUNS or self._table.whole):
+            if runs and (held + nbytes > most or len(runs) >= together or self._table.whole):
                 yield batch_of(runs, wants, errors)
+                together = min(MAX_RUNS, 2 * together)
                 runs, wants, errors, held = [], [], {}, 0
             if error is not None:
                 errors[len(runs)] = error
