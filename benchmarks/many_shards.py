@@ -20,7 +20,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -192,8 +191,9 @@ def folder_of(pool: Path, rows: list[dict[str, Any]], out: Path) -> None:
                 (side_folder(out / name) / path.name).write_bytes(replace(extents, files=files).to_bytes())
         parts.append({"file": name, **{key: row[key] for key in ("samples", "payload", "content")}})
     about = {"layout": 1, "format": rows[0]["format"], "compression": None, "schema": SCHEMA.to_json()}
-    samples = sum(row["samples"] for row in rows)
-    (out / "dataset.json").write_text(json.dumps({**about, "samples": samples, "content": "", "parts": parts}, indent=1))
+    (out / "dataset.json").write_text(
+        json.dumps({**about, "samples": sum(row["samples"] for row in rows), "content": "", "parts": parts}, indent=1)
+    )
 
 
 def grow_by_one(root: Path, pool: Path) -> None:

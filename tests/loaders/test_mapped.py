@@ -21,7 +21,7 @@ from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles
 from cachetool.loaders import mapped as module
 from cachetool.loaders.arena import Arena
-from cachetool.loaders.gather import Parts, gather, open_by_extents
+from cachetool.loaders.gather import gather
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
@@ -109,7 +109,7 @@ def test_batches_of_every_kind_of_field_are_what_was_written(name: str, tmp_path
             put(cache, range(at, at + 12 + at // 2), format=name, schema=EVERY)
         parts = MappedParts()
         found = [Block(EVERY, columns) for columns in parts.batches(view_of(cache), asked, EVERY)]
-        assert parts._whole
+        assert parts._all_mapped
     got = [[digest(EVERY, block.sample(i)) for i in range(block.samples)] for block in found]
     assert got == [[digest(EVERY, sample(EVERY, n)) for n in numbers] for numbers in asked]
 
@@ -305,7 +305,7 @@ def test_no_samples_are_no_columns_of_no_length(cache: CacheDir) -> None:
 def test_an_evicted_part_is_named_by_either_way(cache: CacheDir) -> None:
     view = view_of(cache)
     cache.evict(cache.usage().total - 1)
-    for parts in (MappedParts(), Parts(open_by_extents)):
+    for parts in (MappedParts(), MappedParts(maps=False)):
         with pytest.raises(UsageError, match=f"shard {view.parts[0].id} was evicted"):
             gather(view, np.array([3]), parts, SMALL)
 
