@@ -20,7 +20,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -208,17 +207,15 @@ def grow_by_one(root: Path, pool: Path) -> None:
         enter(cache, [row])
 
 
-@contextlib.contextmanager
-def made(folder: Path, where: str, shards: int, name: str = "lmdb") -> Iterator[Path]:
-    """A cache or a folder of so many shards, removed afterwards."""
-    rows, root = pool_of(folder, shards, name), folder / f"{where}-{shards}"
-    if root.exists():
-        shutil.rmtree(root)
-    (cache_of if where == "cache" else folder_of)(folder / f"pool-{name}", rows, root)
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root)
+def made(folder: Path, where: str, shards: int, name: str = "lmdb") -> Path:
+    """A cache or a folder of so many shards, made if it is not there."""
+    rows, root = pool_of(folder, shards, name), folder / f"{where}-{name}-{shards}"
+    if not root.exists():
+        aside = root.with_name(f"{root.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        (cache_of if where == "cache" else folder_of)(folder / f"pool-{name}", rows, aside)
+        aside.rename(root)
+    return root
 
 
 def train(root: Path, *, workers: int = 2, grow: Path | None = None, code: Path | None = None) -> dict[str, float]:
@@ -248,18 +245,14 @@ def main() -> None:
     counts = [int(each) for each in options.shards.split(",")]
     pool_of(options.folder, max(counts), options.format)
     rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        roots = {
-            (where, count): stack.enter_context(made(options.folder, where, count, options.format))
-            for where in options.where.split(",")
-            for count in counts
-        }
-        found: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in roots}
-        for _ in range(options.rounds):
-            for key, root in roots.items():
-                grow = options.folder / "grown" if key[0] == "cache" and options.code is None else None
-                found[key].append(train(root, workers=options.workers, grow=grow, code=options.code))
-                print(key, {name: round(value, 3) for name, value in found[key][-1].items()}, file=sys.stderr)
+    keys = [(where, count) for where in options.where.split(",") for count in counts]
+    roots = {key: made(options.folder, *key, options.format) for key in keys}
+    found: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in keys}
+    for _ in range(options.rounds):
+        for key, root in roots.items():
+            grow = options.folder / "grown" if key[0] == "cache" and options.code is None else None
+            found[key].append(train(root, workers=options.workers, grow=grow, code=options.code))
+            print(key, {name: round(value, 3) for name, value in found[key][-1].items()}, file=sys.stderr)
     for (where, count), each in found.items():
         middle = {name: statistics.median(one[name] for one in each) for name in each[0]}
         rows.append(

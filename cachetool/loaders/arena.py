@@ -179,6 +179,7 @@ class Arena:
         self._mapped = 0
         self._room: int | None = None
         self._held = self._let_go = 0
+        self._block: Bytes = np.empty(0, dtype=np.uint8)  # a part of the range that can be written
         self._hold_at = self._hold_end = 0
 
     @property
@@ -251,12 +252,15 @@ class Arena:
             both = mmap.PROT_READ | mmap.PROT_WRITE
             if at + length > len(self.bytes) or not map_at(self._base + at, length, both, _ANYWHERE, -1):
                 raise MemoryError("no addresses or maps are left for the places of samples")
+            block = (ctypes.c_char * length).from_address(self._base + at)
+            self._block = np.frombuffer(memoryview(block), dtype=np.uint8)
             self._hold_at, self._hold_end, self._next = at, at + length, at + length
             self._mapped += length
         at = self._hold_at
         self._hold_at += nbytes
         self._held += nbytes
-        ctypes.memmove(self._base + at, np.ascontiguousarray(array).ctypes.data, array.nbytes)
+        start = at - self._hold_end + len(self._block)
+        self._block[start : start + array.nbytes] = as_bytes(array)
         return at
 
     def let_go(self, nbytes: int) -> None:

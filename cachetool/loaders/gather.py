@@ -17,7 +17,6 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -113,18 +112,18 @@ class OpenPart(Protocol):
         ...
 
 
-def check_inside(path: Path, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
+def check_inside(path: str, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
     """Raise :class:`CorruptError` unless runs of ``sizes`` from ``starts`` lie inside the ``size`` bytes of a file."""
     if not inside(starts, sizes, size):
         raise short(path, size, field)
 
 
-def short(path: Path, size: int, field: Field) -> CorruptError:
+def short(path: str, size: int, field: Field) -> CorruptError:
     """The error that says so."""
     return CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
 
 
-def check_shapes(path: Path, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
+def check_shapes(path: str, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
     """Raise :class:`CorruptError` unless arrays of these ``shapes`` have these ``sizes`` in bytes."""
     if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * field.numpy.itemsize != sizes).any()):
         raise CorruptError(f"{path}: field {field.name!r} has a shape that does not fit its bytes")

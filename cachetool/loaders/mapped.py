@@ -78,7 +78,7 @@ class MappedParts:
         self._maps, self._alone = maps, alone
         self._rest = Parts(open_by_library)
         self._turns = 0
-        self._descriptors = Descriptors()
+        self._descriptors = Descriptors(share=0.75 if alone else 0.25)
         self.close()
 
     def close(self) -> None:
@@ -348,21 +348,22 @@ class _Opened:
         found, samples = extents.fields[field.name], extents.samples
         if field.is_scalar:
             return 0, self._origin(found.column, arena), 1, -1, 0, -1, -1
-        path = part.folder / extents.files[found.file]
+        path = f"{part.where}/{extents.files[found.file]}"
         base, size = self._maps.get(found.file, (0, _FARTHEST))  # of a file that is read it shows then
-        if found.offsets is None and found.sizes is None:
-            last = found.start + found.stride * max(0, samples - 1)
-            if samples and max(found.start, last) > size - found.nbytes:
+        sizes: Int64s | None = found.sizes
+        if sizes is None:
+            first, last = found.start, found.start + found.stride * max(0, samples - 1)
+            if found.offsets is not None and samples:
+                first, last = int(found.offsets.min()), int(found.offsets.max())
+            if samples and (min(first, last) < 0 or max(first, last) > size - found.nbytes):
                 raise short(path, size, field)
-            sizes: Int64s | int = found.nbytes
         else:
-            starts, sizes = found.locate(np.arange(samples))
-            check_inside(path, size, field, starts, sizes)
+            check_inside(path, size, field, found.locate(np.arange(samples))[0], sizes)
         if field.kind != "fixed":
-            each = np.asarray(sizes)
-            if ((each < 0) | (each % field.numpy.itemsize != 0)).any():
+            each = np.full(samples, found.nbytes) if sizes is None else sizes
+            if (each % field.numpy.itemsize != 0).any():
                 raise CorruptError(f"{path}: field {field.name!r} has a size that is no whole value")
-            check_shapes(path, field, np.broadcast_to(each, samples), found.shapes)
+            check_shapes(path, field, each, found.shapes)
         offsets, shapes = self._origin(found.offsets, arena), self._origin(found.shapes, arena)
         start, stride = (base, 0) if found.offsets is not None else (base + found.start, found.stride)
         return found.file, start, stride, offsets, found.nbytes, self._origin(found.sizes, arena), shapes
@@ -391,7 +392,7 @@ class _Opened:
 
 class _Numbers:
     """One number a sample, by three arrays over the parts: ``start[part] + stride[part] * index``, and in parts whose
-    ``origin`` is known ``table[origin[part] + index]`` more. The first samples of the parts have the numbers ``firsts``."""
+    ``origin`` is known ``table[origin[part] + index]`` more. The parts' first samples have the numbers ``firsts``."""
 
     def __init__(self, table: Int64s, firsts: Int64s, start: Int64s, stride: Int64s, origin: Int64s) -> None:
         self._table = table

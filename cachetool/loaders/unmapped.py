@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.errors import CorruptError
-from cachetool.formats.files import missing_is_corrupt, open_plain
+from cachetool.formats.files import missing_is_corrupt
 from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.gather import evicted_errors
 from cachetool.loaders.view import Part
@@ -40,12 +40,12 @@ def raise_limit() -> None:
 
 
 class Descriptors:
-    """Open files, the first that were asked for: a quarter of those that this process may have. They are closed with
-    their parts, or when this is collected."""
+    """Open files, the first that were asked for: up to a ``share`` of those that this process may have. They are closed
+    with their parts, or when this is collected."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, share: float) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(_MOST, _MOST if soft == resource.RLIM_INFINITY else soft) // 4
+        self._most = int(share * min(_MOST, _MOST if soft == resource.RLIM_INFINITY else soft))
         self._above = _USUAL if self._most > _USUAL else 0
         self._open: dict[str, dict[str, int]] = {}
         self._count = 0
@@ -58,8 +58,11 @@ class Descriptors:
         if fds is not None and name in fds:
             return fds[name], True
         path = f"{part.where}/{name}"
-        with evicted_errors(part), missing_is_corrupt(path):
-            fd, _ = open_plain(path)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            with evicted_errors(part), missing_is_corrupt(path):
+                raise
         if self._count >= self._most:
             return fd, False
         if self._above:
@@ -115,7 +118,10 @@ class Unmapped:
                 count = os.preadv(fd, (memory[at + done : at + size],), start + done)
                 if not count:
                     part, name = self._file(int(self._numbers[i]))
-                    raise CorruptError(f"{part.where}/{name} is cut short: a value reaches to {start + size}")
+                    has = os.fstat(fd).st_size
+                    raise CorruptError(
+                        f"{part.where}/{name} is cut short: it has {has} bytes, a value reaches out of them"
+                    )
                 done += count
 
     def asleep(self, starts: Int64s) -> npt.NDArray[np.bool_]:
