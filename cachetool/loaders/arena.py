@@ -40,6 +40,7 @@ _MAX_MAPS = "/proc/sys/vm/max_map_count"
 _USUAL_MAPS = 65_530  # where that cannot be read
 _FEW = 32  # maps: of fewer it is not worth while to look again
 _BLOCK = 2**22  # bytes held: so many are got at once
+_SMALLEST = mmap.PAGESIZE  # addresses of a map
 _ALIGN = 64  # of an array that is held
 HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
@@ -177,7 +178,7 @@ class Arena:
         self._next = -self._base % HUGE
         self._lengths: dict[int, int] = {}
         self._mapped = 0
-        self._room: int | None = None
+        self._room = 0  # maps that may be made before it is looked again; below 0: none
         self._held = self._let_go = 0
         self._block: Bytes = np.empty(0, dtype=np.uint8)  # a part of the range that can be written
         self._hold_at = self._hold_end = 0
@@ -194,7 +195,7 @@ class Arena:
 
     def look(self) -> None:
         """Look up anew how many maps there may be."""
-        self._room = None
+        self._room = 0
 
     def map(self, path: Path | str) -> tuple[int, int] | None:
         """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened.
@@ -206,7 +207,7 @@ class Arena:
         fd, size = open_plain(path)
         try:
             # Smaller ones side by side, without a gap, which would count as a map: they get no huge page anyway.
-            unit = HUGE if size >= HUGE else mmap.PAGESIZE
+            unit = HUGE if size >= HUGE else _SMALLEST
             at, length = self._place(size, unit)
             if at + length > len(self.bytes):
                 return None
@@ -225,13 +226,12 @@ class Arena:
         self._next = at + length
         self._lengths[at] = length
         self._mapped += length
-        assert self._room is not None
         self._room -= 1
 
     def _has_room(self) -> bool:
         """Whether one more map may be made. Each makes two at most, with the gap behind it: after half of those that
         are left it is looked how many there are."""
-        if self._room is None or self._room == 0:
+        if self._room == 0:
             self._room = max(0, (int(self._share * most_maps()) - maps_now()) // 2)
             if self._room < _FEW:
                 self._room = -1

@@ -112,17 +112,23 @@ class Unmapped:
         :class:`CorruptError`, naming a file that is cut short, and what :meth:`Descriptors.open` raises."""
         memory, to_, starts_, sizes_ = out.data, to.tolist(), starts.tolist(), sizes.tolist()
         for i, fd in self._opened():
-            at, start, size = to_[i], starts_[i], sizes_[i]
-            done = os.preadv(fd, (memory[at : at + size],), start) if size else 0
-            while done < size:  # one call brings 2 GiB at most
-                count = os.preadv(fd, (memory[at + done : at + size],), start + done)
-                if not count:
-                    part, name = self._file(int(self._numbers[i]))
-                    has = os.fstat(fd).st_size
-                    raise CorruptError(
-                        f"{part.where}/{name} is cut short: it has {has} bytes, a value reaches out of them"
-                    )
-                done += count
+            at, stop, start = to_[i], to_[i] + sizes_[i], starts_[i]
+            while at < stop:  # one call brings 2 GiB at most
+                if not (count := self._pread(i, fd, memory[at:stop], start)):
+                    has, path = os.fstat(fd).st_size, self._path(i)
+                    raise CorruptError(f"{path} is cut short: it has {has} bytes, a value reaches out of them")
+                at, start = at + count, start + count
+
+    def _pread(self, i: int, fd: int, into: memoryview, start: int) -> int:
+        try:
+            return os.preadv(fd, (into,), start)
+        except IsADirectoryError:
+            with missing_is_corrupt(self._path(i)):
+                raise
+
+    def _path(self, i: int) -> str:
+        part, name = self._file(int(self._numbers[i]))
+        return f"{part.where}/{name}"
 
     def asleep(self, starts: Int64s) -> npt.NDArray[np.bool_]:
         """Which of the pages at these positions are not in memory, as far as the kernel says: bool, one each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import resource
 import weakref
@@ -65,18 +64,6 @@ OPEN: dict[str, Places] = {
 def test_any_samples_in_any_order_out_of_any_format(how: str, mixed: View, indices: list[int]) -> None:
     """By extents and through the library; also with fewer open parts than a batch touches."""
     assert gathered(mixed, indices, OPEN[how]) == [EXPECTED[i] for i in indices]
-
-
-def test_a_part_keeps_one_descriptor_however_many_files_it_has(tmp_path: Path) -> None:
-    """A Zarr shard has a file for each field; so many parts may be open that the process has four times as many."""
-    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
-        for at in range(12):
-            put(cache, range(2 * at, 2 * at + 2), format="zarr", schema=EVERY)
-        view, parts = view_of(cache), Parts(open_by_extents)
-        before = len(os.listdir("/proc/self/fd"))
-        assert gathered(view, list(range(24)), parts) == [digest(EVERY, sample(EVERY, n)) for n in range(24)]
-        assert len(os.listdir("/proc/self/fd")) - before <= 12
-        parts.close()
 
 
 def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View) -> None:
