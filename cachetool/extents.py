@@ -18,10 +18,11 @@ value in its canonical encoding (see :func:`cachetool.formats.digest.checksums`)
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -148,60 +149,106 @@ class Extents:
         (length,) = struct.unpack("<Q", view[8:16])
         if length > len(view) - 16:
             raise ValueError("header cut short")
-        header = json.loads(bytes(view[16 : 16 + length]))
+        header = _header(bytes(view[16 : 16 + length]), schema)
         base = -(-(16 + length) // _ALIGN) * _ALIGN
-        samples = int(header["samples"])
-        if samples < 0:
-            raise ValueError(f"{samples} samples")
-        for file in header["files"]:
-            if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
-                raise ValueError(f"{file!r} is not a name inside of the folder")
 
-        def array(index: int | None, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
-            if index is None:
+        def array(of: _Array | None) -> npt.NDArray[Any] | None:
+            if of is None:
                 return None
-            entry = header["arrays"][index]
-            if tuple(entry["shape"]) != shape:
-                raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
-            dtype = storage_dtype(entry["dtype"])
-            if dtype.str != entry["dtype"] or entry["at"] % _ALIGN:
-                raise ValueError(f"array {index} has dtype {entry['dtype']} and lies at {entry['at']}")
-            return np.frombuffer(view, dtype=dtype, count=int(np.prod(shape)), offset=base + entry["at"]).reshape(shape)
+            dtype, count, shape, at = of
+            found = np.frombuffer(view, dtype=dtype, count=count, offset=base + at)
+            return found if len(shape) == 1 else found.reshape(shape)
 
-        fields: dict[str, FieldExtents] = {}
-        for entry, field in zip(header["fields"], schema, strict=True):
-            if entry["name"] != field.name:
-                raise ValueError(f"field {entry['name']!r} where {field.name!r} should be")
-            fields[field.name] = FieldExtents(
-                file=int(entry["file"]),
-                start=int(entry["start"]),
-                stride=int(entry["stride"]),
-                nbytes=int(entry["nbytes"]),
-                offsets=array(entry["offsets"], (samples,)),
-                sizes=array(entry["sizes"], (samples,)),
-                shapes=array(entry["shapes"], (samples, field.rank)),
-                column=array(entry["column"], (samples,)),
-            )
-            _check(fields[field.name], field, len(header["files"]), samples)
-        checksums = array(header["checksums"], (len(schema), samples))
-        if checksums is None:
-            raise ValueError("no checksums")
-        return cls(samples, tuple(str(f) for f in header["files"]), fields, checksums)
+        fields = {
+            name: FieldExtents(*numbers, *map(array, arrays))
+            for name, (numbers, arrays) in zip(schema.names, header.fields, strict=True)
+        }
+        checksums = array(header.checksums)
+        assert checksums is not None
+        return cls(header.samples, header.files, fields, checksums)
 
 
-def _check(extents: FieldExtents, field: Field, files: int, samples: int) -> None:
+_Array = tuple[np.dtype[Any], int, tuple[int, ...], int]
+"""Type of its values, how many, shape, position."""
+
+
+class _Header(NamedTuple):
+    """What a header says, checked."""
+
+    schema: Schema
+    samples: int
+    files: tuple[str, ...]
+    fields: list[tuple[tuple[int, int, int, int], list[_Array | None]]]
+    """File, start, stride, bytes of a value; offsets, sizes, shapes, column."""
+    checksums: _Array
+
+
+_headers: dict[bytes, _Header] = {}
+_KEPT, _LONG = 64, 2**16
+
+
+def _header(text: bytes, schema: Schema) -> _Header:
+    """The header with this text. Shards of one dataset have few different ones, which are parsed once."""
+    found = _headers.get(text)
+    if found is None or found.schema != schema:
+        found = _parsed(text, schema)
+        if len(_headers) >= _KEPT:
+            _headers.clear()
+        if len(text) <= _LONG:
+            _headers[text] = found
+    return found
+
+
+def _parsed(text: bytes, schema: Schema) -> _Header:
+    header = json.loads(text)
+    samples = int(header["samples"])
+    if samples < 0:
+        raise ValueError(f"{samples} samples")
+    for file in header["files"]:
+        if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
+            raise ValueError(f"{file!r} is not a name inside of the folder")
+
+    def array(index: int | None, shape: tuple[int, ...]) -> _Array | None:
+        if index is None:
+            return None
+        entry = header["arrays"][index]
+        if tuple(entry["shape"]) != shape:
+            raise ValueError(f"array {index} has shape {entry['shape']}, not {shape}")
+        dtype = storage_dtype(entry["dtype"])
+        if dtype.str != entry["dtype"] or entry["at"] % _ALIGN:
+            raise ValueError(f"array {index} has dtype {entry['dtype']} and lies at {entry['at']}")
+        return dtype, math.prod(shape), shape, int(entry["at"])
+
+    fields = []
+    for entry, field in zip(header["fields"], schema, strict=True):
+        if entry["name"] != field.name:
+            raise ValueError(f"field {entry['name']!r} where {field.name!r} should be")
+        numbers = (int(entry["file"]), int(entry["start"]), int(entry["stride"]), int(entry["nbytes"]))
+        shapes = {"offsets": (samples,), "sizes": (samples,), "shapes": (samples, field.rank), "column": (samples,)}
+        arrays = [array(entry[name], shape) for name, shape in shapes.items()]
+        _check(numbers, arrays, field, len(header["files"]), samples)
+        fields.append((numbers, arrays))
+    checksums = array(header["checksums"], (len(schema), samples))
+    if checksums is None:
+        raise ValueError("no checksums")
+    return _Header(schema, samples, tuple(str(f) for f in header["files"]), fields, checksums)
+
+
+def _check(
+    numbers: tuple[int, int, int, int], arrays: list[_Array | None], field: Field, files: int, samples: int
+) -> None:
     """Raise ValueError unless the extents are those of such a field."""
-    index = [array for array in (extents.offsets, extents.sizes, extents.shapes) if array is not None]
-    good = all(array.dtype == np.int64 for array in index)
+    (file, start, stride, nbytes), (offsets, sizes, shapes, column) = numbers, arrays
+    good = all(array[0] == np.int64 for array in (offsets, sizes, shapes) if array is not None)
     if field.is_scalar:
-        good = good and extents.column is not None and extents.column.dtype == field.numpy
+        good = good and column is not None and column[0] == field.numpy
     else:
-        good = good and extents.column is None and 0 <= extents.file < files
-        good = good and (field.kind != "fixed" or (extents.sizes is None and extents.nbytes == field.nbytes))
-        good = good and (field.kind != "ragged" or extents.shapes is not None)
+        good = good and column is None and 0 <= file < files
+        good = good and (field.kind != "fixed" or (sizes is None and nbytes == field.nbytes))
+        good = good and (field.kind != "ragged" or shapes is not None)
         # Positions are computed with 64 bits, which must not wrap around to some that are inside of the file.
-        last = extents.start + extents.stride * max(0, samples - 1)
-        good = good and min(extents.start, last, extents.nbytes) >= 0
-        good = good and max(extents.start, last, extents.nbytes) <= _FARTHEST
+        last = start + stride * max(0, samples - 1)
+        good = good and min(start, last, nbytes) >= 0
+        good = good and max(start, last, nbytes) <= _FARTHEST
     if not good:
         raise ValueError(f"not extents of field {field.name!r}, {field.describe()}")

@@ -215,7 +215,7 @@ def fsync_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def missing_is_corrupt(path: Path) -> Iterator[None]:
+def missing_is_corrupt(path: Path | str) -> Iterator[None]:
     """Raise :class:`CorruptError` where ``path``, a file of a shard, turns out not to be there, or to be no file."""
     try:
         yield
@@ -223,7 +223,7 @@ def missing_is_corrupt(path: Path) -> Iterator[None]:
         raise CorruptError(f"{path} is missing") from error
 
 
-def open_plain(path: Path) -> tuple[int, int]:
+def open_plain(path: Path | str) -> tuple[int, int]:
     """A descriptor that reads the file ``path``, and its size. Raises OSError, also for what is no plain file."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its other end
     status = os.fstat(fd)

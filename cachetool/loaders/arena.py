@@ -11,6 +11,8 @@ positions, as out of one. Grouped by shard it is 250 small copies.
 Reserving costs nothing: no page of the range exists until a file is mapped there. Python's ``mmap`` cannot place a map,
 so files are mapped by the C library's, over the range that a Python map owns; that one unmaps all of it together when
 the last array that points into it is gone.
+
+A process may have so many maps only. What belongs to a small file can be held in the range as a copy, without one.
 """
 
 from __future__ import annotations
@@ -27,14 +29,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.formats.files import map_file, open_plain
-from cachetool.formats.runs import Bytes, Int64s
+from cachetool.formats.files import open_plain
+from cachetool.formats.runs import Bytes, Int64s, as_bytes
 
-__all__ = ["HUGE", "Arena", "huge_pages", "map_alone", "map_at", "open_arena", "reserve"]
+__all__ = ["HUGE", "Arena", "Memory", "huge_pages", "map_at", "open_arena", "reserve"]
 
 _RESERVED = 2**44
 _LEAST = 2**36  # under a limit on addresses (ulimit -v) less is reserved; less than this is of no use
-_MOST = 24_000  # files: Linux gives a process 65,530 maps (vm.max_map_count), gaps between files count too
+_MAX_MAPS = "/proc/sys/vm/max_map_count"
+_USUAL_MAPS = 65_530  # where that cannot be read
+_FEW = 32  # maps: of fewer it is not worth while to look again
+_BLOCK = 2**22  # bytes held: so many are got at once
+_SMALLEST = mmap.PAGESIZE  # addresses of a map
+_ALIGN = 64  # of an array that is held
 HUGE = 2**21  # bytes of a huge page; where the page cache has some, only a map so aligned is made of them
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1
 _FIXED = 0x10  # MAP_FIXED of Linux on every processor
@@ -74,83 +81,191 @@ def reserve(nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, nbytes, flags=_ANYWHERE, prot=0), dtype=np.uint8)
 
 
-def map_alone(path: Path) -> Bytes:
-    """The bytes of a file, mapped as by :func:`~cachetool.formats.files.map_file`, but without a descriptor, of which
-    Python's ``mmap`` keeps one for each map."""
-    if sys.platform != "linux":
-        return map_file(path)
-    fd, size = open_plain(path)
-    try:
-        found = reserve(size) if size else np.empty(0, dtype=np.uint8)
-        if size and not map_at(int(found.ctypes.data), size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
-            return map_file(path)
-        found.flags.writeable = False
-        return found
-    finally:
-        os.close(fd)
-
-
-def open_arena() -> Arena | None:
-    """A new range; None where there is none to be had: not Linux, not 64 bits, or too tight a limit on addresses."""
+def open_arena(*, share: float = 0.75) -> Arena | Memory:
+    """A new range; plain memory where there is none to be had: not Linux, not 64 bits, or too tight a limit on
+    addresses."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
-        return None
+        return Memory()
     nbytes = _RESERVED
     while nbytes >= _LEAST:
         try:
-            return Arena(nbytes)
+            return Arena(nbytes, share=share)
         except OSError:
             nbytes //= 2
-    return None
+    return Memory()
+
+
+@functools.cache
+def most_maps() -> int:
+    """How many maps a process may have."""
+    try:
+        return int(Path(_MAX_MAPS).read_text())
+    except (OSError, ValueError):
+        return _USUAL_MAPS
+
+
+def maps_now() -> int:
+    """How many maps this process has; where nobody says, as many as there may be."""
+    try:
+        with open("/proc/self/maps", "rb") as listing:
+            return sum(piece.count(b"\n") for piece in iter(lambda: listing.read(2**16), b""))
+    except OSError:
+        return most_maps()
+
+
+class Memory:
+    """What stands for an :class:`Arena` where there is none to be had: it maps nothing, and holds columns all the
+    same."""
+
+    def __init__(self) -> None:
+        self.bytes: Bytes = np.empty(_BLOCK, dtype=np.uint8)
+        self._next = self._let_go = 0
+
+    @property
+    def spent(self) -> bool:
+        """As of an arena."""
+        return _spent(self._let_go, self._next)
+
+    def look(self) -> None:
+        """As of an arena."""
+
+    def map(self, path: Path | str) -> tuple[int, int] | None:
+        """None."""
+        return None
+
+    def unmap(self, at: int) -> None:
+        """Nothing was mapped."""
+
+    def hold(self, array: npt.NDArray[Any]) -> int:
+        """As of an arena, but :attr:`bytes` may be another array afterwards."""
+        at = self._next
+        self._next += -(-array.nbytes // _ALIGN) * _ALIGN
+        if self._next > len(self.bytes):
+            larger = np.empty(2 * self._next, dtype=np.uint8)
+            larger[:at] = self.bytes[:at]
+            self.bytes = larger
+        self.bytes[at : at + array.nbytes] = as_bytes(array)
+        return at
+
+    def let_go(self, nbytes: int) -> None:
+        """As of an arena."""
+        self._let_go += nbytes
+
+    def asleep(self, positions: Int64s) -> npt.NDArray[np.bool_]:
+        """None of it."""
+        return np.zeros(len(positions), dtype=np.bool_)
+
+    def will_need(self, starts: Int64s, sizes: Int64s, *, near: int) -> None:
+        """It is there."""
+
+
+def _spent(let_go: int, held: int) -> bool:
+    return let_go > _BLOCK and 2 * let_go > held
 
 
 class Arena:
-    """The range. Reading outside the files kills the process, so whoever takes positions from a file checks them."""
+    """The range. Reading outside the files kills the process, so whoever takes positions from a file checks them.
 
-    def __init__(self, nbytes: int) -> None:
+    Of the maps that a process may have (``vm.max_map_count`` of Linux) at most ``share`` are in use after a file was
+    mapped, whoever made them: the rest is for what the program does besides.
+    """
+
+    def __init__(self, nbytes: int, *, share: float = 0.75) -> None:
+        self._share = share
         self.bytes: Bytes = reserve(nbytes)
         """The whole range, read-only."""
         self._base = int(self.bytes.ctypes.data)
         self._next = -self._base % HUGE
         self._lengths: dict[int, int] = {}
+        self._mapped = 0
+        self._room = 0  # maps that may be made before it is looked again; below 0: none
+        self._held = self._let_go = 0
+        self._block: Bytes = np.empty(0, dtype=np.uint8)  # a part of the range that can be written
+        self._hold_at = self._hold_end = 0
 
     @property
     def spent(self) -> bool:
-        """Whether most of the range lies behind: then a new one serves better."""
-        return 2 * (self._next - sum(self._lengths.values())) > len(self.bytes)
+        """Whether most of the range lies behind, or of what was held: then a new one serves better."""
+        return 2 * (self._next - self._mapped) > len(self.bytes) or _spent(self._let_go, self._held)
 
     @property
     def files(self) -> int:
         """Number of files mapped."""
         return len(self._lengths)
 
-    def map(self, path: Path) -> tuple[int, int] | None:
+    def look(self) -> None:
+        """Look up anew how many maps there may be."""
+        self._room = 0
+
+    def map(self, path: Path | str) -> tuple[int, int] | None:
         """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened.
 
         None when the range is used up (what was unmapped is not used again) or there are too many maps.
         """
+        if not self._has_room():
+            return None
         fd, size = open_plain(path)
         try:
-            at, length = self._next, max(1, -(-size // HUGE)) * HUGE
-            if at + length > len(self.bytes) or len(self._lengths) >= _MOST:
+            # Smaller ones side by side, without a gap, which would count as a map: they get no huge page anyway.
+            unit = HUGE if size >= HUGE else _SMALLEST
+            at, length = self._place(size, unit)
+            if at + length > len(self.bytes):
                 return None
             if size and not map_at(self._base + at, size, mmap.PROT_READ, mmap.MAP_SHARED, fd):
                 return None
         finally:
             os.close(fd)
-        self._next += length
-        self._lengths[at] = length
+        self._enter(at, length)
         return at, size
+
+    def _place(self, size: int, unit: int) -> tuple[int, int]:
+        at = self._next + -(self._base + self._next) % unit
+        return at, max(1, -(-size // unit)) * unit
+
+    def _enter(self, at: int, length: int) -> None:
+        self._next = at + length
+        self._lengths[at] = length
+        self._mapped += length
+        self._room -= 1
+
+    def _has_room(self) -> bool:
+        """Whether one more map may be made. Each makes two at most, with the gap behind it: after half of those that
+        are left it is looked how many there are."""
+        if self._room == 0:
+            self._room = max(0, (int(self._share * most_maps()) - maps_now()) // 2)
+            if self._room < _FEW:
+                self._room = -1
+        return self._room > 0
 
     def unmap(self, at: int) -> None:
         """Let go of the file mapped at ``at``: nothing may read there any more."""
         length = self._lengths.pop(at)
+        self._mapped -= length
         if not map_at(self._base + at, length, 0, _ANYWHERE, -1):
             raise OSError(ctypes.get_errno(), "unmapping failed")
 
-    def resident(self, positions: Int64s) -> bool:
-        """Whether the pages of these positions are in memory. True where the kernel does not say, as of files of
-        another user."""
-        return not any(self._asleep(positions))
+    def hold(self, array: npt.NDArray[Any]) -> int:
+        """Copy an array into the range, for as long as that is there; gives its position. Raises MemoryError."""
+        nbytes = -(-array.nbytes // _ALIGN) * _ALIGN
+        if self._hold_at + nbytes > self._hold_end:
+            at, length = self._place(max(nbytes, _BLOCK), HUGE)
+            both = mmap.PROT_READ | mmap.PROT_WRITE
+            if at + length > len(self.bytes) or not map_at(self._base + at, length, both, _ANYWHERE, -1):
+                raise MemoryError("no addresses or maps are left for the places of samples")
+            block = (ctypes.c_char * length).from_address(self._base + at)
+            self._block = np.frombuffer(memoryview(block), dtype=np.uint8)
+            self._hold_at, self._hold_end, self._next = at, at + length, at + length
+            self._mapped += length
+        at = self._hold_at
+        self._hold_at += nbytes
+        self._held += nbytes
+        start = at - self._hold_end + len(self._block)
+        self._block[start : start + array.nbytes] = as_bytes(array)
+        return at
+
+    def let_go(self, nbytes: int) -> None:
+        """So many of the bytes that are held are of no use any more."""
+        self._let_go += nbytes
 
     def asleep(self, positions: Int64s) -> npt.NDArray[np.bool_]:
         """Which of these positions have pages that are not in memory, as far as the kernel says: bool, one each."""

@@ -35,6 +35,7 @@ from cachetool.loaders.produce import Mailbox, work
 from cachetool.loaders.ring import RingWriter
 from cachetool.loaders.slot import SlotWriter
 from cachetool.loaders.transform import Transform, loads
+from cachetool.loaders.unmapped import raise_limit
 from cachetool.loaders.view import View
 from cachetool.streams import keep_standard_streams
 
@@ -80,6 +81,7 @@ def main() -> None:
     number, life, plans, pids = fork(len(rings), trainer=hello["trainer"], report=report, others=others)
     for fd in set(others).difference([rings[number]] if number else [rings[0], answers, lines.fd]):
         os.close(fd)
+    raise_limit()
     mailbox = Mailbox()
     listener: Listener
     if number == 0:
@@ -94,7 +96,7 @@ def main() -> None:
         settings,
         mailbox,
         SlotWriter(RingWriter(rings[number]), ready=settings.prefetch, feeders=len(rings)),
-        MappedParts(),
+        MappedParts(alone=True),
         transform=transform,
         number=number,
         feeders=len(rings),

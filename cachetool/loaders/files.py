@@ -92,7 +92,7 @@ class FileSubscription:
 def is_shards(path: Path) -> bool:
     """Whether the path names shards by itself, and not a cache that is there or may come to be."""
     # os.path says no where pathlib raises: who may not look into a cache is told so by what comes next.
-    return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path)
+    return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path, {})
 
 
 def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tuple[Path, tuple[Path, ...]]:
@@ -111,7 +111,7 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
                 refused = error
             else:
                 return path, ()
-            _look(path)
+            _look(path, {})
             raise refused
         cache_or_paths = [path]
     if not isinstance(cache_or_paths, Iterable):
@@ -130,9 +130,10 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
     if not paths:
         raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
     schema: Schema | None = None
-    parts: dict[Path, Part] = {}
+    parts: dict[str, Part] = {}
+    told: _Told = {}
     for path in (Path(each).absolute() for each in paths):
-        found, more = _look(path)
+        found, more = _look(path, told)
         if schema is not None and found.is_reordered(schema):
             raise UsageError(
                 f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(found.names)} and"
@@ -145,10 +146,10 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
             )
         schema = found
         for part in more:
-            where = part.folder / part.file
+            where = f"{part.where}/{part.file}" if part.file else part.where
             if where in parts:
                 raise UsageError(f"{where} comes twice; name it once")
-            parts[where] = part if len(paths) == 1 else _renamed(part, str(where))
+            parts[where] = part if len(paths) == 1 else _renamed(part, where)
     assert schema is not None
     return FileSubscription(schema, tuple(parts.values()))
 
@@ -158,14 +159,18 @@ def _renamed(part: Part, id: str) -> Part:
     return Part(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
 
 
-def _look(path: Path) -> tuple[Schema, list[Part]]:
+_Told = dict[Path, tuple[Schema, dict[str, Part]]]
+"""Of a folder its ``dataset.json``, read once: schema and parts by the names of their files."""
+
+
+def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[Part]]:
     if (path / DATASET_FILE).is_file():
         return _dataset(path)
     if (path / SHARD_FILE).is_file():
         return _shard(path)
-    if _listed(path):
-        schema, parts = _dataset(path.parent)
-        return schema, [part for part in parts if part.file == path.name]
+    if _listed(path, told):
+        schema, parts = told[path.parent]
+        return schema, [parts[path.name]]
     if not path.exists():
         raise UsageError(f"there is nothing at {path}")
     if Layout(path).marker.is_file():
@@ -181,11 +186,15 @@ def _look(path: Path) -> tuple[Schema, list[Part]]:
     )
 
 
-def _listed(path: Path) -> bool:
+def _listed(path: Path, told: _Told) -> bool:
     """Whether the folder of this part tells of it."""
-    if not os.path.exists(path) or not os.path.isfile(path.parent / DATASET_FILE):
-        return False
-    return any(part.file == path.name for part in _dataset(path.parent.absolute())[1])
+    folder = path.parent.absolute()
+    if folder not in told:
+        if not os.path.exists(path) or not os.path.isfile(folder / DATASET_FILE):
+            return False
+        schema, parts = _dataset(folder)
+        told[folder] = schema, {part.file: part for part in parts}
+    return path.name in told[folder][1] and os.path.exists(path)
 
 
 def _dataset(folder: Path) -> tuple[Schema, list[Part]]:

@@ -5,9 +5,9 @@
     indices -> where the bytes of each field lie -> copied into one column a field
                Places.locate gives Runs
 
-Who knows where they lie: :class:`Parts`, part by part (here), or :class:`~cachetool.loaders.mapped.MappedParts`, for
-all parts at once. An uncompressed part is mapped and read by its extents. Any other is read through its format's
-library, whose block is then the buffer that is copied from.
+Who knows where they lie: :class:`~cachetool.loaders.mapped.MappedParts`, by their extents, for all uncompressed parts
+at once; of any other part :class:`Parts`, part by part (here): it is read through its format's library, whose block is
+then the buffer that is copied from.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column, Ragged
 from cachetool.errors import CacheToolError, CorruptError, UsageError
-from cachetool.extents import Extents
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.files import missing_is_corrupt
-from cachetool.formats.reading import load_extents
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_digest
-from cachetool.loaders.arena import map_alone
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from cachetool.loaders.unmapped import Unmapped
 
 __all__ = [
     "Empty",
@@ -49,8 +47,8 @@ __all__ = [
     "evicted_errors",
     "gather",
     "new_array",
-    "open_by_extents",
     "open_by_library",
+    "short",
 ]
 
 Empty = Callable[[Field, tuple[int, ...]], npt.NDArray[Any]]
@@ -68,12 +66,15 @@ class Runs(NamedTuple):
     """Bytes of each value, (k,); None for a fixed field, whose values all have as many."""
     shapes: Int64s | None = None
     """Shape of each value of a ragged field, (k, rank)."""
+    unmapped: Unmapped | None = None
+    """Where they are not in a buffer, but in files: ``starts`` are positions in these."""
 
     def slice(self, start: int, stop: int) -> Runs:
         """The same of samples ``start`` to ``stop``."""
         sizes = None if self.sizes is None else self.sizes[start:stop]
         shapes = None if self.shapes is None else self.shapes[start:stop]
-        return Runs(self.buffer, self.starts[start:stop], sizes, shapes)
+        unmapped = None if self.unmapped is None else self.unmapped.slice(start, stop)
+        return Runs(self.buffer, self.starts[start:stop], sizes, shapes, unmapped)
 
 
 Located = list[tuple[Int64s | None, Mapping[str, Runs]]]
@@ -111,47 +112,21 @@ class OpenPart(Protocol):
         ...
 
 
-def check_inside(path: Path, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
+def check_inside(path: str, size: int, field: Field, starts: Int64s, sizes: Int64s | int) -> None:
     """Raise :class:`CorruptError` unless runs of ``sizes`` from ``starts`` lie inside the ``size`` bytes of a file."""
     if not inside(starts, sizes, size):
-        raise CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
+        raise short(path, size, field)
 
 
-def check_shapes(path: Path, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
+def short(path: str, size: int, field: Field) -> CorruptError:
+    """The error that says so."""
+    return CorruptError(f"{path} is cut short: it has {size} bytes, field {field.name!r} reaches out of them")
+
+
+def check_shapes(path: str, field: Field, sizes: Int64s, shapes: Int64s | None) -> None:
     """Raise :class:`CorruptError` unless arrays of these ``shapes`` have these ``sizes`` in bytes."""
     if shapes is not None and ((shapes < 0).any() or (shapes.prod(axis=1) * field.numpy.itemsize != sizes).any()):
         raise CorruptError(f"{path}: field {field.name!r} has a shape that does not fit its bytes")
-
-
-class _MappedPart:
-    """A part read out of memory maps of its files, by its extents."""
-
-    def __init__(self, folder: Path, extents: Extents) -> None:
-        self._folder, self._extents = folder, extents
-        self._maps: dict[int, npt.NDArray[np.uint8]] = {}
-
-    def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
-        return {field.name: self._locate(within, field) for field in schema}
-
-    def _locate(self, within: Int64s, field: Field) -> Runs:
-        extents = self._extents.fields[field.name]
-        if extents.column is not None:
-            return Runs(extents.column, within)
-        path = self._folder / self._extents.files[extents.file]
-        buffer = self._maps.get(extents.file)
-        if buffer is None:
-            with missing_is_corrupt(path):
-                buffer = self._maps[extents.file] = map_alone(path)
-        starts, sizes = extents.locate(within)
-        check_inside(path, len(buffer), field, starts, sizes)
-        if field.kind == "fixed":
-            return Runs(buffer, starts)
-        shapes = None if extents.shapes is None else extents.shapes[within]
-        check_shapes(path, field, sizes, shapes)
-        return Runs(buffer, starts, sizes, shapes)
-
-    def close(self) -> None:
-        self._maps.clear()
 
 
 class _LibraryPart:
@@ -178,17 +153,10 @@ def _runs(column: Column, field: Field) -> Runs:
 
 def open_by_library(part: Part, schema: Schema) -> OpenPart:
     """Open a part through its format's own library."""
+    if part.digest and not part.extents.exists():  # a library may die of a damaged file, and this process with it
+        check_digest(part.folder, part.digest)
     kind = get_format(part.format)
     return _LibraryPart(kind.open(part.folder / (part.file or f"data{kind.suffix}"), schema=schema))
-
-
-def open_by_extents(part: Part, schema: Schema) -> OpenPart:
-    """Open a part by its extents; through its format's library when it has none, as compressed ones do."""
-    if not part.extents.exists():
-        if part.digest:  # a library may die of a damaged file, and this process with it
-            check_digest(part.folder, part.digest)
-        return open_by_library(part, schema)
-    return _MappedPart(part.folder, load_extents(part.extents, schema))
 
 
 @contextmanager
@@ -320,12 +288,19 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
     values = empty(field, (int(starts[-1]) // itemsize,))
     for to, runs in located:
         found, rows = runs[field.name], slice(None) if to is None else to
-        copy_runs(as_bytes(values), starts[:-1][rows], found.buffer, found.starts, sizes[rows])
+        if found.unmapped is not None:
+            found.unmapped.read(as_bytes(values), starts[:-1][rows], found.starts, sizes[rows])
+        else:
+            copy_runs(as_bytes(values), starts[:-1][rows], found.buffer, found.starts, sizes[rows])
     return Ragged(values, starts // itemsize, shapes)
 
 
 def _copy_fixed(out: npt.NDArray[Any], to: Int64s | None, runs: Runs, field: Field) -> None:
-    if not field.is_scalar:
+    if runs.unmapped is not None:
+        rows = np.arange(len(runs.starts), dtype=np.int64) if to is None else to
+        sizes = np.full(len(rows), field.nbytes, dtype=np.int64)
+        runs.unmapped.read(as_bytes(out), rows * field.nbytes, runs.starts, sizes)
+    elif not field.is_scalar:
         copy_rows(as_bytes(out), to, runs.buffer, runs.starts, field.nbytes)
     elif to is None:
         runs.buffer.take(runs.starts, out=out, mode="clip")

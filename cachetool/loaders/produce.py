@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ from cachetool.block import Block, Column, Ragged
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.checks import Checks
 from cachetool.loaders.failure import described
-from cachetool.loaders.gather import Empty, Parts, Places, gather, new_array
+from cachetool.loaders.gather import gather, new_array
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import RUN_BYTES, Order
 from cachetool.loaders.plan import Plan, Settings
@@ -35,7 +35,7 @@ from cachetool.loaders.transform import Transform
 from cachetool.loaders.view import View
 from cachetool.schema import KEY, Field, Schema
 
-__all__ = ["Mailbox", "Sink", "announced", "batches", "work"]
+__all__ = ["Mailbox", "Sink", "announced", "work"]
 
 _LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
@@ -111,7 +111,7 @@ def work(
     settings: Settings,
     mailbox: Mailbox,
     sink: Sink,
-    places: MappedParts | Parts,
+    places: MappedParts,
     *,
     transform: Transform | None,
     number: int,
@@ -142,7 +142,7 @@ class _Maker:
         settings: Settings,
         mailbox: Mailbox,
         sink: Sink,
-        places: MappedParts | Parts,
+        places: MappedParts,
         transform: Transform | None,
         exhausted: Callable[[int], None],
         soon: float,
@@ -178,7 +178,7 @@ class _Maker:
             for numbers, indices in announced(
                 plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
             ):
-                found = batches(self._places, view, indices, schema, empty)
+                found = self._places.batches(view, indices, schema, empty=empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
                     opened = self._sink.open(over)
@@ -254,7 +254,7 @@ def announced(
     plan: Plan,
     settings: Settings,
     steps: Int64s,
-    places: Places,
+    places: MappedParts,
     schema: Schema,
     *,
     feeders: int,
@@ -270,7 +270,7 @@ def announced(
     assert view is not None
     order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
     chunks = _drawn(plan, settings, order, steps, chosen)
-    if not isinstance(places, MappedParts) or not len(steps):
+    if not len(steps):
         yield from chunks
         return
     small = view.schema.fixed_nbytes * settings.world_size <= NEAR and all(
@@ -305,12 +305,3 @@ def announced(
         before = chunk
     if before is not None:
         yield before
-
-
-def batches(
-    places: Places, view: View, indices: Sequence[Int64s], schema: Schema, empty: Empty
-) -> Iterator[dict[str, Column]]:
-    """The columns of one batch after another, each gathered when it is asked for."""
-    if isinstance(places, MappedParts):
-        return places.batches(view, indices, schema, empty=empty)
-    return (gather(view, at, places, schema, empty=empty) for at in indices)

@@ -21,13 +21,14 @@ of reads under way and the copy finds its pages in memory; a window of shuffled 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from cachetool.formats.runs import Int64s
-from cachetool.loaders.arena import Arena
-from cachetool.loaders.gather import Runs
+from cachetool.loaders.arena import Arena, Memory
+from cachetool.loaders.gather import Located, Runs
 from cachetool.loaders.order import RUN_BYTES
 from cachetool.schema import Schema
 
@@ -39,32 +40,42 @@ _LOOKED_AT = 8  # samples that say whether all of them are in memory
 _UNKNOWN = 2**16  # bytes of a sample whose size is not fixed
 
 
-_Locate = Callable[[Int64s], Mapping[str, Runs]]
+_Locate = Callable[[Int64s], Located]
 
 
 class _Asking:
     """Where samples lie, and that they are wanted."""
 
-    def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
+    def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
         self._arena, self._locate, self._near = arena, locate, near
         self._sizes = {field.name: field.nbytes for field in schema if not field.is_scalar}
 
     def _read(self, indices: Int64s) -> None:
-        for name, runs in self._located(indices):
-            self._arena.will_need(*self._runs(runs, name), near=self._near)
+        for _, name, runs in self._located(indices):
+            sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
+            if runs.unmapped is not None:
+                runs.unmapped.will_need(runs.starts, sizes)
+            else:
+                self._arena.will_need(runs.starts, sizes, near=self._near)
 
-    def _located(self, indices: Int64s) -> list[tuple[str, Runs]]:
-        return [(name, runs) for name, runs in self._locate(indices).items() if name in self._sizes]
+    def _located(self, indices: Int64s) -> Iterator[tuple[Int64s | None, str, Runs]]:
+        """Which samples, which field of them, and where it lies."""
+        for to, fields in self._locate(indices):
+            yield from ((to, name, runs) for name, runs in fields.items() if name in self._sizes)
 
-    def _runs(self, runs: Runs, name: str) -> tuple[Int64s, Int64s]:
-        sizes = np.full(len(runs.starts), self._sizes[name]) if runs.sizes is None else runs.sizes
-        return runs.starts, sizes
+    def _asleep(self, indices: Int64s) -> npt.NDArray[np.bool_]:
+        """Of which samples something is not in memory: bool, one each."""
+        found = np.zeros(len(indices), dtype=np.bool_)
+        for to, _, runs in self._located(indices):
+            where = self._arena if runs.unmapped is None else runs.unmapped
+            found[slice(None) if to is None else to] |= where.asleep(runs.starts)
+        return found
 
 
 class Readahead(_Asking):
     """For the batches of one view, in the order in which they are going to be gathered."""
 
-    def __init__(self, arena: Arena, schema: Schema, locate: _Locate, *, near: int) -> None:
+    def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
         super().__init__(arena, schema, locate, near=near)
         self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
         self._coming: deque[Int64s] = deque()
@@ -90,8 +101,7 @@ class Readahead(_Asking):
     def _in_memory(self, group: list[Int64s]) -> bool:
         each = -(-_LOOKED_AT // len(group))
         some = [batch[:: max(1, len(batch) // each)] for batch in group[:: max(1, len(group) // _LOOKED_AT)]]
-        located = self._located(np.concatenate(some))
-        return all(self._arena.resident(runs.starts) for _, runs in located)
+        return not self._asleep(np.concatenate(some)).any()
 
 
 class Windows(_Asking):
@@ -104,7 +114,7 @@ class Windows(_Asking):
 
     def __init__(
         self,
-        arena: Arena,
+        arena: Arena | Memory,
         schema: Schema,
         locate: _Locate,
         windows: Iterable[tuple[int, Int64s]],
@@ -124,7 +134,6 @@ class Windows(_Asking):
             asleep = np.zeros(len(rows), dtype=np.bool_)
             # At two places: the kernel may have read the middle around a page that another feeder touched too early.
             for at in (rows.shape[1] // 4, 3 * rows.shape[1] // 4):
-                for _, runs in self._located(rows[:, at]):
-                    asleep |= self._arena.asleep(runs.starts)
+                asleep |= self._asleep(rows[:, at])
             if asleep.any():
                 self._read(rows[asleep].ravel())

@@ -11,7 +11,8 @@ import itertools
 import numpy as np
 
 from cachetool.errors import UsageError
-from cachetool.loaders.gather import Parts, gather, open_by_extents
+from cachetool.loaders.gather import gather
+from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import Int64s
 from cachetool.loaders.plan import SHARE
 from cachetool.loaders.view import Part, View
@@ -55,23 +56,24 @@ class Split:
         if view.schema[KEY].kind not in ("str", "bytes"):
             raise UsageError(f"split= needs a field {KEY} of text; in this dataset it is {view.schema[KEY].describe()}")
         known = {_identity(part): self._known.get(_identity(part)) for part in view.parts}
-        parts = Parts(open_by_extents)
+        fresh = {_identity(part): part for part in view.parts if known[_identity(part)] is None}
+        places = MappedParts()
         try:
-            for number, part in enumerate(view.parts):
-                if known[_identity(part)] is None:
-                    known[_identity(part)] = self._side_of(view, number, parts)
+            parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
+            for number, name in enumerate(fresh):
+                known[name] = self._side_of(parts, number, places)
         finally:
-            parts.close()
+            places.close()
         kept = {name: found for name, found in known.items() if found is not None}
         self._known = kept  # others have left; a view that another thread asks for may be another one
         starts = view.starts.tolist()
         found = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
-    def _side_of(self, view: View, number: int, parts: Parts) -> Int64s:
+    def _side_of(self, view: View, number: int, places: MappedParts) -> Int64s:
         start, stop = int(view.starts[number]), int(view.starts[number + 1])
         schema = Schema((view.schema[KEY],))
-        column = gather(view, np.arange(start, stop, dtype=np.int64), parts, schema)[KEY]
+        column = gather(view, np.arange(start, stop, dtype=np.int64), places, schema)[KEY]
         keys = column.values.tobytes()  # type: ignore[union-attr]
         offsets = column.offsets.tolist()  # type: ignore[union-attr]
         sides = [self._held_out(keys[a:b]) == bool(self._side) for a, b in itertools.pairwise(offsets)]

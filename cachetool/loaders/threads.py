@@ -1,7 +1,7 @@
 """A feed without child processes: the same engine in one thread of this process, for notebooks and small jobs.
 
-It shares the GIL with whatever else runs here. Files are read, not mapped, and closed when no epoch is under way: this
-process may stay for days beside a cache whose shards come and go.
+It shares the GIL with whatever else runs here. Data is read, not mapped, and files are closed when no epoch is under
+way: this process may stay for days beside a cache whose shards come and go.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Column
 from cachetool.cache.connection import statements
-from cachetool.errors import CorruptError
-from cachetool.extents import Extents
-from cachetool.formats.files import missing_is_corrupt, open_plain
-from cachetool.formats.reading import load_extents
-from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.failure import closed, described, rebuilt, shared
-from cachetool.loaders.gather import OpenPart, Parts, Runs, new_array, open_by_extents
+from cachetool.loaders.gather import new_array
+from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.pace import Pace
 from cachetool.loaders.plan import Begun, Settings
 from cachetool.loaders.produce import Mailbox, work
@@ -35,7 +29,6 @@ from cachetool.loaders.ring import Lock
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.transform import Function, Transform
 from cachetool.loaders.turns import Turns
-from cachetool.loaders.view import Part
 from cachetool.loaders.waiting import NotYet, Talk, given_up
 from cachetool.schema import Field, Schema
 
@@ -203,7 +196,7 @@ def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, f
             settings,
             mailbox,
             queue,
-            Parts(open_by_reading),
+            MappedParts(maps=False),
             transform=transform,
             number=0,
             feeders=1,
@@ -287,53 +280,3 @@ class _Queue:
         """Let a thread that waits for room go on: what it makes is thrown away. And one that waits for a batch."""
         self._room.put(None)
         self.end()
-
-
-def open_by_reading(part: Part, schema: Schema) -> OpenPart:
-    """Open a part to be read with ``preadv``; through its format's library when it has no extents."""
-    if not part.extents.exists():
-        return open_by_extents(part, schema)
-    return _ReadPart(part.folder, load_extents(part.extents, schema))
-
-
-def _read(fd: int, wanted: memoryview, offset: int, what: str) -> None:
-    """Fill ``wanted``; one call brings 2 GiB at most."""
-    stop = offset + len(wanted)
-    while wanted:
-        count = os.preadv(fd, [wanted], stop - len(wanted))
-        if not count:
-            raise CorruptError(f"{what} reaches to {stop}, where the file has ended: it is cut short")
-        wanted = wanted[count:]
-
-
-class _ReadPart:
-    """A part whose values are read, without the GIL; only its extents are mapped, as long as it is open."""
-
-    def __init__(self, folder: Path, extents: Extents) -> None:
-        self._folder, self._extents = folder, extents
-
-    def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
-        return {field.name: self._locate(within, field) for field in schema}
-
-    def _locate(self, within: Int64s, field: Field) -> Runs:
-        extents = self._extents.fields[field.name]
-        if extents.column is not None:
-            return Runs(extents.column, within)
-        offsets, sizes = extents.locate(within)
-        starts = ends(sizes)
-        buffer = np.empty(int(starts[-1]), dtype=np.uint8)
-        path = self._folder / self._extents.files[extents.file]
-        view, at = buffer.data, starts.tolist()
-        with missing_is_corrupt(path):
-            fd, _ = open_plain(path)  # a part may have a dozen files: none is kept open
-        try:
-            for number, offset in enumerate(offsets.tolist()):
-                _read(fd, view[at[number] : at[number + 1]], offset, f"{path}: field {field.name!r}")
-        finally:
-            os.close(fd)
-        if field.kind == "fixed":
-            return Runs(buffer, starts[:-1])
-        return Runs(buffer, starts[:-1], sizes, None if extents.shapes is None else extents.shapes[within])
-
-    def close(self) -> None:
-        pass

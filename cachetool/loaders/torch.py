@@ -33,8 +33,9 @@ except ModuleNotFoundError as error:
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from cachetool.loaders.base import CacheOrPaths
-from cachetool.loaders.gather import Opener, Parts, gather, open_by_extents
+from cachetool.loaders.gather import Parts, Places, gather
 from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
+from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
 from cachetool.loaders.plan import rows
 from cachetool.loaders.resume import Resume, are_rows, found_again, is_resume, is_whole, require_order, require_state
@@ -67,9 +68,9 @@ class _MapDataset(Dataset[Sample]):
     """What both datasets are: views that are taken again when asked, and the open parts they are read from."""
 
     def __init__(
-        self, subscription: Subscription, opener: Opener, fields: Sequence[str] | None, *, check: Check = usable
+        self, subscription: Subscription, parts: Places, fields: Sequence[str] | None, *, check: Check = usable
     ) -> None:
-        self._parts = Parts(opener)
+        self._parts = parts
         self._closed = False
         try:
             self._views = Views(subscription, check=check, changed=self._parts.keep)
@@ -173,7 +174,7 @@ class CacheDataset(_MapDataset):
         run: str | None = None,
     ) -> None:
         self.run = run or launched_run()
-        super().__init__(subscribe(cache_or_paths, dataset=dataset, run=self.run), open_by_extents, fields)
+        super().__init__(subscribe(cache_or_paths, dataset=dataset, run=self.run), MappedParts(), fields)
 
 
 class LMDBDataset(_MapDataset):
@@ -201,7 +202,7 @@ class LMDBDataset(_MapDataset):
             raise UsageError(f"value_format= goes with an LMDB file of others, not with {cache}")
         else:
             subscription = subscribe(cache, dataset=dataset, run=self.run)
-        super().__init__(subscription, open_lmdb, fields, check=only_lmdb)
+        super().__init__(subscription, Parts(open_lmdb), fields, check=only_lmdb)
 
 
 class EpochSampler(Sampler[int]):

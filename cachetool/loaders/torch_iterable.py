@@ -32,7 +32,7 @@ from cachetool.loaders.base import CacheOrPaths
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.plan import Plan, Settings, rows
-from cachetool.loaders.produce import announced, batches
+from cachetool.loaders.produce import announced
 from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
@@ -255,7 +255,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         steps = np.arange(worker, plan.steps(settings).count, workers, dtype=np.int64)[at[0] :]
         made: dict[str, torch.Tensor] = {}
         for _, indices in announced(plan, settings, steps, self._places, self.schema, feeders=workers):
-            found = batches(self._places, plan.view, indices, self.schema, empty_tensors(made))
+            found = self._places.batches(plan.view, indices, self.schema, empty=empty_tensors(made))
             for each in indices:
                 columns = next(found)
                 batch = {f.name: finished(f, columns[f.name], made.get(f.name)) for f in self.schema}

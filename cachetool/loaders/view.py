@@ -54,8 +54,12 @@ class Part(NamedTuple):
     @property
     def extents(self) -> Path:
         """Its extents; where there is no such file, the format's own library reads it."""
-        folder = self.folder
-        return folder / ".extents" / self.file / EXTENTS_FILE if self.file else folder / EXTENTS_FILE
+        return Path(self.extents_name)
+
+    @property
+    def extents_name(self) -> str:
+        """The same as text."""
+        return f"{self.where}/.extents/{self.file}/{EXTENTS_FILE}" if self.file else f"{self.where}/{EXTENTS_FILE}"
 
 
 @dataclass(frozen=True)

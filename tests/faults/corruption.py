@@ -55,7 +55,7 @@ from cachetool.formats.shard import (
     stored_checksums,
 )
 from cachetool.inputs import describe, open_input
-from cachetool.loaders.gather import Parts, gather, open_by_extents, open_by_library
+from cachetool.loaders.gather import Parts, gather, open_by_library
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.view import View
 from cachetool.progress import silent
@@ -191,8 +191,8 @@ def look_at_caches(folder: Path, way: str, *, cuts: int, flips: int, seed: int) 
 def gather_unchecked(row: Shard) -> None:
     """The fast path, without checksums: any value or a polite error, and this process goes on."""
     view, everything = View.of_shards(1, "default", SCHEMA, [row]), np.arange(COUNT)
-    openers = [open_by_extents, open_by_library] if row.format == "lmdb" else [open_by_extents]
-    for parts in (*map(Parts, openers), MappedParts()):
+    library = [Parts(open_by_library)] if row.format == "lmdb" else []
+    for parts in (*library, MappedParts(), MappedParts(maps=False)):
         try:
             refuses(lambda: check(gather(view, everything, parts, SCHEMA)), row.id)  # noqa: B023 - used at once
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import resource
 import weakref
@@ -23,7 +22,7 @@ from cachetool.extents import Extents
 from cachetool.formats import format_names
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.board import Board
-from cachetool.loaders.gather import OpenPart, Parts, Places, Runs, gather, open_by_extents, open_by_library
+from cachetool.loaders.gather import OpenPart, Parts, Places, Runs, gather, open_by_library
 from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
@@ -52,9 +51,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
 
 EXPECTED = [digest(EVERY, sample(EVERY, n)) for n in range(77)]
 OPEN: dict[str, Places] = {
-    "extents": Parts(open_by_extents),
+    "read": MappedParts(maps=False),
     "library": Parts(open_by_library),
-    "one at a time": Parts(open_by_extents, limit=1),
+    "one at a time": Parts(open_by_library, limit=1),
     "side by side": MappedParts(),
 }
 
@@ -65,18 +64,6 @@ OPEN: dict[str, Places] = {
 def test_any_samples_in_any_order_out_of_any_format(how: str, mixed: View, indices: list[int]) -> None:
     """By extents and through the library; also with fewer open parts than a batch touches."""
     assert gathered(mixed, indices, OPEN[how]) == [EXPECTED[i] for i in indices]
-
-
-def test_a_part_keeps_one_descriptor_however_many_files_it_has(tmp_path: Path) -> None:
-    """A Zarr shard has a file for each field; so many parts may be open that the process has four times as many."""
-    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
-        for at in range(12):
-            put(cache, range(2 * at, 2 * at + 2), format="zarr", schema=EVERY)
-        view, parts = view_of(cache), Parts(open_by_extents)
-        before = len(os.listdir("/proc/self/fd"))
-        assert gathered(view, list(range(24)), parts) == [digest(EVERY, sample(EVERY, n)) for n in range(24)]
-        assert len(os.listdir("/proc/self/fd")) - before <= 12
-        parts.close()
 
 
 def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View) -> None:
@@ -99,14 +86,14 @@ def test_a_batch_of_many_parts_keeps_no_more_mapped_than_may_be_open(mixed: View
         def close(self) -> None:
             self.inner.close()
 
-    parts = Parts(lambda part, schema: Counted(open_by_extents(part, schema)), limit=2)
+    parts = Parts(lambda part, schema: Counted(open_by_library(part, schema)), limit=2)
 
     assert gathered(mixed, list(range(77)), parts) == EXPECTED
     assert len(most) == 7
     assert max(most) == 1
 
 
-each_way = pytest.mark.parametrize("make", [lambda: Parts(open_by_extents), MappedParts], ids=["parts", "mapped"])
+each_way = pytest.mark.parametrize("make", [lambda: MappedParts(maps=False), MappedParts], ids=["read", "mapped"])
 
 
 @each_way
@@ -181,7 +168,7 @@ def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
     child.join()
     assert child.exitcode == 0
     assert answers.get() == [digest(SMALL, sample(SMALL, n)) for n in (45, 7)]
-    assert Parts(open_by_extents).limit <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+    assert Parts(open_by_library).limit <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def part(name: str, samples: int, content: str = "") -> Part:

@@ -46,7 +46,7 @@ def asleep(arena: Arena, start: int, size: int) -> bool:
     """Whether no page of a run is in memory; the first file of an arena begins at its first huge page."""
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
-    return not any(arena.resident(pages[i : i + 1]) for i in range(len(pages)))
+    return bool(arena.asleep(pages).all())
 
 
 def awake(arena: Arena, start: int, size: int) -> bool:
@@ -54,7 +54,7 @@ def awake(arena: Arena, start: int, size: int) -> bool:
     base = -int(arena.bytes.ctypes.data) % (2 * MIB)
     pages = np.arange(start, start + size, 4096) + base
     end = time.monotonic() + 20
-    while not arena.resident(pages):
+    while arena.asleep(pages).any():
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
@@ -81,10 +81,6 @@ class Notes:
     def __init__(self, awake: bool = False) -> None:
         self.awake, self.needed, self.looked = awake, [], 0  # type: ignore[var-annotated]
 
-    def resident(self, positions: Any) -> bool:
-        self.looked += len(positions)
-        return self.awake
-
     def asleep(self, positions: Any) -> Any:
         self.looked += len(positions)
         return np.full(len(positions), not self.awake)
@@ -98,7 +94,7 @@ SCHEMA = Schema((Field("x", "<f4", (256,)), Field("number", "<i8")))
 
 def reader(notes: Notes) -> Readahead:
     return Readahead(
-        notes, SCHEMA, lambda at: {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)}, near=0
+        notes, SCHEMA, lambda at: [(None, {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)})], near=0
     )  # type: ignore[arg-type]
 
 
@@ -132,7 +128,7 @@ def test_nothing_is_asked_for_what_is_in_memory() -> None:
 
 
 def windows(notes: Notes, them: Any, *reached: int) -> Windows:
-    locate = lambda at: {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)}  # noqa: E731
+    locate = lambda at: [(None, {"x": Runs(np.empty(0), 1024 * at), "number": Runs(np.empty(0), at)})]  # noqa: E731
     return Windows(notes, SCHEMA, locate, them, np.array(reached))  # type: ignore[arg-type]
 
 
@@ -208,7 +204,7 @@ def test_feeders_together_ask_for_windows_once_and_in_time(
                 ahead = each._ahead
                 assert isinstance(ahead, Windows)
                 ahead.gathering(len(indices))
-            places = [parts[0]._runs_of(indices)["x"].starts.tolist() for indices in rounds]
+            places = [parts[0].locate(view, indices, whole)[0][1]["x"].starts.tolist() for indices in rounds]
             assert set(chain.from_iterable(places)) <= set(asked)
             gathered |= set(chain.from_iterable(rounds))
             reached += world * sum(map(len, rounds))
@@ -247,7 +243,7 @@ def test_workers_that_go_on_from_different_steps_share_windows_all_the_same(
             for indices in several:
                 assert isinstance(parts._ahead, Windows)
                 parts._ahead.gathering(len(indices))
-                needed += parts._runs_of(indices)["x"].starts.tolist()
+                needed += parts.locate(view, indices, schema)[0][1]["x"].starts.tolist()
         parts.close()
     # Of the window in which one of them is alone, its own half.
     assert len(set(needed) - set(asked)) <= 64 // 2
@@ -270,7 +266,6 @@ def test_all_samples_of_a_side_of_a_split_are_asked_for(
                 wanted.append((start, start + size))
 
     monkeypatch.setattr(Arena, "asleep", lambda self, positions: np.ones(len(positions), dtype=np.bool_))
-    monkeypatch.setattr(Arena, "resident", lambda self, positions: False)
     monkeypatch.setattr(Arena, "will_need", will_need)
     schema = Schema((Field("x", "|u1", (512,)),))
     with open_cache(tmp_path / "cache", max_size="100MB") as cache:
@@ -285,7 +280,7 @@ def test_all_samples_of_a_side_of_a_split_are_asked_for(
         for indices in several:
             assert parts._ahead is not None
             parts._ahead.gathering(len(indices))
-            needed += parts._runs_of(indices)["x"].starts.tolist()
+            needed += parts.locate(view, indices, schema)[0][1]["x"].starts.tolist()
     parts.close()
     assert len(needed) == len(chosen)
     wanted.sort()

@@ -17,7 +17,7 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders import ring_memory, threads
+from cachetool.loaders import ring_memory, threads, unmapped
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.ring import Ring, RingWriter
 from tests.loaders.numbered import KEYED, put
@@ -463,8 +463,8 @@ def test_values_that_come_in_several_reads_are_whole(cache: CacheDir, monkeypatc
     """Linux reads 2 GiB at a time at most."""
     with opened(cache, workers=0, fields=None) as loader:
         whole = [batch["x"].tobytes() for batch in loader]
-    preadv = threads.os.preadv
-    monkeypatch.setattr(threads.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    preadv = unmapped.os.preadv
+    monkeypatch.setattr(unmapped.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
     with opened(cache, workers=0, fields=None) as loader:
         assert [batch["x"].tobytes() for batch in loader] == whole
 
