@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shlex
 import stat
@@ -19,6 +20,8 @@ from pathlib import Path
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 
 __all__ = [
+    "DISK_BLOCK",
+    "MAP_SHARE",
     "cache_around",
     "disk_error",
     "known_error",
@@ -26,7 +29,15 @@ __all__ = [
     "permission_denied",
     "refused_in",
     "too_long",
+    "whole_blocks",
 ]
+
+DISK_BLOCK = max(4096, mmap.PAGESIZE)
+"""Bytes that the smallest file or folder takes on most file systems."""
+
+MAP_SHARE = 250
+"""Of the bytes of a file, the file system's own list of the file's blocks takes one in so many at most, where it is
+counted in ``st_blocks``: 4 bytes for a block of 1 KiB on ext2 and ext3, and a little for the lists of lists."""
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -37,6 +48,11 @@ _WORDS = {
 }
 _CHANGED = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP}
 """What comes of a file or folder that is there, or is not, against all that cachetool did."""
+
+
+def whole_blocks(nbytes: int, disk_block: int) -> int:
+    """Round ``nbytes`` up to whole blocks of a file system."""
+    return -(-nbytes // disk_block) * disk_block
 
 
 def known_error(error: BaseException) -> CacheToolError | None:

@@ -45,5 +45,5 @@ def measure(connection: Connection, layout: Layout) -> Usage:
         shards=int(row["held"]),
         reserved=int(row["reserved"]),
         listings=int(listings),
-        overhead=layout.fixed_bytes() + allowance(int(pages)),
+        overhead=layout.fixed_bytes() + allowance(int(pages), layout.disk_block),
     )
