@@ -13,6 +13,7 @@ from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
 from cachetool.cache.layout import SHARD_FILE, tree_bytes
 from cachetool.cache.records import Record, read_shard_json
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
@@ -44,9 +45,10 @@ def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     except (OSError, ValueError) as error:
         return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
     real = tree_bytes(folder)
+    miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
     # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
-    faults = bad_files(folder, value) if whole or real != row["bytes"] else []
-    if not faults and real != row["bytes"]:
+    faults = bad_files(folder, value) if whole or miscounted else []
+    if not faults and miscounted:
         faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
     if wrong := mend.row_differs(row, value):
         faults.append(Fault("row", f"{', '.join(wrong)} in the catalog differ from {SHARD_FILE}", SHARD_FILE))

@@ -17,7 +17,7 @@ from pathlib import Path
 from cachetool.disk import DISK_BLOCK
 from cachetool.errors import UsageError
 
-__all__ = ["ALLOW", "check_file_system", "disk_block", "file_system", "is_network"]
+__all__ = ["ALLOW", "check_file_system", "disk_block", "file_system", "holds_open_files", "is_network"]
 
 ALLOW = "CACHETOOL_ALLOW_NETWORK"
 """Environment variable that lets a cache lie on a network file system all the same."""
@@ -121,6 +121,13 @@ def _xfs_folder_block(folder: Path) -> int:
     finally:
         os.close(fd)
     return int(struct.unpack_from("I", geometry, 104)[0])
+
+
+def holds_open_files(folder: Path) -> bool:
+    """Check that ``folder`` holds only files that were deleted while a process had them open. FUSE and NFS rename such
+    a file, and delete it when it is closed."""
+    names = [name for _, _, files in os.walk(folder) for name in files]
+    return bool(names) and all(name.startswith((".fuse_hidden", ".nfs")) for name in names)
 
 
 def check_file_system(path: Path, notify: Callable[[str], None] | None) -> None:
