@@ -178,8 +178,8 @@ class Staging:
         real = tree_bytes(self.path)
         if real > self.bound:
             raise CacheToolError(
-                f"a {self._format} shard took {real} bytes, {self.bound} were reserved, on {file_system(self.path)} with"
-                f" blocks of {self._layout.disk_block}: a bug, unless the disk was mounted anew meanwhile"
+                f"a {self._format} shard took {real} bytes, {self.bound} were reserved, on {file_system(self.path)}"
+                f" with blocks of {self._layout.disk_block}: a bug, unless the disk was mounted anew meanwhile"
             )
         return real
 
