@@ -25,6 +25,7 @@ __all__ = [
     "cache_around",
     "disk_error",
     "known_error",
+    "limit_error",
     "naming_inodes",
     "permission_denied",
     "refused_in",
@@ -58,8 +59,8 @@ def whole_blocks(nbytes: int, disk_block: int) -> int:
 def known_error(error: BaseException) -> CacheToolError | None:
     """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
     or went without cachetool: nobody else has any business in there; or a :class:`UsageError` where the working folder
-    went."""
-    if (known := disk_error(error) or _refused(error) or _nowhere(error)) is not None:
+    went; or a limit of this process, as :func:`limit_error` has it."""
+    if (known := disk_error(error) or _refused(error) or _nowhere(error) or limit_error(error)) is not None:
         return known
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
@@ -69,6 +70,24 @@ def known_error(error: BaseException) -> CacheToolError | None:
         f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
         f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
     )
+
+
+def limit_error(error: BaseException) -> CacheToolError | None:
+    """Name the limit of this process or machine that ``error`` met: open files, processes, memory, temporary files.
+    None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return CacheToolError("too many open files for one process (ulimit -n); raise that limit, 256 are enough")
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return CacheToolError(
+            "no more processes or threads may be started (ulimit -u, -v, or a container's limit); raise that limit, or"
+            " use fewer --workers"
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return CacheToolError("out of memory (the machine's, a container's, or ulimit -v); use fewer --workers")
+    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+        return CacheToolError("no folder for temporary files can be written to; set TMPDIR to one that can")
+    return None
 
 
 def _nowhere(error: BaseException) -> UsageError | None:
