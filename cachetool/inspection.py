@@ -13,7 +13,7 @@ from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
 from cachetool.cache.layout import SHARD_FILE, tree_bytes
 from cachetool.cache.records import Record, read_shard_json
-from cachetool.disk import DISK_BLOCK
+from cachetool.disk import DISK_BLOCK, limit_error
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
@@ -43,6 +43,8 @@ def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
+        if limit_error(error) is not None:  # says nothing of the file
+            raise
         return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
     real = tree_bytes(folder)
     miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
@@ -63,6 +65,8 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
     except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
         raise
     except (OSError, CorruptError) as error:
+        if limit_error(error) is not None:
+            raise
         return [Fault("data", str(error))]
     if not wanted and joined_digest(found) == value["digest"]:
         return []  # of a time before the digests of single files were kept
