@@ -119,7 +119,7 @@ def _refused(error: BaseException) -> CatalogError | None:
 
 def permission_denied(path: str | Path, root: Path) -> CatalogError:
     """The error for a file or folder of the cache ``root`` that this user may not use."""
-    return CatalogError(f"permission denied: {path}; {_remedy(root)}")
+    return CatalogError(f"permission denied: {path}; {_remedy(root, Path(path))}")
 
 
 def refused_in(root: Path, *paths: Path) -> CatalogError | None:
@@ -145,7 +145,7 @@ def refused_in(root: Path, *paths: Path) -> CatalogError | None:
     return found
 
 
-def _remedy(root: Path) -> str:
+def _remedy(root: Path, path: Path) -> str:
     for folder in reversed(Path(os.path.realpath(root)).parents):
         if os.path.isdir(folder) and not os.access(folder, os.X_OK):
             if (owner := os.stat(folder).st_uid) != os.geteuid():
@@ -154,6 +154,12 @@ def _remedy(root: Path) -> str:
     with contextlib.suppress(OSError):
         if (owner := root.stat().st_uid) != os.geteuid():
             return f"the cache belongs to another user ({owner}); run this as that one"
+    user = os.geteuid()
+    for folder in (path, *path.parents):  # what root wrote into a user's cache is root's
+        with contextlib.suppress(OSError):
+            if folder.is_relative_to(root) and (owner := folder.lstat().st_uid) != user:
+                command = f"chown -R {user} {shlex.quote(str(root))}"
+                return f"{folder} belongs to another user ({owner}); let that one run: {command}"
     return f"make the cache this user's: chmod -R u+rwX {shlex.quote(str(root))}"
 
 

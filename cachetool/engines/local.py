@@ -13,6 +13,7 @@ import json
 import os
 import select
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -189,6 +190,8 @@ class Child:
         if ended and self.result is None:
             code = self.process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            if code == -signal.SIGKILL:
+                how += ", perhaps for lack of memory (the machine's, or a container's)"
             raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; what it had committed is kept")
 
 
