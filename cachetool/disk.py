@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shlex
 import stat
@@ -19,14 +20,25 @@ from pathlib import Path
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 
 __all__ = [
+    "DISK_BLOCK",
+    "MAP_SHARE",
     "cache_around",
     "disk_error",
     "known_error",
+    "limit_error",
     "naming_inodes",
     "permission_denied",
     "refused_in",
     "too_long",
+    "whole_blocks",
 ]
+
+DISK_BLOCK = max(4096, mmap.PAGESIZE)
+"""Bytes that the smallest file or folder takes on most file systems."""
+
+MAP_SHARE = 250
+"""Of the bytes of a file, the file system's own list of the file's blocks takes one in so many at most, where it is
+counted in ``st_blocks``: 4 bytes for a block of 1 KiB on ext2 and ext3, and a little for the lists of lists."""
 
 _WORDS = {
     errno.ENOSPC: "the disk is full; free some space, or lower --max-size",
@@ -39,11 +51,16 @@ _CHANGED = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTE
 """What comes of a file or folder that is there, or is not, against all that cachetool did."""
 
 
+def whole_blocks(nbytes: int, disk_block: int) -> int:
+    """Round ``nbytes`` up to whole blocks of a file system."""
+    return -(-nbytes // disk_block) * disk_block
+
+
 def known_error(error: BaseException) -> CacheToolError | None:
     """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
     or went without cachetool: nobody else has any business in there; or a :class:`UsageError` where the working folder
-    went."""
-    if (known := disk_error(error) or _refused(error) or _nowhere(error)) is not None:
+    went; or a limit of this process, as :func:`limit_error` has it."""
+    if (known := disk_error(error) or _refused(error) or _nowhere(error) or limit_error(error)) is not None:
         return known
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
@@ -53,6 +70,24 @@ def known_error(error: BaseException) -> CacheToolError | None:
         f"{error.filename}: {error.strerror}: something else changes files of this cache;\n"
         f"end it, then run: cachetool verify --repair --cache {shlex.quote(str(root))}"
     )
+
+
+def limit_error(error: BaseException) -> CacheToolError | None:
+    """Name the limit of this process or machine that ``error`` met: open files, processes, memory, temporary files.
+    None for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return CacheToolError("too many open files for one process (ulimit -n); raise that limit, 256 are enough")
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "can't start new thread" in str(error)):
+        return CacheToolError(
+            "no more processes or threads may be started (ulimit -u, -v, or a container's limit); raise that limit, or"
+            " use fewer --workers"
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return CacheToolError("out of memory (the machine's, a container's, or ulimit -v); use fewer --workers")
+    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
+        return CacheToolError("no folder for temporary files can be written to; set TMPDIR to one that can")
+    return None
 
 
 def _nowhere(error: BaseException) -> UsageError | None:
@@ -84,7 +119,7 @@ def _refused(error: BaseException) -> CatalogError | None:
 
 def permission_denied(path: str | Path, root: Path) -> CatalogError:
     """The error for a file or folder of the cache ``root`` that this user may not use."""
-    return CatalogError(f"permission denied: {path}; {_remedy(root)}")
+    return CatalogError(f"permission denied: {path}; {_remedy(root, Path(path))}")
 
 
 def refused_in(root: Path, *paths: Path) -> CatalogError | None:
@@ -110,7 +145,7 @@ def refused_in(root: Path, *paths: Path) -> CatalogError | None:
     return found
 
 
-def _remedy(root: Path) -> str:
+def _remedy(root: Path, path: Path) -> str:
     for folder in reversed(Path(os.path.realpath(root)).parents):
         if os.path.isdir(folder) and not os.access(folder, os.X_OK):
             if (owner := os.stat(folder).st_uid) != os.geteuid():
@@ -119,6 +154,12 @@ def _remedy(root: Path) -> str:
     with contextlib.suppress(OSError):
         if (owner := root.stat().st_uid) != os.geteuid():
             return f"the cache belongs to another user ({owner}); run this as that one"
+    user = os.geteuid()
+    for folder in (path, *path.parents):  # what root wrote into a user's cache is root's
+        with contextlib.suppress(OSError):
+            if folder.is_relative_to(root) and (owner := folder.lstat().st_uid) != user:
+                command = f"chown -R {user} {shlex.quote(str(root))}"
+                return f"{folder} belongs to another user ({owner}); let that one run: {command}"
     return f"make the cache this user's: chmod -R u+rwX {shlex.quote(str(root))}"
 
 

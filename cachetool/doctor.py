@@ -21,8 +21,8 @@ from cachetool.cache.marker import look, settings
 from cachetool.cache.ownership import ALLOW_SHARED, loose
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
-from cachetool.cache.usage import measure
-from cachetool.disk import refused_in
+from cachetool.cache.usage import is_copied, measure
+from cachetool.disk import DISK_BLOCK, refused_in
 from cachetool.errors import CatalogError
 from cachetool.units import format_size
 
@@ -93,7 +93,9 @@ def _mended(layout: Layout) -> str:
 def _place(layout: Layout) -> list[Finding]:
     name = file_system(layout.root)
     if not is_network(name):
-        kind = Finding("file system", "ok", name)
+        block = layout.disk_block
+        larger = f", where the smallest file takes {format_size(block)}" if block > DISK_BLOCK else ""
+        kind = Finding("file system", "ok", name + larger)
     elif os.environ.get(ALLOW) == "1":
         kind = Finding(
             "file system", "note", f"{name}, a network file system, allowed by {ALLOW}=1: nothing is promised"
@@ -153,6 +155,7 @@ def _catalog(layout: Layout) -> list[Finding]:
             errors = connection.execute(
                 "SELECT at, text FROM events WHERE kind = 'error' ORDER BY id DESC LIMIT 1"
             ).fetchall()
+        copied = is_copied(catalog, layout)
         left = [stray for stray in strays(catalog, layout) if stray.ours]
     finally:
         catalog.close()
@@ -167,6 +170,9 @@ def _catalog(layout: Layout) -> list[Finding]:
             f" reserved, {format_size(meta['min_free'])} of the disk kept free",
         ),
     ]
+    if copied:
+        text = f"the cache came from a disk with other blocks; {_NEXT_COUNTS}"
+        found.append(Finding("cap", "note", text))
     states = lock_states(layout.holders)
     for row in holders:
         alive = states.pop(row["id"], False)
@@ -197,4 +203,5 @@ def _catalog(layout: Layout) -> list[Finding]:
     return found
 
 
+_NEXT_COUNTS = "the next command that uses it counts its bytes as they are here"
 _NEXT = "the next pull, evict or snapshot frees what it held"

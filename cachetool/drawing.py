@@ -204,11 +204,12 @@ class Drawing:
         if plan.schema.is_fixed:
             samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
             nbytes = samples * plan.schema.fixed_nbytes
+        bound = shard_bound(plan.kind, plan.schema, samples, nbytes, self._cache.layout.disk_block)
         self._staging = self._cache.stage(
             dataset=plan.dataset,
             schema=plan.schema,
             format=plan.kind.name,
-            bound=shard_bound(plan.kind, plan.schema, samples, nbytes) + RANGE_BYTES * self._most_ranges(),
+            bound=bound + RANGE_BYTES * self._most_ranges(),
             job=plan.job,
             room=plan.room,
             waiting=Waiting(self._channel).tell,

@@ -45,7 +45,7 @@ def way_out(cache: CacheDir, foreseen: Callable[[Collection[str]], list[Swap]]) 
     """What to do about a conversion that found no room. ``foreseen`` tells the swaps that are left when some shards are
     gone."""
     with cache.catalog.read() as connection:
-        used, slack = measure(connection, cache.layout).total, asked(connection, 0)
+        used, slack = measure(connection, cache.layout).total, asked(connection, cache.layout, 0)
         going = connection.execute(
             "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
         ).fetchone()[0]

@@ -13,6 +13,7 @@ from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
 from cachetool.cache.layout import SHARD_FILE
 from cachetool.cache.records import Record, read_shard_json
+from cachetool.disk import DISK_BLOCK, limit_error
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.folders import tree_bytes
@@ -43,11 +44,14 @@ def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
+        if limit_error(error) is not None:  # says nothing of the file
+            raise
         return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
     real = tree_bytes(folder)
+    miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
     # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
-    faults = bad_files(folder, value) if whole or real != row["bytes"] else []
-    if not faults and real != row["bytes"]:
+    faults = bad_files(folder, value) if whole or miscounted else []
+    if not faults and miscounted:
         faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
     if wrong := mend.row_differs(row, value):
         faults.append(Fault("row", f"{', '.join(wrong)} in the catalog differ from {SHARD_FILE}", SHARD_FILE))
@@ -62,6 +66,8 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
     except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
         raise
     except (OSError, CorruptError) as error:
+        if limit_error(error) is not None:
+            raise
         return [Fault("data", str(error))]
     if not wanted and joined_digest(found) == value["digest"]:
         return []  # of a time before the digests of single files were kept

@@ -84,7 +84,7 @@ def _refuse_small_cap(
         most = part_bytes(cap)
         samples = step(found, cap)
         nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
-        return nbytes, shard_bound(kind, schema, samples, nbytes)
+        return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block)
 
     refuse_cap(cache, one, schema, kind, listing=listing)
 
@@ -187,7 +187,7 @@ class _Shard:
             dataset=self._dataset,
             schema=schema,
             format=kind.name,
-            bound=shard_bound(kind, schema, count, nbytes),
+            bound=shard_bound(kind, schema, count, nbytes, self._cache.layout.disk_block),
             job=self._job,
             room=Room(wait=self._wait),
         )

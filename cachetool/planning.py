@@ -245,17 +245,18 @@ def cap_for_all(
     with cache.catalog.read() as connection:
         own = connection.execute(f"{held} AND job = ?", (job,)).fetchone()
         alike = connection.execute(f"{held} AND dataset = ?", (options.dataset,)).fetchone()
-        growth = asked(connection, 0)
+        growth = asked(connection, cache.layout, 0)
         beside = measure(connection, cache.layout).total - (own["bytes"] or 0)
     seen = own if own["samples"] else alike
     if not seen["samples"]:
         return None
+    block = cache.layout.disk_block
     cap = least = int(beside + seen["bytes"] * samples // seen["samples"] + growth)
     for _ in range(8):  # under a larger cap shards are larger, and each worker reserves a whole one
         nbytes = shard_bytes(cap, options)
         each = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
-        bound = shard_bound(kind, schema, min(each, samples), nbytes) + RANGE_BYTES
-        cap = least + options.workers * (bound + folder_bound(schema, bound))
+        bound = shard_bound(kind, schema, min(each, samples), nbytes, block) + RANGE_BYTES
+        cap = least + options.workers * (bound + folder_bound(schema, bound, block))
     return cap + cap // 50
 
 
@@ -269,7 +270,7 @@ def refuse_small_cap(
         """Bytes of values in a shard, and the most that it takes."""
         samples = samples_per_shard(cap, options, schema, kind, found)
         nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes(cap, options), found["mean"])
-        return nbytes, shard_bound(kind, schema, samples, nbytes) + RANGE_BYTES
+        return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block) + RANGE_BYTES
 
     need = refuse_cap(cache, one, schema, kind, listing=listing)
     if not cache.exists:  # where there is one, older shards may go
@@ -293,7 +294,7 @@ def refuse_cap(
         least = need
     if least == cap:
         return need
-    shard = bound + folder_bound(schema, bound)
+    shard = bound + folder_bound(schema, bound, cache.layout.disk_block)
     raise CapTooSmall(
         f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)} of values;\n"
         f"the minimum is {least} bytes, up to {format_size(shard)} for such a shard and {format_size(least - shard)}"

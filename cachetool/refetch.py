@@ -171,15 +171,16 @@ def _refuse_too_many(cache: CacheDir, groups: Sequence[Sequence[Message]], keep:
     for alike in groups:
         need += sum(max(shard.get("bytes", 0), shard["payload"]) for shard in alike)
         schema, nbytes = cache.schema(alike[0]["dataset"]), max(shard["payload"] for shard in alike) + _SPARE
-        bound = shard_bound(get_format(alike[0]["format"]), schema, max(shard["samples"] for shard in alike), nbytes)
-        most = max(most, bound + folder_bound(schema, bound))
+        kind, samples = get_format(alike[0]["format"]), max(shard["samples"] for shard in alike)
+        bound = shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block)
+        most = max(most, bound + folder_bound(schema, bound, cache.layout.disk_block))
     with cache.catalog.read() as connection:
         going = sum(row.bytes for row in candidates(connection) if not row.sole and row.id not in stay)
         going += connection.execute(
             "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash', 'staging')"
         ).fetchone()[0]
         beside = measure(connection, cache.layout).total - going
-        growth = asked(connection, 0)
+        growth = asked(connection, cache.layout, 0)
     if beside + need > cache.max_size:
         cap = beside + need + 2 * most + growth  # each of two workers reserves a whole one
         raise CapBlocked(

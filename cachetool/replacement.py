@@ -104,7 +104,8 @@ def replace_shards(
             if ids not in known:
                 swap = _Swap(cache, [left[id] for id in ids], kind, most)
                 bounds = swap.bounds(origins, swap.ranges(origins))
-                new = sum(bound + folder_bound(swap.olds[0].schema, bound) for bound in bounds)
+                block, schema = cache.layout.disk_block, swap.olds[0].schema
+                new = sum(bound + folder_bound(schema, bound, block) for bound in bounds)
                 known[ids] = Swap(sum(old.bytes for old in swap.olds), new)
         return [known[ids] for ids in todo]
 
@@ -189,9 +190,9 @@ class _Swap:
 
     def bounds(self, origins: dict[str, Origin], ranges: list[tuple[int, int, int]]) -> list[int]:
         """The most bytes that the files of each new shard take."""
-        schema = self.olds[0].schema
+        schema, block = self.olds[0].schema, self._cache.layout.disk_block
         record = RANGE_BYTES * (len(self.olds) + len(ranges) + sum(len(origins[id].draws) for id in self._ids))
-        return [shard_bound(self._kind, schema, stop - start, nbytes) + record for start, stop, nbytes in ranges]
+        return [shard_bound(self._kind, schema, stop - start, nbytes, block) + record for start, stop, nbytes in ranges]
 
     def ranges(self, origins: dict[str, Origin]) -> list[tuple[int, int, int]]:
         """The new shards: first sample, the one after the last, bytes of values."""

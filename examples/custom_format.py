@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError, UsageError
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import ArrayPlan, ColumnarWriter, Held, Place, array_plans, header, parse_header
@@ -64,10 +65,11 @@ class NpyFolder:
     suffix = ".npydir"
     compressions: tuple[str, ...] = ()
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Most bytes on disk at any moment: each file in whole blocks, the folder, and what says what is in it."""
         files = len(array_plans(schema)) + 2
-        return _total(schema, samples, nbytes) + (nbytes >> 12) + files * allocated_bound(0) + 256 * files + 4096
+        data = allocated_bound(_total(schema, samples, nbytes) + 256 * files, disk_block)
+        return data + files * allocated_bound(0, disk_block) + disk_block
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None

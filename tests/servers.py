@@ -326,9 +326,12 @@ def _html_index(folder: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def sftp_server(folder: Path, home: Path, *, more_keys: tuple[str, ...] = ()) -> Iterator[str]:
+def sftp_server(
+    folder: Path, home: Path, *, more_keys: tuple[str, ...] = (), kind: type[Any] | None = None
+) -> Iterator[str]:
     """Serve ``folder`` as ``/`` to the key in ``home/.ssh``, where the server's own key is known, but none of
-    ``more_keys``, the algorithms of others; gives its URL."""
+    ``more_keys``, the algorithms of others; by an ``asyncssh.SFTPServer``, or by a ``kind`` of it that lies; gives its
+    URL."""
     import asyncio
 
     import asyncssh
@@ -347,7 +350,7 @@ def sftp_server(folder: Path, home: Path, *, more_keys: tuple[str, ...] = ()) ->
         0,
         server_host_keys=[host, *(asyncssh.generate_private_key(kind) for kind in more_keys)],
         authorized_client_keys=os.fspath(keys / "authorized"),
-        sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=os.fsencode(folder)),
+        sftp_factory=lambda channel: (kind or asyncssh.SFTPServer)(channel, chroot=os.fsencode(folder)),
     )
 
     async def start() -> Any:

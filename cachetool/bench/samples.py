@@ -113,7 +113,7 @@ def fill(cache: CacheDir, name: str, block: Block, shards: int) -> None:
     cache.declare("default", block.schema)
     for rows in np.array_split(np.arange(block.samples), min(shards, block.samples)):
         part = block.slice(int(rows[0]), int(rows[-1]) + 1)
-        bound = shard_bound(kind, block.schema, part.samples, part.nbytes)
+        bound = shard_bound(kind, block.schema, part.samples, part.nbytes, cache.layout.disk_block)
         with cache.stage(dataset="default", schema=block.schema, format=name, bound=bound) as staging:
             files = ShardFiles(staging.path, kind, block.schema, samples=part.samples, nbytes=part.nbytes)
             files.write(part)

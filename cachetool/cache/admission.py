@@ -26,23 +26,26 @@ from cachetool.cache.usage import measure
 from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.units import format_duration, format_size
 
-__all__ = ["FOLDER_SLACK", "admit", "allow_growth", "asked", "minimum", "refuse_full_disk"]
+__all__ = ["admit", "allow_growth", "asked", "folder_slack", "minimum", "refuse_full_disk"]
 
-FOLDER_SLACK = 8192
-"""Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
 _POLL = 0.2
 _RAISE = "raise --max-size or lower --shard-size"
 
 
-def asked(connection: Connection, need: int) -> int:
+def folder_slack(layout: Layout) -> int:
+    """Bytes by which the cache's own folders may grow when a shard or listing is added: one block in each of two."""
+    return 2 * layout.disk_block
+
+
+def asked(connection: Connection, layout: Layout, need: int) -> int:
     """What ``need`` bytes come to with what the cache's folders and its catalog may grow by."""
-    return need + _catalog_growth(connection) + FOLDER_SLACK
+    return need + _catalog_growth(connection) + folder_slack(layout)
 
 
 def minimum(connection: Connection, layout: Layout, need: int) -> int:
     """The smallest cap under which ``need`` bytes fit into the cache when it holds no shard at all."""
     usage = measure(connection, layout)
-    return usage.overhead + usage.listings + asked(connection, need)
+    return usage.overhead + usage.listings + asked(connection, layout, need)
 
 
 def refuse_full_disk(layout: Layout, need: int, floor: int) -> None:
@@ -84,7 +87,7 @@ def admit(
                     + (f";\nthe minimum is {least} bytes: {_RAISE}" if room.advise else "")
                 )
             usage = measure(connection, layout)
-            wanted = asked(connection, need)
+            wanted = asked(connection, layout, need)
             excess = usage.total + wanted - cap
             # Reservations of others are on the disk already: a writer allocates its whole file first.
             lack = need + floor - layout.free_disk()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cachetool.cache.admission import FOLDER_SLACK, minimum
+from cachetool.cache.admission import folder_slack, minimum
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.holders import dead_holders, is_ours
@@ -23,11 +23,12 @@ __all__ = ["change", "least_cap", "refuse"]
 def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schema, *, listing: Path | None) -> int:
     """The smallest cap that can ever hold one shard of ``bound`` bytes, and a source whose ``listing`` is new, beside
     the cache's own files; ``catalog`` is None where there is no cache yet."""
-    need = bound + folder_bound(schema, bound)
+    block = layout.disk_block
+    need = bound + folder_bound(schema, bound, block)
     if listing is not None:
-        need += listing_bound(listing) + record_bound(schema.to_json()) + FOLDER_SLACK
+        need += listing_bound(listing, block) + record_bound(schema.to_json(), block) + folder_slack(layout)
     if catalog is None:
-        return layout.fixed_bytes() + allowance(FIRST_PAGES) + need + FOLDER_SLACK
+        return layout.fixed_bytes() + allowance(FIRST_PAGES, block) + need + folder_slack(layout)
     with catalog.read() as connection:
         return minimum(connection, layout, need)
 

@@ -28,6 +28,7 @@ from cachetool.cache.connection import connect, failure
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CapacityError, CatalogError
 from cachetool.names import Id
 
@@ -55,9 +56,10 @@ def _limit_pages(connection: Connection) -> None:
     connection.execute(f"PRAGMA max_page_count = {int(pages)}")
 
 
-def allowance(pages: int) -> int:
-    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers."""
-    return int(2.01 * pages * PAGE_BYTES) + 65536
+def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
+    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers; and small files that
+    are written beside an older one and renamed. Four of all these may end in the middle of a block of the disk."""
+    return int(2.01 * pages * PAGE_BYTES) + 65536 + 4 * (disk_block - DISK_BLOCK)
 
 
 class Catalog:

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
+from cachetool.cache.filesystem import file_system
 from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
@@ -69,9 +70,9 @@ class Origin:
     """Whether the data exists nowhere else, so that eviction must ask."""
 
 
-def folder_bound(schema: Schema, nbytes: int) -> int:
+def folder_bound(schema: Schema, nbytes: int, disk_block: int) -> int:
     """Upper bound of a shard's folder and ``shard.json``, for files of ``nbytes`` in it."""
-    return 4096 + record_bound(schema.to_json(), nbytes)
+    return disk_block + record_bound(schema.to_json(), disk_block, nbytes)
 
 
 class Staging:
@@ -177,7 +178,10 @@ class Staging:
         fsync_folder(self._layout.shards)
         real = tree_bytes(self.path)
         if real > self.bound:
-            raise CacheToolError(f"a {self._format} shard took {real} bytes, {self.bound} were reserved: a bug")
+            raise CacheToolError(
+                f"a {self._format} shard took {real} bytes, {self.bound} were reserved, on {file_system(self.path)}"
+                f" with blocks of {self._layout.disk_block}: a bug, unless the disk was mounted anew meanwhile"
+            )
         return real
 
 
@@ -198,7 +202,7 @@ def stage_together(
 
     Raises what :func:`cachetool.cache.admission.admit` raises.
     """
-    shards = [(Id.new(), bound + folder_bound(schema, bound)) for bound in bounds]
+    shards = [(Id.new(), bound + folder_bound(schema, bound, layout.disk_block)) for bound in bounds]
 
     def insert(connection: Connection) -> None:
         connection.executemany(

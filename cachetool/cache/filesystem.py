@@ -7,14 +7,17 @@ is the kernel's own number from ``statfs(2)``; those of local disks are not list
 
 from __future__ import annotations
 
+import contextlib
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import UsageError
 
-__all__ = ["ALLOW", "check_file_system", "file_system", "is_network"]
+__all__ = ["ALLOW", "check_file_system", "disk_block", "file_system", "holds_open_files", "is_network"]
 
 ALLOW = "CACHETOOL_ALLOW_NETWORK"
 """Environment variable that lets a cache lie on a network file system all the same."""
@@ -79,6 +82,52 @@ def _existing(path: Path) -> Path:
     while not os.path.exists(path) and path != path.parent:  # nor does what may not be looked at count
         path = path.parent
     return path
+
+
+def disk_block(folder: Path) -> int:
+    """Bytes that the smallest file or folder in ``folder`` takes; larger ones take multiples of it.
+
+    ``statvfs`` does not say it: ext4 with ``bigalloc`` reports blocks of 4 KiB and allocates clusters of 64 KiB, XFS
+    has folders with an extent size for their files, and tmpfs may give a huge page to each. So a file without a name is
+    written and measured (30 us). On a disk that takes none, full or read-only, ``statvfs`` must do.
+    """
+    import tempfile  # here: a loader only reads
+
+    sizes = [DISK_BLOCK, os.statvfs(folder).f_frsize, _xfs_folder_block(folder)]
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(os.urandom(DISK_BLOCK))  # fewer bytes, or such as compress, may need no block of their own
+        status = os.fstat(file.fileno())
+        sizes.append(status.st_blocks * 512)
+        if file_system(folder) == "tmpfs":
+            sizes.append(status.st_blksize)  # says "huge page" also while memory is too fragmented to give one
+    return max(sizes)
+
+
+_XFS_GEOMETRY = 0x80705864  # XFS_IOC_FSGEOMETRY_V1 of xfs_fs.h; its last number is the block size of folders
+
+
+def _xfs_folder_block(folder: Path) -> int:
+    """Block size of large folders on XFS (``mkfs.xfs -n size=``), which a small one does not show; 0 elsewhere."""
+    if file_system(folder) != "xfs":
+        return 0
+    import fcntl
+
+    geometry = bytearray(112)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(fd, _XFS_GEOMETRY, geometry)
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
+    return int(struct.unpack_from("I", geometry, 104)[0])
+
+
+def holds_open_files(folder: Path) -> bool:
+    """Check that ``folder`` holds only files that were deleted while a process had them open. FUSE and NFS rename such
+    a file, and delete it when it is closed."""
+    names = [name for _, _, files in os.walk(folder) for name in files]
+    return bool(names) and all(name.startswith((".fuse_hidden", ".nfs")) for name in names)
 
 
 def check_file_system(path: Path, notify: Callable[[str], None] | None) -> None:

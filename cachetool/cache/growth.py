@@ -32,15 +32,16 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
     """See :meth:`CacheDir.add_source`."""
     catalog, layout = cache.catalog, cache.layout
     declared = catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
-    record = record_bound(json.loads(declared["schema"]) if declared else [])
+    record = record_bound(json.loads(declared["schema"]) if declared else [], layout.disk_block)
     known = cache.source(row.id) is not None
+    bound = listing_bound(listing, layout.disk_block) + record
 
     def insert(connection: Connection) -> None:
         if declared:  # who declared it too may have taken it back
             connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
-        add_source(connection, row, listing_bound(listing) + record, new=new)
+        add_source(connection, row, bound, new=new)
 
-    admit(catalog, layout, cache.holder, listing_bound(listing) + record, insert, room=Room(wait=0))
+    admit(catalog, layout, cache.holder, bound, insert, room=Room(wait=0))
     if new and known and cache.listing(row.id).exists():
         return  # the same, and workers of another process read it
     real = take_in(layout, row.id, listing, cache.holder.id)
@@ -58,7 +59,7 @@ def grow_source(
     Raises :class:`UsageError` when the source is not as ``row`` says any more, :class:`CapBlocked` for lack of room.
     """
     catalog, layout, holder = cache.catalog, cache.layout, cache.holder
-    more = listing_bound(segment)
+    more = listing_bound(segment, layout.disk_block)
 
     def charge(connection: Connection) -> None:
         connection.execute("UPDATE sources SET bytes = bytes + ? WHERE id = ?", (more, row.id))
@@ -69,7 +70,8 @@ def grow_source(
         with catalog.write() as connection:
             grown = _grow(connection, row, units=units, identity=identity, whole=whole)
             schema = connection.execute("SELECT schema FROM datasets WHERE name = ?", (row.dataset,)).fetchone()
-            nbytes = append_segment(layout, row.id, aside, Name(name)) + record_bound(json.loads(schema["schema"]))
+            nbytes = append_segment(layout, row.id, aside, Name(name))
+            nbytes += record_bound(json.loads(schema["schema"]), layout.disk_block)
             connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (nbytes, row.id))
             bump(connection)  # newer than any shard's record, which says what the source was before
             write_source_record(connection, layout, row.id)

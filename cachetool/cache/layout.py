@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shlex
 from pathlib import Path
 
+from cachetool.cache.filesystem import disk_block
 from cachetool.disk import cache_around, too_long
 from cachetool.errors import UsageError
 from cachetool.folders import disk_bytes, remove, write_durable
@@ -182,8 +184,14 @@ class Layout:
             try:
                 total += disk_bytes(path.lstat())
             except FileNotFoundError:
-                total += 4096  # not made yet
+                total += self.disk_block  # not made yet
         return total
+
+    @functools.cached_property
+    def disk_block(self) -> int:
+        """Bytes that the smallest file or folder takes on the cache's disk; larger ones take multiples of it. Measured
+        by each process, because a cache may be copied to another file system."""
+        return disk_block(self._above())
 
     def free_disk(self) -> int:
         """Bytes an unprivileged user may still write on the cache's disk; also where the root does not exist yet."""

@@ -17,17 +17,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 from cachetool.cache.layout import Layout
+from cachetool.disk import MAP_SHARE, whole_blocks
 from cachetool.folders import fsync_folder, remove, tree_bytes
 from cachetool.names import Id, Name
 
 __all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "segments", "take_in"]
 
-_BLOCK = 4096
 
-
-def listing_bound(listing: Path) -> int:
+def listing_bound(listing: Path, disk_block: int) -> int:
     """Upper bound of what a copy of this folder takes on the cache's disk, whose blocks may be larger than here."""
-    return _BLOCK + sum(-(-path.stat().st_size // _BLOCK) * _BLOCK + _BLOCK for path in listing.iterdir())
+    sizes = [path.stat().st_size for path in listing.iterdir()]
+    return disk_block + sum(whole_blocks(size, disk_block) + size // MAP_SHARE + disk_block for size in sizes)
 
 
 def segments(listing: Path) -> list[str]:

@@ -78,7 +78,7 @@ def open_root(
     else:
         what = "--max-size"
     if size is not None:
-        least = layout.fixed_bytes() + allowance(FIRST_PAGES)
+        least = layout.fixed_bytes() + allowance(FIRST_PAGES, layout.disk_block)
         if size < least:
             raise CapTooSmall(
                 f"{what} is {format_size(size)}: the cache's own files need {format_size(least)} before any shard, and"

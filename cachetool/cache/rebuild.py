@@ -318,7 +318,7 @@ def _add_progress(
     row = {name: value for name, value in progress.items() if name in columns} | {
         "frontier": frontier,
         "options": json.dumps(progress["options"]),
-        "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema),
+        "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema, layout.disk_block),
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)

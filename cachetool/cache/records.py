@@ -117,11 +117,11 @@ def read_shard_json(folder: Path) -> Record:
     return value
 
 
-def record_bound(schema: Sequence[Mapping[str, Any]], nbytes: int = 0) -> int:
+def record_bound(schema: Sequence[Mapping[str, Any]], disk_block: int, nbytes: int = 0) -> int:
     """Upper bound of a record on disk, for a schema in its JSON form and a shard of ``nbytes``: a block more than its
     lines, its schema, its source with :data:`MOST_PENDING` ranges, and the digests of its files."""
     # A format makes at most three files a field, and one for every 32 MiB.
-    return 32768 + 4 * len(json.dumps(schema)) + 512 * len(schema) + (nbytes >> 16)
+    return disk_block + 28672 + 4 * len(json.dumps(schema)) + 512 * len(schema) + (nbytes >> 16)
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
+from cachetool.cache.filesystem import holds_open_files
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.kinds import let_go
@@ -162,7 +163,8 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[Id], *, edge: b
             layout.remove(layout.shard(each), first=SHARD_FILE)
             gone.append(each)
         except OSError as error:
-            failed = failed or error
+            if not holds_open_files(layout.shards / each):  # else the next recovery deletes the folder
+                failed = failed or error
     with contextlib.suppress(FileNotFoundError):  # somebody deleted the folder: nothing of them is left
         fsync_folder(layout.shards)
 

@@ -20,7 +20,7 @@ from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.marker import mark
 from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
-from cachetool.cache.usage import Usage, measure
+from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.names import Id
 from cachetool.schema import KEY, Schema
@@ -93,8 +93,9 @@ class CacheDir:
         """Put the cache on disk; harmless where another process was first."""
         self.layout.make()
         self._catalog.create(**settings)
-        with self._catalog.write():
+        with self._catalog.write() as connection:
             self._mark()
+            charge_anew(connection, self.layout)
         if self._notify:
             self._notify(f"new cache {self.root}, cap {format_size(settings['max_size'])}")
 
@@ -136,6 +137,9 @@ class CacheDir:
 
     def recover(self) -> int:
         """Finish what dead processes left behind; gives how many died."""
+        if is_copied(self.catalog, self.layout):
+            with self.catalog.write() as connection:
+                charge_anew(connection, self.layout)
         # Inside of a transaction, where :attr:`holder` could not put a new cap in force.
         return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders, self._user))
 

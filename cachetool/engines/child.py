@@ -84,7 +84,11 @@ def main(starter: int = 0, imports: str = "") -> None:
     pipe = _Pipe(out)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starter decides; it ends our stdin
     tasks = _Tasks(starter, pipe)
-    threading.Thread(target=tasks.watch, daemon=True).start()
+    try:
+        threading.Thread(target=tasks.watch, daemon=True).start()
+    except RuntimeError as error:
+        pipe.put(to_json(known_error(error) or bug(error)))
+        os._exit(0)
     if imports:
         importlib.import_module(imports)
     stay = True

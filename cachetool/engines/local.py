@@ -13,6 +13,7 @@ import json
 import os
 import select
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -111,7 +112,8 @@ _early: list[Child] = []
 def begun_early(imports: str) -> Iterator[None]:
     """Start a process that loads the module ``imports`` while this program itself still loads what knows the task; the
     first :meth:`LocalEngine.expect` takes it, and it ends if none does."""
-    _early.append(Child(imports=imports))
+    with contextlib.suppress(OSError):  # too many processes: whoever needs one says so
+        _early.append(Child(imports=imports))
     try:
         yield
     finally:
@@ -188,6 +190,8 @@ class Child:
         if ended and self.result is None:
             code = self.process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            if code == -signal.SIGKILL:
+                how += ", perhaps for lack of memory (the machine's, or a container's)"
             raise CacheToolError(f"a worker (pid {self.process.pid}) {how}; what it had committed is kept")
 
 

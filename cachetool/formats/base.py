@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block
+from cachetool.disk import DISK_BLOCK
 from cachetool.extents import Extents
 from cachetool.schema import Schema
 
@@ -87,10 +88,10 @@ class Format(Protocol):
     compressions: tuple[str, ...]
     """Names that ``create(compression=)`` takes; empty when the format has none."""
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Upper bound of the bytes on disk (allocated or apparent, whichever is larger) of a shard of at most
         ``samples`` samples and ``nbytes`` bytes of values, at any moment while it is written; folders included,
-        extents not."""
+        extents not. ``disk_block`` is what the smallest file or folder takes; larger ones take multiples of it."""
         ...
 
     def create(

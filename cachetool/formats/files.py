@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.disk import naming_inodes
+from cachetool.disk import DISK_BLOCK, MAP_SHARE, naming_inodes, whole_blocks
 from cachetool.errors import CapacityError, CorruptError, UsageError
 from cachetool.folders import new_descriptor, remove_path
 from cachetool.formats.runs import Bytes, as_bytes
@@ -39,7 +39,6 @@ __all__ = [
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_BLOCK = max(4096, mmap.PAGESIZE)
 _WRITEBACK = 2**20  # smaller writes are not worth a call of their own
 _VECTORS = 1024  # IOV_MAX of Linux and macOS
 _PIECE = 2**21
@@ -47,10 +46,10 @@ _PIECE = 2**21
 writes all of it, and a loader then gathers from it faster (docs/decisions.md)."""
 
 
-def allocated_bound(nbytes: int) -> int:
+def allocated_bound(nbytes: int, disk_block: int = DISK_BLOCK) -> int:
     """Most bytes that a preallocated file of ``nbytes`` takes on disk: whole blocks, plus the file system's own list
-    of where they are (ext4 counts it in ``st_blocks``; 1/4096 stands for pieces of 64 KiB on average)."""
-    return -(-nbytes // _BLOCK) * _BLOCK + (nbytes >> 12) + 4 * _BLOCK
+    of where they are."""
+    return whole_blocks(nbytes, disk_block) + nbytes // MAP_SHARE + 4 * disk_block
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError, UsageError
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
@@ -58,9 +59,9 @@ class HDF5:
     suffix = ".h5"
     compressions: tuple[str, ...] = ("gzip", "lzf")
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Upper bound of the file on disk, while written and after."""
-        return allocated_bound(_size_bound(schema, samples, nbytes))
+        return allocated_bound(_size_bound(schema, samples, nbytes), disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import FieldExtents
 from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
@@ -45,9 +46,9 @@ class LMDB:
     suffix = ".lmdb"
     compressions: tuple[str, ...] = ()
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Upper bound on disk. A value above about half a page takes whole pages, 16 bytes of which are a header."""
-        return allocated_bound(file_bound(schema, samples, nbytes))
+        return allocated_bound(file_bound(schema, samples, nbytes), disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None

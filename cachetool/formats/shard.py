@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.folders import make_folder
@@ -73,9 +74,11 @@ class ShardFacts:
     written: Written
 
 
-def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int) -> int:
-    """Upper bound of the data and the extents of a shard of at most ``samples`` samples and ``nbytes`` of values."""
-    return kind.bound(schema, samples, nbytes) + allocated_bound(extents_bound(schema, samples))
+def shard_bound(kind: Format, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
+    """Upper bound of the data and the extents of a shard of at most ``samples`` samples and ``nbytes`` of values, on a
+    disk where the smallest file takes ``disk_block`` bytes."""
+    extents = allocated_bound(extents_bound(schema, samples), disk_block)
+    return kind.bound(schema, samples, nbytes, disk_block) + extents
 
 
 def samples_within(kind: Format, schema: Schema, most: int, size: int) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import Block
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError, UsageError
 from cachetool.extents import FieldExtents
 from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
@@ -42,9 +43,9 @@ class TFRecord:
     suffix = ".tfrecord"
     compressions = ("gzip",)
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Upper bound on disk, of compressed and uncompressed shards alike."""
-        return allocated_bound(_file_bound(schema, samples, nbytes))
+        return allocated_bound(_file_bound(schema, samples, nbytes), disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError, UsageError
 from cachetool.folders import remove_path
 from cachetool.formats.base import Reader, Writer
@@ -65,10 +66,11 @@ class Zarr:
     suffix = ".zarr"
     compressions: tuple[str, ...] = _COMPRESSIONS
 
-    def bound(self, schema: Schema, samples: int, nbytes: int) -> int:
+    def bound(self, schema: Schema, samples: int, nbytes: int, disk_block: int = DISK_BLOCK) -> int:
         """Upper bound of the folder on disk, while written and after."""
         about = len(json.dumps(header(schema, samples), indent=4))
-        return folder_bound(array_plans(schema), samples, nbytes, about=about, file_nbytes=_SHARD_BYTES)
+        plans = array_plans(schema)
+        return folder_bound(plans, samples, nbytes, about=about, file_nbytes=_SHARD_BYTES, disk_block=disk_block)
 
     def create(
         self, path: Path, schema: Schema, *, samples: int, nbytes: int, compression: str | None = None

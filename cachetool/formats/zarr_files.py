@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cachetool.disk import DISK_BLOCK, whole_blocks
 from cachetool.errors import CorruptError, UsageError
 from cachetool.folders import make_folder
 from cachetool.formats.columnar import ArrayPlan
@@ -39,8 +40,6 @@ INNER_BYTES = 2**18
 
 METADATA = "zarr.json"
 """Name of the file that describes a group or an array."""
-
-_BLOCK = 4096  # of the file system: a small file, a folder
 
 
 def _folders(key: str) -> list[str]:
@@ -84,7 +83,9 @@ def plain_index(chunks: int, chunk_nbytes: int) -> bytes:
     return raw + int(crc32c.crc32c(raw)).to_bytes(4, "little")
 
 
-def folder_bound(plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about: int, file_nbytes: int) -> int:
+def folder_bound(
+    plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about: int, file_nbytes: int, disk_block: int
+) -> int:
     """Most bytes on disk of a folder of these arrays, plain or compressed.
 
     ``nbytes`` are those of all values, ``about`` those of the root's attribute, ``file_nbytes`` what a compressed shard
@@ -93,7 +94,7 @@ def folder_bound(plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about
     data = nbytes
     files = 0
     entries = {"": 0}  # bytes of the names in every folder
-    total = _blocks(1024 + 2 * about) + _BLOCK
+    total = whole_blocks(1024 + 2 * about, disk_block) + disk_block
     for plan in plans:
         rows = plan.rows(samples, -(-nbytes // plan.dtype.itemsize))
         if plan.role != "values":
@@ -103,19 +104,16 @@ def folder_bound(plans: Iterable[ArrayPlan], samples: int, nbytes: int, *, about
         data += (inner - 1) * plan.row_nbytes if rows > inner else 0
         files += 1
         entries |= {name: 0 for name in _folders(plan.name) if name not in entries}
-        total += _blocks(2048 + 128 * len(plan.row))
+        total += whole_blocks(2048 + 128 * len(plan.row), disk_block)
     # What codecs add to bytes that do not compress, and the index of the chunks.
     data += (data >> 8) + 16 * (data // INNER_BYTES + files)
     files += data // file_nbytes
     for name in entries:
         parent, _, last = name.rpartition("/")
         entries[parent] += 2 * (len(last) + 16) if name else 256 + 512 * (data // file_nbytes)
-        total += _BLOCK
-    return total + allocated_bound(data) + 3 * _BLOCK * files + sum(_blocks(size) for size in entries.values())
-
-
-def _blocks(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK) * _BLOCK
+        total += disk_block
+    names = sum(whole_blocks(size, disk_block) for size in entries.values())
+    return total + allocated_bound(data, disk_block) + 3 * disk_block * files + names
 
 
 class Folder:
@@ -126,7 +124,7 @@ class Folder:
         self.path = path
         self._made: dict[Path, None] = {path: None}
         try:
-            with capacity_errors(path, _BLOCK):
+            with capacity_errors(path, DISK_BLOCK):
                 make_folder(path)
         except FileExistsError as error:
             raise UsageError(f"{path} exists already; it is never overwritten") from error
@@ -135,7 +133,7 @@ class Folder:
         """A new file of at most ``bound`` bytes; its folders are made."""
         for name in _folders(key)[:-1]:
             if (folder := self.path / name) not in self._made:
-                with capacity_errors(folder, _BLOCK):
+                with capacity_errors(folder, DISK_BLOCK):
                     make_folder(folder)
                 self._made[folder] = None
         return BulkFile.create(self.path / key, bound)

@@ -13,6 +13,7 @@ No thread runs here; :meth:`Feed.take` gets batches that are ready without letti
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -63,6 +64,9 @@ _HINTS: dict[int, str] = {
 }
 """Why a feeder may have been killed by a signal."""
 
+_LIMITS = {errno.EMFILE: " (ulimit -n)", errno.ENOMEM: " (ulimit -v)", errno.EFBIG: " (ulimit -f)"}
+"""The limit that forbids the memory of a feeder."""
+
 _STOP = json.dumps({"id": 0, "do": "stop"}).encode() + b"\n"
 """A child that was forked meanwhile has the pipe too, so that its end alone would come late."""
 
@@ -104,8 +108,8 @@ class Processes:
                 self._readers.append(SlotReader(self._rings[-1], self._schemas))
         except OSError as error:
             raise CacheToolError(
-                f"workers={feeders} cannot be had: {error.strerror} after {len(self._rings)}; two to four are enough"
-                " without a transform="
+                f"workers={feeders} cannot be had: {error.strerror} after {len(self._rings)}"
+                f"{_LIMITS.get(error.errno or 0, '')}; two to four are enough without a transform=, 0 takes none"
             ) from None
 
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:

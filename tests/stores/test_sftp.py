@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 import socketserver
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import asyncssh
@@ -270,3 +271,108 @@ def test_user_and_password_that_cannot_be_sent_are_refused_and_not_shown(user: s
     with pytest.raises(UsageError, match="cannot be sent") as caught:
         open_store(f"sftp://{user}@host/e")
     assert "CANARY" not in str(caught.value)
+
+
+def lying(size: int | None = 0, **lies: object) -> type[asyncssh.SFTPServer]:
+    """A server that says another size of each file (by so much more; None: no size), and else has these methods."""
+
+    def attributes(found: os.stat_result | asyncssh.SFTPAttrs) -> asyncssh.SFTPAttrs:
+        about = asyncssh.SFTPAttrs.from_local(found) if isinstance(found, os.stat_result) else found
+        if stat.S_ISREG(about.permissions or 0):
+            about.size = None if size is None else (about.size or 0) + size
+        return about
+
+    class Server(asyncssh.SFTPServer):
+        def stat(self, path: bytes) -> asyncssh.SFTPAttrs:
+            return attributes(super().stat(path))  # type: ignore[arg-type]
+
+        def fstat(self, file_obj: object) -> asyncssh.SFTPAttrs:
+            return attributes(super().fstat(file_obj))  # type: ignore[arg-type]
+
+        async def scandir(self, path: bytes) -> AsyncIterator[asyncssh.SFTPName]:
+            async for entry in super().scandir(path):
+                yield asyncssh.SFTPName(entry.filename, entry.longname, attributes(entry.attrs))
+
+    return type("Lying", (Server,), lies)
+
+
+def entries(mode: int, *names: bytes, endless: bool = False) -> Callable[..., AsyncIterator[asyncssh.SFTPName]]:
+    """A ``scandir`` that finds these names in every folder, again and again with ``endless``."""
+
+    async def scandir(self: asyncssh.SFTPServer, path: bytes) -> AsyncIterator[asyncssh.SFTPName]:
+        while True:
+            for name in names:
+                yield asyncssh.SFTPName(name, name, asyncssh.SFTPAttrs(permissions=mode, size=5, mtime=1, atime=1))
+            if not endless:
+                return
+
+    return scandir
+
+
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        (lying(10), "5 bytes came instead of 15"),
+        (lying(None), "0 bytes came instead of -1"),
+        (lying(2**62), "5 bytes came instead of 4611686018427387909"),
+        (lying(read=lambda self, file, offset, size: b""), "0 bytes came instead of 5"),
+        (lying(read=lambda self, file, offset, size: b"x" * (size + 100)), "105 bytes came instead of 5"),
+    ],
+    ids=["larger than it is", "without a size", "immense", "that is empty", "that does not end"],
+)
+def test_a_file_of_a_lying_server_is_refused(
+    home: Path, folder: Path, server: type[asyncssh.SFTPServer], error: str
+) -> None:
+    with sftp_server(folder, home, kind=server) as url, contextlib.closing(open_store(url, limits=QUICK)) as store:
+        (item,) = (item for page in store.list() for item in page)
+        with pytest.raises(BadObject, match=error):
+            store.get(item)
+
+
+def test_reads_that_are_shorter_than_asked_for_are_gone_on_with(home: Path, folder: Path) -> None:
+    def read(self: asyncssh.SFTPServer, file: object, offset: int, size: int) -> bytes:
+        return bytes(asyncssh.SFTPServer.read(self, file, offset, min(size, 3)))  # type: ignore[arg-type]
+
+    server = lying(read=read)
+    with sftp_server(folder, home, kind=server) as url, contextlib.closing(open_store(url, limits=QUICK)) as store:
+        (item,) = (item for page in store.list() for item in page)
+        assert bytes(store.get(item)) == b"alpha"
+
+
+def test_names_of_a_lying_server_lead_to_no_other_folder(home: Path, folder: Path) -> None:
+    names = (b"../../etc/passwd", b"a/../../b", b"x\0y", b".", b"..", b"ok.npy")
+    asked: list[bytes] = []
+
+    def open_(self: asyncssh.SFTPServer, path: bytes, pflags: int, attrs: asyncssh.SFTPAttrs) -> object:
+        asked.append(path)
+        return asyncssh.SFTPServer.open(self, path, pflags, attrs)
+
+    server = lying(scandir=entries(stat.S_IFREG | 0o644, *names), open=open_)
+    with sftp_server(folder, home, kind=server) as url, contextlib.closing(open_store(url, limits=QUICK)) as store:
+        items = [item for page in store.list() for item in page]
+        for item in items:
+            with pytest.raises((BadObject, SourceError)):
+                store.get(item)
+
+    assert len(items) == 4
+    assert asked == [b"/ok.npy"], "no other was asked for"
+
+
+@pytest.mark.parametrize(
+    ("listing", "error"),
+    [
+        (entries(stat.S_IFDIR | 0o755, b"d"), "more than 64 folders inside each other"),
+        (entries(stat.S_IFREG | 0o644, b"f.npy", endless=True), "no answer in time"),
+    ],
+    ids=["folders in folders", "an endless folder"],
+)
+def test_a_listing_without_an_end_is_given_up(
+    home: Path, folder: Path, listing: Callable[..., AsyncIterator[asyncssh.SFTPName]], error: str
+) -> None:
+    limits = Limits(connect=2, silence=2, retry=1, listing=2)
+    with (
+        sftp_server(folder, home, kind=lying(scandir=listing)) as url,
+        contextlib.closing(open_store(url, limits=limits)) as store,
+        pytest.raises(SourceError, match=error),
+    ):
+        list(store.list())
