@@ -76,8 +76,7 @@ class _Keeping(_Beside):
 
     def __init__(self, store: Store, bodies: Path, places: Path) -> None:
         super().__init__(store)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._files = [os.fdopen(os.open(path, flags, 0o600), "wb") for path in (bodies, places)]
+        self._files = [new_file(path) for path in (bodies, places)]
         self._held = 0
 
     def get(self, item: Object) -> memoryview:

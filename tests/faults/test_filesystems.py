@@ -18,7 +18,7 @@ import pytest
 from cachetool.api import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, allowance
 from cachetool.cache.filesystem import ALLOW, disk_block
-from cachetool.cache.layout import Layout, tree_bytes
+from cachetool.cache.layout import Layout
 from cachetool.disk import DISK_BLOCK
 from cachetool.doctor import examine
 from cachetool.errors import CapTooSmall
