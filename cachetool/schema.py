@@ -28,6 +28,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from cachetool.errors import UsageError
+from cachetool.text import shown
 
 __all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
@@ -71,11 +72,14 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
     what is no name and for one that comes twice."""
-    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    try:
+        found = (names,) if isinstance(names, str) else tuple(names)
+    except TypeError:
+        found = ()
     if not found or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"fields {names!r} cannot be used: the name of a field, or a list of names")
+        raise UsageError(f"fields {shown(names)} cannot be used: the name of a field, or a list of names")
     if twice := [name for name in found if found.count(name) > 1]:
-        raise UsageError(f"field {twice[0]!r} is asked for twice; name it once")
+        raise UsageError(f"field {shown(twice[0])} is asked for twice; name it once")
     return found
 
 
@@ -97,10 +101,12 @@ class Field:
     """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise UsageError(f"field name {shown(self.name)} cannot be used: a name is text")
         parts = self.name.split("/")
         if not _NAME.fullmatch(self.name) or any(p.strip(". ") == "" for p in parts) or len(self.name) > 200:
             raise UsageError(
-                f"field name {self.name!r} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
+                f"field name {shown(self.name)} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
                 " joined by '/'; rename the field with --rename"
             )
         if _RESERVED.search(self.name):

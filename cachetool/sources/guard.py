@@ -39,7 +39,17 @@ SILENCE = 900.0
 MAX_ANSWER = 2**26
 _GRACE = 5.0
 _PIPE = 2**20
-_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+_PASSED = frozenset(
+    # the program and its libraries
+    "PATH HOME PYTHONHOME PYTHONPATH PYTHONPLATLIBDIR PYTHONUSERBASE PYTHONNOUSERSITE PYTHONSAFEPATH PYTHONPYCACHEPREFIX"
+    " PYTHONDONTWRITEBYTECODE PYTHONUTF8 PYTHONCOERCECLOCALE PYTHONIOENCODING PYTHONHASHSEED PYTHONFAULTHANDLER"
+    " LD_LIBRARY_PATH LD_PRELOAD DYLD_LIBRARY_PATH DYLD_FALLBACK_LIBRARY_PATH DYLD_INSERT_LIBRARIES GLIBC_TUNABLES"
+    # names of files, numbers, times and temporary files
+    " LANG LANGUAGE LC_ALL LC_CTYPE LC_NUMERIC LC_TIME LC_COLLATE LC_MESSAGES LOCPATH LOCALE_ARCHIVE TZ TZDIR TMPDIR"
+    # filters of HDF5 that a user has installed, and locks that a file system does not have
+    " HDF5_PLUGIN_PATH HDF5_PLUGIN_PRELOAD HDF5_USE_FILE_LOCKING HDF5_DISABLE_VERSION_CHECK".split()
+)
+"""Variables that the child is given. Whole names: any beginning is that of somebody's credentials, too."""
 
 
 OPENER = "cachetool.sources.files:open_here"
@@ -120,6 +130,8 @@ class _Child:
             [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded", named=False)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # What a library prints may be a file's own words, and a terminal obeys them.
+            stderr=None if os.environ.get("CACHETOOL_DEBUG") else subprocess.DEVNULL,
             env=_environment(),
             start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
         )
@@ -213,8 +225,9 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """What the child is told: nothing secret, and to keep threads, whose stacks count as its memory, few."""
-    kept = {name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET)}
+    """What the child is told: what is known to be no secret, and to keep threads, whose stacks count as its memory,
+    few."""
+    kept = {name: value for name, value in os.environ.items() if name in _PASSED}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
