@@ -192,7 +192,7 @@ class Schema:
         for field in self.fields:
             if field.name == name:
                 return field
-        raise UsageError(f"no field {name!r}; this dataset has {', '.join(self.names)}")
+        raise UsageError(f"no field {shown(name)}; this dataset has {', '.join(self.names)}")
 
     @property
     def names(self) -> tuple[str, ...]:

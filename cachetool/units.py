@@ -6,7 +6,8 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
+from typing import Any
 
 from cachetool.errors import UsageError
 from cachetool.text import shown
@@ -14,6 +15,7 @@ from cachetool.text import shown
 __all__ = [
     "format_duration",
     "format_size",
+    "is_one_of",
     "parse_choice",
     "parse_duration",
     "parse_flag",
@@ -87,10 +89,15 @@ def parse_text(value: object, *, what: str) -> str:
     return str(value)
 
 
-def parse_choice(value: object, choices: Collection[str], *, what: str, known: str | None = None) -> str:
-    """One of ``choices``; ``known`` says which there are. Raises :class:`UsageError`."""
-    if not isinstance(value, str) or value not in choices:
-        raise UsageError(f"{what} is {known or ' or '.join(choices)}, got {shown(value)}")
+def is_one_of(value: object, choices: Container[Any]) -> bool:
+    """Whether ``value`` is one of these texts and flags, as no array and no list is."""
+    return isinstance(value, str | bool | None) and value in choices
+
+
+def parse_choice(value: object, choices: Collection[str], *, what: str) -> str:
+    """One of ``choices``. Raises :class:`UsageError`."""
+    if not is_one_of(value, choices):
+        raise UsageError(f"{what} is {' or '.join(choices)}, got {shown(value)}")
     return str(value)
 
 

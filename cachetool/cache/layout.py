@@ -81,7 +81,7 @@ def root_of(named: str | Path | None) -> Path:
 
 def _is_path(named: str | os.PathLike[str]) -> bool:
     try:
-        return b"\0" not in os.fsencode(named)
+        return min(os.fsencode(named), default=32) >= 32  # no NUL, and no line in a message that a name makes
     except (ValueError, TypeError):  # half of a surrogate pair that stands for no byte
         return False
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cachetool.errors import UsageError
 from cachetool.text import shown
-from cachetool.units import format_size
+from cachetool.units import format_size, is_one_of
 
 __all__ = [
     "POLICIES",
@@ -85,7 +85,7 @@ def policy_names() -> tuple[str, ...]:
 
 def check_policy(policy: str) -> None:
     """Raise :class:`UsageError` for a name that is none."""
-    if not isinstance(policy, str) or policy not in POLICIES:
+    if not is_one_of(policy, POLICIES):
         raise UsageError(f"unknown eviction policy {shown(policy)}; there are {', '.join(POLICIES)}")
 
 

@@ -3,7 +3,7 @@
 ::
 
     HOST:PORT         that cluster, of which this machine must be a node
-    auto (default)    $RAY_ADDRESS, else the cluster of this user that runs on this machine, else one that is started here
+    auto (default)    $RAY_ADDRESS, else the cluster of this user that runs here, else one that is started here
     local             one that is started here
 
 A cluster runs whatever a driver sends it, and a driver unpickles what a cluster sends: ``auto`` follows only a node
@@ -53,7 +53,7 @@ _UNAUTHENTICATED = b"grpc-status\x0216"
 
 _LOOPBACK = "127.0.0.1"
 _PRIVATE = "ct-ray-"
-"""How the folder of a cluster begins that a process started for itself: names of sockets in it have 107 bytes at most."""
+"""How the folder of a cluster begins that a process started for itself. Names of sockets in it have 107 bytes."""
 
 
 @contextlib.contextmanager
@@ -124,9 +124,10 @@ def _running(notify: Callable[[str], None]) -> str:
 def _raylets() -> tuple[set[str], set[str]]:
     """Addresses of the clusters that have a node on this machine: those of node processes that this user or root
     started, which nobody else can forge, and those of other users."""
-    import psutil  # Ray brings its own
+    import psutil  # type: ignore[import-untyped]  # Ray brings its own
 
-    own, others = set(), set()
+    own: set[str] = set()
+    others: set[str] = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
         words = process.info["cmdline"] or [""]
         if os.path.basename(words[0].split(" ")[0]) != "raylet" or process.info["uids"] is None:
@@ -140,7 +141,7 @@ def _raylets() -> tuple[set[str], set[str]]:
 
 
 def _address_file() -> tuple[str | None, bool]:
-    """The address that ``ray start`` noted for this machine, if there is one, and whether this user or root wrote it."""
+    """The address that ``ray start`` noted for this machine, and whether this user or root wrote it."""
     from ray._common.utils import get_ray_address_file
 
     try:
@@ -195,13 +196,13 @@ def _started() -> Iterator[None]:
 def _token() -> Iterator[None]:
     """A token of its own for what is started in the block: Ray would keep one for all in the user's home, at times
     readable to others."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray import _raylet
 
     made = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     before = {name: os.environ.get(name) for name in made}
     os.environ.update(made)
     try:
-        _reset_token(AuthenticationTokenLoader, Config)
+        _read_token_again(_raylet)
         yield
     finally:
         for name, value in before.items():
@@ -209,13 +210,13 @@ def _token() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _reset_token(AuthenticationTokenLoader, Config)
+        _read_token_again(_raylet)
 
 
-def _reset_token(loader: Any, config: Any) -> None:
+def _read_token_again(raylet: Any) -> None:
     """Let Ray look at the environment again."""
-    config.initialize("")
-    loader.instance().reset_cache()
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cachetool.errors import CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.loaders.view import Part, View
 from cachetool.schema import Schema
+from cachetool.text import shown
 
 __all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
 
@@ -113,9 +114,13 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
             _look(path)
             raise refused
         cache_or_paths = [path]
-    if not isinstance(cache_or_paths, Iterable):
-        raise UsageError(f"{cache_or_paths!r} is no cache: give an open one, its folder, or a list of shards")
-    paths = tuple(root_of(path).absolute() for path in cache_or_paths)
+    try:
+        named = list(cache_or_paths)
+    except TypeError:
+        raise UsageError(
+            f"{shown(cache_or_paths)} is no cache: give an open one, its folder, or a list of shards"
+        ) from None
+    paths = tuple(root_of(path).absolute() for path in named)
     shards_at(paths)
     return paths[0], paths
 

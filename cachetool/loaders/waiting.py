@@ -16,6 +16,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, SourceError, UsageError
 from cachetool.loaders.plan import Settings
+from cachetool.text import shown
 
 if TYPE_CHECKING:
     from cachetool.cache.pullers import PullState
@@ -73,7 +74,7 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
 
 def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
     """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
-    text = f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}"
+    text = f"no samples{f' of dataset {shown(dataset)}' if dataset else ''} in {root}"
     return NotYet(f"{text} (there is {', '.join(there)})", less="dataset=") if there else NotYet(text)
 
 

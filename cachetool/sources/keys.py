@@ -65,7 +65,9 @@ class Stem:
             try:
                 self._pattern = re.compile(rule)
             except (re.error, OverflowError, RecursionError) as error:
-                raise UsageError(f"--stem is first, last or a regular expression; {shown(rule)} is none: {error}") from None
+                raise UsageError(
+                    f"--stem is first, last or a regular expression; {shown(rule)} is none: {error}"
+                ) from None
 
     def split(self, key: str) -> Part | str:
         """The part that ``key`` is of its sample, or why it is none, in a few words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +12,7 @@ from cachetool.errors import UsageError
 from cachetool.schema import KEY, Field
 from cachetool.sources.keys import Stem
 from cachetool.text import shown
-from cachetool.units import parse_choice, parse_flag, parse_text, parse_whole
+from cachetool.units import is_one_of, parse_choice, parse_flag, parse_text, parse_whole
 
 __all__ = ["ImageSize", "SourceOptions", "image_size"]
 
@@ -30,20 +31,26 @@ def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
     sides: Sequence[Any] = value.split("x") if isinstance(value, str) else [value]
     if isinstance(value, list | tuple):
         sides = value
-    sizes = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", shown(side).strip("'")) and 1 <= int(side) <= MAX_SIDE]
+    whole = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", f"{side}" if _is_number(side) else "")]
+    sizes = [side for side in whole if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
-            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320; got {shown(value)}"
+            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"
+            f" got {shown(value)}"
         )
     return sizes[0], sizes[-1]
 
 
 def _renames(given: object) -> dict[str, str]:
     """Old to new names. Raises :class:`UsageError`."""
-    pairs = given.items() if isinstance(given, Mapping) else [(None, None)]
-    if not all(isinstance(name, str) for pair in pairs for name in pair):
+    if not isinstance(given, Mapping):
         raise UsageError(f"rename {shown(given)} cannot be used: old names to new ones")
-    return {parse_text(old, what="rename"): new for old, new in pairs}
+    return {parse_text(old, what="rename"): parse_text(new, what="rename") for old, new in given.items()}
+
+
+def _is_number(side: object) -> bool:
+    """Whether it is text, which may be a number, or a number of a size that has a text."""
+    return isinstance(side, str) or (isinstance(side, numbers.Integral) and abs(int(side)) <= MAX_SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class SourceOptions:
 
     def __post_init__(self) -> None:
         Stem(self.stem)
-        if self.decode is not None and (not isinstance(self.decode, str) or self.decode != "image"):
+        if not is_one_of(self.decode, (None, "image")):
             raise UsageError(f"unknown --decode {shown(self.decode)}; there is image")
         object.__setattr__(self, "resize", image_size(self.resize))
         if self.resize is not None and not self._decodes_images():
