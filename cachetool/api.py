@@ -151,7 +151,7 @@ def _path(name: str | Path | None) -> Path | None:
     """A folder to write. Raises :class:`UsageError` for an empty name, which ``Path`` takes for the present folder."""
     if name is not None and not str(name).strip():
         raise UsageError("the name of the folder to write is empty; name one with --out")
-    return None if name is None else Path(name)
+    return None if name is None else Path(parse_location(name, what="--out"))
 
 
 def open_cache(

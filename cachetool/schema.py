@@ -106,7 +106,7 @@ class Field:
         parts = self.name.split("/")
         if not _NAME.fullmatch(self.name) or any(p.strip(". ") == "" for p in parts) or len(self.name) > 200:
             raise UsageError(
-                f"field name {shown(self.name)} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
+                f"field name {self.name!r} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
                 " joined by '/'; rename the field with --rename"
             )
         if _RESERVED.search(self.name):

@@ -21,7 +21,7 @@ def plain(text: object) -> str:
 def shown(value: object) -> str:
     """``repr(value)`` for a message: one line, cut when it is long, whatever a stranger's object does."""
     try:
-        text = " ".join(repr(value).split())
+        text = repr(value).replace("\n", " ")
     except Exception:  # noqa: BLE001 - a number of 5,000 digits has no text, and objects may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

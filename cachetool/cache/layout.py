@@ -27,6 +27,7 @@ from pathlib import Path
 from cachetool.disk import cache_around, naming_inodes, too_long
 from cachetool.errors import UsageError
 from cachetool.text import shown
+from cachetool.units import parse_location
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -66,24 +67,17 @@ def root_of(named: str | Path | None) -> Path:
         raise UsageError(f"a cache is named by text or a Path, not by {type(named).__name__}")
     if named is not None and not str(named).strip():
         raise UsageError("the name of the cache folder is empty; name one with --cache")
-    if named is not None and not _is_path(named):
-        raise UsageError(f"the cache folder {shown(str(named))} is no name of a file; name another one with --cache")
     if (url := _URL.match(str(named))) is not None:  # not more of it: there may be a password in it
         raise UsageError(
             f"a cache is a folder, {url[1]}://... is none; samples come from there with: cachetool pull URL --cache"
             " FOLDER"
         )
     root = default_root() if named is None else Path(named)
+    if min(parse_location(root, what="the cache folder")) < " ":
+        raise UsageError(f"the cache folder {shown(str(root))} has control characters; name another one with --cache")
     if too_long(root):
         raise UsageError(f"cache {shown(str(root))} is longer than a name may be here; name a shorter one with --cache")
     return root
-
-
-def _is_path(named: str | os.PathLike[str]) -> bool:
-    try:
-        return min(os.fsencode(named), default=32) >= 32  # no NUL, and no line in a message that a name makes
-    except (ValueError, TypeError):  # half of a surrogate pair that stands for no byte
-        return False
 
 
 def cache_option(root: Path) -> str:
