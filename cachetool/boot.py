@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from typing import Any
 
-__all__ = ["boot"]
+from cachetool.errors import UsageError
+
+__all__ = ["boot", "started"]
 
 
 def boot(module: str, call: str = "main()", *, named: bool = True) -> str:
@@ -17,3 +21,21 @@ def boot(module: str, call: str = "main()", *, named: bool = True) -> str:
     words = sys.argv[:2] if named else ["-c"]
     name = call.partition("(")[0]
     return f"import sys; sys.path[:] = {path!r}; sys.argv[:] = {words!r}; from {module} import {name}; {call}"
+
+
+def started(program: str, *flags: str, **options: Any) -> subprocess.Popen[bytes]:
+    """A process that runs ``program``, which :func:`boot` made; a terminal's Ctrl-C reaches its starter alone.
+
+    ``options`` are those of ``subprocess.Popen``. Raises :class:`UsageError` where the system starts none.
+    """
+    command = [sys.executable, *flags, "-c", program]
+    try:
+        try:
+            return subprocess.Popen(command, start_new_session=True, **options)
+        except PermissionError:  # some sandboxes forbid setsid(); a process group of its own does as well
+            return subprocess.Popen(command, process_group=0, **options)
+    except OSError as error:
+        raise UsageError(
+            f"a process cannot be started: {error.strerror}; raise the limit (ulimit -u), or allow fork, exec and"
+            " setsid where this runs"
+        ) from error

@@ -20,7 +20,7 @@ BELOW = {
     "disk": VALUES,
     "scratch": VALUES,
     "streams": VALUES,
-    "boot": set(),
+    "boot": VALUES,
     "cache": VALUES | {"disk"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,

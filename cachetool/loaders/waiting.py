@@ -16,7 +16,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, SourceError, UsageError
 from cachetool.loaders.plan import Settings
-from cachetool.text import shown
+from cachetool.text import plain, shown
 
 if TYPE_CHECKING:
     from cachetool.cache.pullers import PullState
@@ -99,7 +99,7 @@ def say(text: str) -> None:
     """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: from a handler in the middle of a print
         if sys.stderr is not None:
-            print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"cachetool: {plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def given_up(settings: Settings, short: NotYet) -> CacheToolError:
