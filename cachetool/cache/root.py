@@ -23,7 +23,7 @@ from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.usage import Usage, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.schema import KEY, Schema
-from cachetool.text import shown
+from cachetool.text import plain, shown
 from cachetool.units import format_size, parse_duration, parse_flag, parse_size, parse_text, parse_whole
 
 if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a feeder only reads
@@ -171,7 +171,7 @@ class CacheDir:
         if name is not None and parse_text(name, what="dataset=") in names:
             return name
         fill = f"it is empty; fill it with: cachetool pull SOURCE{cache_option(self.root)}"
-        have = f"it holds {', '.join(names)}" if names else fill
+        have = f"it holds {', '.join(map(plain, names))}" if names else fill
         if name is not None:
             raise UsageError(f"cache {self.root} has no dataset {shown(name)}; {have}")
         if "default" in names:

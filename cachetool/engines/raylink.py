@@ -32,6 +32,7 @@ from typing import Any
 
 from cachetool.errors import MissingExtra, Unreachable, UsageError
 from cachetool.scratch import scratch
+from cachetool.text import plain
 
 __all__ = ["listens", "opened"]
 
@@ -113,7 +114,7 @@ def _running(notify: Callable[[str], None]) -> str:
             _greet(address)
             return address
     if unknown := others or ({named} if named is not None and not trusted else set()):
-        shown = min(unknown)[:80]
+        shown = plain(min(unknown))[:80]
         notify(
             f"the Ray at {shown} is not used: another user may have made it;"
             " if you trust it, name it with --address HOST:PORT"

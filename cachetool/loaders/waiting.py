@@ -75,7 +75,7 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
 def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
     """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
     text = f"no samples{f' of dataset {shown(dataset)}' if dataset else ''} in {root}"
-    return NotYet(f"{text} (there is {', '.join(there)})", less="dataset=") if there else NotYet(text)
+    return NotYet(f"{text} (there is {', '.join(map(plain, there))})", less="dataset=") if there else NotYet(text)
 
 
 class Talk:
