@@ -16,7 +16,7 @@ from cachetool.errors import UsageError
 from cachetool.nodes import PLACE
 from cachetool.progress import Report, silent
 from cachetool.text import shown
-from cachetool.units import parse_location, parse_text, parse_whole
+from cachetool.units import parse_choice, parse_location, parse_text, parse_whole
 
 if TYPE_CHECKING:
     from cachetool.conversion import ConvertResult
@@ -171,8 +171,7 @@ def open_cache(
 def elsewhere(on: str, cache: str | Path | None, **only: object) -> bool:
     """Whether a verb is to run on the nodes of a cluster; ``only`` are options that have a sense there alone. Raises
     :class:`UsageError` for what goes with neither."""
-    if on not in ("local", "ray"):
-        raise UsageError(f"--on is local or ray, got {on!r}")
+    parse_choice(on, ("local", "ray"), what="--on")
     if on == "ray":
         return True
     for name, value in only.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,7 @@ def are_rows(value: object) -> bool:
         and isinstance(row[0], str)
         and is_count(row[2])
         and isinstance(row[3], str)
+        and all(isinstance(each, str | int | float | None) for each in row)
         for row in value
     )
 
@@ -120,8 +122,17 @@ def is_resume(value: object) -> bool:
     except TypeError:
         return False
     origins = isinstance(resume.origins, list | tuple) and all(isinstance(each, dict) for each in resume.origins)
+    origins = origins and _is_json(resume.origins)
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
     return origins and inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
+
+
+def _is_json(value: object) -> bool:
+    """Whether feeders can be sent it."""
+    try:
+        return bool(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
