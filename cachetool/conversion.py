@@ -29,7 +29,7 @@ from cachetool.remote import described
 from cachetool.replacement import replace_shards
 from cachetool.sources.files import FileOptions
 from cachetool.text import shown
-from cachetool.units import parse_duration, parse_flag, parse_size, parse_text, parse_workers
+from cachetool.units import is_one_of, parse_duration, parse_flag, parse_size, parse_text, parse_workers
 
 __all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "preview"]
 
@@ -54,7 +54,7 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", parse_text(self.to, what="--to"))
         kind = self.kind
-        if self.compression is not None and str(self.compression) not in kind.compressions:
+        if not is_one_of(self.compression, (None, *kind.compressions)):
             have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
             raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
         object.__setattr__(self, "workers", parse_workers(self.workers))

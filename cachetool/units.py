@@ -131,8 +131,7 @@ def parse_size(text: str | float, *, what: str = "size") -> int:
 
     Raises :class:`UsageError`, quoting the text, when it is no size; ``what`` names it in the message.
     """
-    whole = isinstance(text, numbers.Integral) and not isinstance(text, bool)
-    if whole or (isinstance(text, numbers.Real) and not isinstance(text, bool) and math.isfinite(text)):
+    if isinstance(text, numbers.Real) and not isinstance(text, bool) and abs(text) < math.inf:  # no NaN either
         if text > _MAX_BYTES:
             raise UsageError(f"{_named(what)}{shown(text)} is larger than 4 EiB")
         text = str(math.ceil(text))

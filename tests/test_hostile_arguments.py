@@ -46,8 +46,9 @@ HUGE = "9" * 5000
 
 PLAIN: list[Any] = [
     None, True, False, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, -(10**30), 10**5000, 1.5, -0.0,
-    math.nan, math.inf, -math.inf, 1e300, "", " ", "x", "-1", "1e999", "nan", "inf", HUGE, "1" * 30 + "GB", "\0", "a\0b",
-    "\ud800", "x\udcff", "\u202e\x1b[2J\n[bold]", "../../x", "/dev/zero", "/dev/null", "a" * 100_000, b"x", [], [None], [1, 2],
+    math.nan, math.inf, -math.inf, 1e300, "", " ", "x", "-1", "1e999", "nan", "inf", HUGE, "1" * 30 + "GB", "\0",
+    "a\0b", "\ud800", "x\udcff", "\u202e\x1b[2J\n[bold]", "../../x", "/dev/zero", "/dev/null", "a" * 100_000,
+    b"x", [], [None], [1, 2],
     ["x", "x"], [[]], (), {}, {"x": 1}, {"": ""}, {1: 2}, {"a": "\ud800"},
 ]  # fmt: skip
 OBJECTS: list[Any] = [
