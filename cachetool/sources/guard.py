@@ -16,7 +16,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.boot import boot
+from cachetool.boot import begin
 from cachetool.errors import BadObject, UsageError, from_json
 from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileOptions
@@ -116,12 +115,8 @@ class _Child:
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded", named=False)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
+        self._process = begin(
+            "cachetool.sources.guarded", gives_back=False, named=False, flags=("-W", "ignore"), env=_environment()
         )
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # all that pipes may take is in use

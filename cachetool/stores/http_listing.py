@@ -30,13 +30,17 @@ from cachetool.stores.base import Object
 from cachetool.stores.html_links import LONGEST, links
 from cachetool.stores.redact import printable, redact, usable_host
 
-__all__ = ["MODIFIED", "SHA256", "Entry", "OtherJson", "is_absolute", "read_index", "read_manifest"]
+__all__ = ["MODIFIED", "SHA256", "Entry", "OtherJson", "is_absolute", "json_objects", "read_index", "read_manifest"]
 
 MODIFIED = "modified:"
 SHA256 = "sha256:"
 _BATCH = 1000
 _WRITTEN = re.compile("[!-~]+")
 _NGINX_DATE, _NGINX_SIZE = re.compile(r"[0-9]{2}-[A-Z][a-z]{2}-[0-9]{4} [0-9]{2}:[0-9]{2}"), re.compile("[0-9]{1,18}")
+_BLANK = re.compile(r"[ \t\r\n]*+")
+_PIECE = 2**20
+_LINE = 2**16
+"""Bytes of a line of a manifest, at most."""
 _PLAIN = re.compile(r"(?:\./)?+(?!.*%2[Ff])([^\x00- /?#:;\\](?:[^\x00-\x1f/?#:;\\]*[^\x00- /?#:;\\])?)(/?)")
 """A link to what lies in the folder itself, which needs no joining of URLs."""
 _JOINED = 16
@@ -80,10 +84,7 @@ def read_index(body: memoryview, content_type: str, *, page: str, asked: str = "
 
 def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
     try:
-        entries = json.loads(bytes(body))
-        if not isinstance(entries, list):
-            raise TypeError("no list")
-        for entry in entries:
+        for entry in json_objects(body):
             if "is_dir" in entry:
                 folder, modified = entry["is_dir"] is True, _http_date(entry.get("mod_time"))
             else:
@@ -99,6 +100,35 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
         raise OtherJson(
             f"{redact(page)}: the JSON is not an nginx autoindex; expected a list of name, type, size"
         ) from error
+
+
+def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON list of them, decoded one after another: together they would take some 30 times the memory
+    of their text. Raises :class:`ValueError`, also for one of more than 1 MiB."""
+    unpack, decode = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
+    text, at, due = "", 0, "["
+    for start in range(0, max(1, len(body)), _PIECE):
+        ended = start + _PIECE >= len(body)
+        if len(text) - at > 2 * _PIECE:
+            break
+        text, at = text[at:] + unpack.decode(bytes(body[start : start + _PIECE]), ended), 0
+        while (at := _BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches anything
+            mark = text[at]
+            if mark == "{" and due in ("{]", "{"):
+                try:
+                    found, at = decode(text, at)
+                except ValueError:
+                    if ended:
+                        raise
+                    break  # its end is to come
+                yield found
+                due = ",]"
+            elif mark in due and mark != "{":
+                at, due = at + 1, {"[": "{]", ",": "{", "]": ""}[mark]
+            else:
+                raise ValueError("no list of objects")
+    if due or at < len(text):
+        raise ValueError("no list of objects, or one without end")
 
 
 def _http_date(written: str | None) -> str | None:
@@ -243,6 +273,8 @@ def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
         if not line or line.startswith(b"#"):
             continue
         where = f"{place}, line {number}"
+        if len(line) > _LINE:
+            raise BadObject(f"{where}: it has {len(line)} bytes, and at most {_LINE} are read")
         batch.append(_line_object(line, where, as_json=place.endswith(".jsonl") or line.startswith(b"{")))
         if len(batch) == _BATCH:
             yield batch
