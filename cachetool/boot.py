@@ -55,9 +55,7 @@ def begin(
     command = [sys.executable, *flags, "-c", f"{ends}; {boot(module, call, named=named)}"]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env
-        )
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
 
     return start() if threading.get_native_id() == os.getpid() else _lasting(start)
 

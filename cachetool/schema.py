@@ -21,8 +21,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -175,7 +175,9 @@ class Schema:
         if not self.fields:
             raise UsageError("a schema needs at least one field")
         if len(self.fields) > MAX_FIELDS:
-            raise UsageError(f"{len(self.fields)} fields in one sample, at most {MAX_FIELDS}; choose some with --fields")
+            raise UsageError(
+                f"{len(self.fields)} fields in one sample, at most {MAX_FIELDS}; choose some with --fields"
+            )
         object.__setattr__(self, "_by_name", {field.name: field for field in self.fields})
         counts = Counter(field.name for field in self.fields)
         folders = {name[:at] for name in counts for at, letter in enumerate(name) if letter == "/"}

@@ -39,6 +39,8 @@ SECRET_VARIABLES = (
 )
 """Environment variables whose values must never be shown."""
 
+_HOST = 253
+"""Letters of the longest name of a host (RFC 1035)."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # The part before the @ is the container there, not a user.
 _CONTAINER_BEFORE_AT = ("abfs", "abfss", "wasb", "wasbs", "adl")
@@ -62,7 +64,9 @@ _SIGNS_BESIDE = {
     "signature": frozenset({"expires", "policy"}),  # CloudFront, S3, Google
 }
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*+:?+\s*+)[^\r\n]++")
-_AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{6,}+")
+_AUTH_HOST = 253
+"""Letters of the longest name of a host (RFC 1035)."""
+_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{6,}+")
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -74,10 +78,9 @@ def split_url(url: str) -> tuple[str, str]:
 def usable_host(name: str) -> bool:
     """Whether a host can be called so: a resolver encodes each part of the name, and some cannot be."""
     try:
-        name.encode("idna")
+        return len(name.encode("idna")) <= _HOST
     except UnicodeError:
         return False
-    return True
 
 
 def printable(text: str) -> str:
