@@ -64,9 +64,7 @@ _SIGNS_BESIDE = {
     "signature": frozenset({"expires", "policy"}),  # CloudFront, S3, Google
 }
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*+:?+\s*+)[^\r\n]++")
-_AUTH_HOST = 253
-"""Letters of the longest name of a host (RFC 1035)."""
-_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{6,}+")
+_AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{6,}+")
 
 
 def split_url(url: str) -> tuple[str, str]:
