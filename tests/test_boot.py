@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[("main", True), ("main", False), ("thread", True), ("thread", False), ("forked", False)])
 def starter(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[int, int]]:
-    """Pids of a starter and of its child, which computes; they have begun, and whichever thread started it has ended."""
+    """Pids of a starter and of its child, which computes; the thread that started it has ended, if it may."""
     how, gives_back = request.param
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, how, str(gives_back)],
