@@ -116,9 +116,7 @@ class Processes:
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]
         self._keeper = started(
-            boot("cachetool.loaders.feeder"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", boot("cachetool.loaders.feeder")],
             pass_fds=(answers, *rings),
             env=_environment(),
         )

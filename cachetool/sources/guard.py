@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.boot import boot, started
+from cachetool.boot import begin
 from cachetool.errors import BadObject, UsageError, from_json
 from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileOptions
@@ -125,15 +125,14 @@ class _Child:
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
-        self._process = started(
-            boot("cachetool.sources.guarded", named=False),
-            "-W",
-            "ignore",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._process = begin(
+            "cachetool.sources.guarded",
+            gives_back=False,
+            named=False,
+            flags=("-W", "ignore"),
+            env=_environment(),
             # What a library prints may be a file's own words, and a terminal obeys them.
             stderr=None if os.environ.get("CACHETOOL_DEBUG") else subprocess.DEVNULL,
-            env=_environment(),
         )
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # all that pipes may take is in use
