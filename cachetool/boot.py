@@ -65,7 +65,7 @@ def begin(
 
 
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A process with pipes to and from it, which a terminal's Ctrl-C does not reach. ``options`` are those of ``Popen``.
+    """A process with pipes to and from it, which a terminal's Ctrl-C does not reach; ``options`` are of ``Popen``.
 
     Raises :class:`UsageError` where the system starts none.
     """

@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
