@@ -15,7 +15,8 @@ from cachetool.engines.task import Engine
 from cachetool.errors import UsageError
 from cachetool.nodes import PLACE
 from cachetool.progress import Report, silent
-from cachetool.units import parse_location
+from cachetool.text import shown
+from cachetool.units import parse_choice, parse_location, parse_text, parse_whole
 
 if TYPE_CHECKING:
     from cachetool.conversion import ConvertResult
@@ -155,7 +156,7 @@ def _path(name: str | Path | None) -> Path | None:
     """A folder to write. Raises :class:`UsageError` for an empty name, which ``Path`` takes for the present folder."""
     if name is not None and not str(name).strip():
         raise UsageError("the name of the folder to write is empty; name one with --out")
-    return None if name is None else Path(name)
+    return None if name is None else Path(parse_location(name, what="--out"))
 
 
 def open_cache(
@@ -175,8 +176,7 @@ def open_cache(
 def elsewhere(on: str, cache: str | Path | None, **only: object) -> bool:
     """Whether a verb is to run on the nodes of a cluster; ``only`` are options that have a sense there alone. Raises
     :class:`UsageError` for what goes with neither."""
-    if on not in ("local", "ray"):
-        raise UsageError(f"--on is local or ray, got {on!r}")
+    parse_choice(on, ("local", "ray"), what="--on")
     if on == "ray":
         return True
     for name, value in only.items():
@@ -231,11 +231,12 @@ _PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait")
 
 def find_shard(cache: CacheDir, name: str) -> Shard:
     """The shard with this id or the only one whose id begins so. Raises :class:`UsageError`."""
+    name = parse_text(name, what="shard=")
     found = [shard for shard in cache.shards() if shard.id.startswith(name)]
     if len(found) != 1:
         what = "no shard" if not found else f"{len(found)} shards"
         raise UsageError(
-            f"cache {cache.root} has {what} with an id that begins with {name!r};"
+            f"cache {cache.root} has {what} with an id that begins with {shown(name)};"
             f" see: cachetool ls{cache_option(cache.root)}"
         )
     return found[0]
@@ -246,7 +247,7 @@ def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
 
     Raises :class:`UsageError`, and :class:`CorruptError` naming file, sample and field.
     """
-    found = find_shard(cache, shard)
+    found, index = find_shard(cache, shard), parse_whole(index, what="index=")
     if not 0 <= index < found.samples:
         raise UsageError(f"shard {found.id} has samples 0 to {found.samples - 1}, not {index}")
     import numpy as np

@@ -61,7 +61,7 @@ def pull_over(
     if "://" not in url:
         url = str(Path(url).absolute())  # nodes are elsewhere
     template = str(root_of(cache).absolute())
-    with connect(address) as engine, open_cache(driver_cache(template)) as whole:
+    with connect(address, notify) as engine, open_cache(driver_cache(template)) as whole:
         size = {"max_size": max_size, "min_free": min_free}
         about = {**size, "source": source_id(url, options), "dataset": options.dataset}
         crew = Crew(engine, template, about, notify=notify)

@@ -28,7 +28,8 @@ from cachetool.progress import Report, silent
 from cachetool.remote import described
 from cachetool.replacement import replace_shards
 from cachetool.sources.files import FileOptions
-from cachetool.units import parse_duration, parse_size
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_duration, parse_flag, parse_size, parse_text, parse_workers
 
 __all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "preview"]
 
@@ -51,15 +52,20 @@ class ConvertOptions:
     """How the samples of an input are made."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "to", parse_text(self.to, what="--to"))
         kind = self.kind
-        if self.compression is not None and self.compression not in kind.compressions:
+        if not is_one_of(self.compression, (None, *kind.compressions)):
             have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
-            raise UsageError(f"{self.to} has no compression {self.compression!r}; {have}")
-        if self.workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {self.workers}")
-        if self.shard_size is not None and parse_size(self.shard_size, what="--shard-size") < 1:
-            raise UsageError("--shard-size must be at least 1 byte")
-        parse_duration(self.wait, what="--wait")
+            raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
+        object.__setattr__(self, "workers", parse_workers(self.workers))
+        object.__setattr__(self, "verify", parse_flag(self.verify, what="--verify"))
+        if self.dataset is not None:
+            parse_text(self.dataset, what="--dataset")
+        if self.shard_size is not None:
+            object.__setattr__(self, "shard_size", parse_size(self.shard_size, what="--shard-size"))
+            if self.shard_size == 0:
+                raise UsageError("--shard-size must be at least 1 byte")
+        object.__setattr__(self, "wait", parse_duration(self.wait, what="--wait"))
 
     @property
     def kind(self) -> Format:

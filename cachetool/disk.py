@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.text import shown
 
 __all__ = [
     "DISK_BLOCK",
@@ -59,8 +60,9 @@ def whole_blocks(nbytes: int, disk_block: int) -> int:
 def known_error(error: BaseException) -> CacheToolError | None:
     """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
     or went without cachetool: nobody else has any business in there; or a :class:`UsageError` where the working folder
-    went; or a limit of this process, as :func:`limit_error` has it."""
-    if (known := disk_error(error) or _refused(error) or _nowhere(error) or limit_error(error)) is not None:
+    went, for a name that no file can have, or a limit of this process, as :func:`limit_error` has it."""
+    known = disk_error(error) or _refused(error) or _nowhere(error) or _misnamed(error) or limit_error(error)
+    if known is not None:
         return known
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
@@ -98,6 +100,17 @@ def _nowhere(error: BaseException) -> UsageError | None:
         os.getcwd()
     except FileNotFoundError:
         return UsageError("the current folder was removed, so no relative path leads anywhere; change to another one")
+    return None
+
+
+def _misnamed(error: BaseException) -> UsageError | None:
+    """That a name, an argument or one that a source has, is none that the system takes."""
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return UsageError(f"{shown(error.object)} is no text in UTF-8; what is called so needs another name")
+    if isinstance(error, ValueError) and str(error) == "embedded null byte":
+        return UsageError("a name has a zero byte in it, which no name of a file has; name another one")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UsageError(f"{shown(error.filename)}: {error.strerror}; name another one")
     return None
 
 

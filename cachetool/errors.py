@@ -17,12 +17,18 @@
     ├── CatalogError              6   the cache's catalog or layout cannot be used
     └── Interrupted             130   Ctrl-C or SIGTERM
 
-A message is one or two lines: what, which value, what to do next. Lower errors are chained with ``from``.
+A message is one or two lines: what, which value, what to do next. Lower errors are chained with ``from``. Names in it
+may come from a store or a foreign file, so what is not printable is escaped: no name moves a terminal's cursor.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from cachetool.text import plain
+
+_LONGEST, _END = 2000, 400
+"""Characters of a line, and those at its end that stay: they say what to do."""
 
 __all__ = [
     "AccessDenied",
@@ -48,6 +54,15 @@ class CacheToolError(Exception):
     """Base of all errors of cachetool; ``str(error)`` is fit to be shown to a user."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("\n".join(map(_line, message.split("\n"))))
+
+
+def _line(text: str) -> str:
+    """A line of a message: a name may be of any length, and a schema have any number of names."""
+    shown = plain(text)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - _END]} ... {shown[-_END:]}"
 
 
 class UsageError(CacheToolError, ValueError):

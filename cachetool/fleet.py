@@ -97,7 +97,13 @@ class Fleet:
 
 
 def on_nodes(
-    verb: str, cache: str | None, arguments: Mapping[str, Any], *, address: str | None = None, report: Report = silent
+    verb: str,
+    cache: str | None,
+    arguments: Mapping[str, Any],
+    *,
+    address: str | None = None,
+    report: Report = silent,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> Fleet:
     """Do ``stats``, ``evict``, ``verify`` or ``convert`` with the cache of every living node.
 
@@ -108,7 +114,7 @@ def on_nodes(
     from cachetool.engines.ray import connect
 
     place = str(root_of(cache).absolute())  # a node's tasks have another working directory
-    with connect(address) as engine:
+    with connect(address, notify) as engine:
         nodes, heard = engine.nodes(), _Heard(report)
         runs, outcomes = [], {}
         try:

@@ -7,12 +7,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from cachetool.cache import Room, policy_names
+from cachetool.cache import Room
+from cachetool.cache.policies import check_policy
 from cachetool.errors import UsageError
 from cachetool.formats import get_format
 from cachetool.schema import names_of
 from cachetool.sources import SourceOptions
-from cachetool.units import parse_duration, parse_fraction, parse_rate, parse_size, parse_whole
+from cachetool.text import shown
+from cachetool.units import (
+    parse_choice,
+    parse_duration,
+    parse_flag,
+    parse_fraction,
+    parse_rate,
+    parse_size,
+    parse_text,
+    parse_whole,
+    parse_workers,
+)
 
 if TYPE_CHECKING:
     from cachetool.cache.again import Wanted
@@ -78,7 +90,7 @@ class PullOptions:
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
         if source.get("fields") is not None:
             source["fields"] = names_of(source["fields"])
-        source["rename"] = dict(source.get("rename") or {})
+        source["rename"] = {} if source.get("rename") is None else source["rename"]
         return cls(**given, source=SourceOptions(**source))
 
     def to_json(self) -> dict[str, Any]:
@@ -91,37 +103,37 @@ class PullOptions:
         return cls(**{**value, "source": SourceOptions.from_json(value["source"])})
 
     def __post_init__(self) -> None:
-        for name in ("samples", "seed", "workers", "min_epochs"):
-            if (value := getattr(self, name)) is not None:
+        for name in ("samples", "seed", "min_epochs"):
+            if (value := getattr(self, name)) is not None or name == "min_epochs":
                 object.__setattr__(self, name, parse_whole(value, what=f"--{name.replace('_', '-')}"))
+        for name in ("everything", "follow", "refresh", "start_early"):
+            what = "--all" if name == "everything" else f"--{name.replace('_', '-')}"
+            object.__setattr__(self, name, parse_flag(getattr(self, name), what=what))
+        object.__setattr__(self, "workers", parse_workers(self.workers))
         if self.to is not None:
-            get_format(self.to)
+            get_format(parse_text(self.to, what="--to"))
         if self.samples is not None and self.samples < 1:
             raise UsageError(f"--samples must be at least 1, got {self.samples}")
-        for name, value in (("--samples", self.samples), ("--seed", self.seed), ("--min-epochs", self.min_epochs)):
-            if value is not None and abs(value) >= 2**63:
-                raise UsageError(f"{name} {value} is too large; it must be below 2**63")
         if (self.samples is not None) + self.everything + self.follow > 1:
             raise UsageError("only one of --samples, --all and --follow can be given")
-        if self.order not in (None, "random", "sequential"):
-            raise UsageError(f"--order is random or sequential, got {self.order!r}")
-        if self.workers < 1:
-            raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        if self.order is not None:
+            parse_choice(self.order, ("random", "sequential"), what="--order")
         if self.max_rate is not None:
-            parse_rate(self.max_rate, what="--max-rate")
-        if self.policy not in policy_names():
-            raise UsageError(f"unknown eviction policy {self.policy!r}; there are {', '.join(policy_names())}")
-        if self.on_error not in ("error", "skip"):
-            raise UsageError(f"--on-error is error or skip, got {self.on_error!r}")
+            object.__setattr__(self, "max_rate", parse_rate(self.max_rate, what="--max-rate"))
+        check_policy(self.policy)
+        parse_choice(self.on_error, ("error", "skip"), what="--on-error")
+        parse_text(self.dataset, what="--dataset")
         if not self.dataset or len(self.dataset) > 100 or not self.dataset.isprintable():
-            raise UsageError(f"dataset name {self.dataset!r} cannot be used: up to 100 printable characters")
-        if self.shard_size is not None and parse_size(self.shard_size, what="--shard-size") < 1:
-            raise UsageError("--shard-size must be at least 1 byte")
+            raise UsageError(f"dataset name {shown(self.dataset)} cannot be used: up to 100 printable characters")
+        if self.shard_size is not None:
+            object.__setattr__(self, "shard_size", parse_size(self.shard_size, what="--shard-size"))
+            if self.shard_size == 0:
+                raise UsageError("--shard-size must be at least 1 byte")
         if self.min_epochs < 0:
             raise UsageError(f"--min-epochs must be at least 0, got {self.min_epochs}")
         _ = self.first_shard_seconds
-        parse_duration(self.wait, what="--wait")
-        parse_fraction(self.renew, what="--renew")
+        object.__setattr__(self, "wait", parse_duration(self.wait, what="--wait"))
+        object.__setattr__(self, "renew", parse_fraction(self.renew, what="--renew"))
 
     @property
     def first_shard_seconds(self) -> float | None:

@@ -40,7 +40,7 @@ from cachetool.sources.fetch import Fetcher
 from cachetool.sources.files import FileOptions, kind_of_name, kind_of_names
 from cachetool.stores import Object, Store, canonical, local_path, open_store, redact, split_url
 from cachetool.stores.base import Streaming
-from cachetool.units import format_size
+from cachetool.units import format_size, parse_location
 
 __all__ = ["bring", "described"]
 
@@ -62,7 +62,8 @@ def described(source: str | Path, options: FileOptions, *, beside: Path | None, 
     ``beside`` is the output, whose disk takes what must be fetched; None for where temporary files go. Raises
     :class:`NotFound` when nothing is at a URL, :class:`CapacityError` when the disk has no room for it.
     """
-    if isinstance(source, str) and source:
+    if not isinstance(source, Path):
+        source = parse_location(source, what="INPUT")
         check_place(source)
     if isinstance(source, Path) or split_url(source)[0] in ("", "file"):
         yield describe(source if isinstance(source, Path) else local_path(source), options)

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -28,8 +29,9 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from cachetool.errors import UsageError
+from cachetool.text import shown
 
-__all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
+__all__ = ["KEY", "MAX_FIELDS", "Field", "Kind", "Schema", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
 """What a field is, which decides how every format stores it."""
@@ -41,6 +43,10 @@ _NAME = re.compile(r"[A-Za-z0-9_+\- .]+(/[A-Za-z0-9_+\- .]+)*")
 # What formats call their own: arrays beside those of a field, Zarr's metadata, the notes in an LMDB file.
 _RESERVED = re.compile(r"\.(offsets|shapes)(/|$)|/shape$|(^|/)zarr\.json(/|$)|^__(len|schema)__$")
 MAX_RANK = 32
+MAX_FIELDS = 4096
+"""Of one sample: every shard, row of the catalog and message repeats them."""
+_DTYPE = 100
+"""Characters of the longest name of a dtype: NumPy parses what it is given."""
 
 
 def storage_dtype(dtype: Any) -> np.dtype[Any]:
@@ -50,9 +56,11 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
     none that are the same on every machine (``longdouble``).
     """
     try:
+        if len(str(dtype)) > _DTYPE and isinstance(dtype, str):
+            raise TypeError("no name is so long")
         found = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # NumPy reads some names as Python
-        raise UsageError(f"dtype {dtype!r} is not a NumPy dtype") from error
+        raise UsageError(f"dtype {str(dtype)[:_DTYPE]!r} is not a NumPy dtype") from error
     if found.kind == "O":
         raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")
     if found.names:
@@ -71,11 +79,14 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
 def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
     what is no name and for one that comes twice."""
-    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    try:
+        found = (names,) if isinstance(names, str) else tuple(names)
+    except TypeError:
+        found = ()
     if not found or not all(isinstance(name, str) for name in found):
-        raise UsageError(f"fields {names!r} cannot be used: the name of a field, or a list of names")
+        raise UsageError(f"fields {shown(names)} cannot be used: the name of a field, or a list of names")
     if twice := [name for name in found if found.count(name) > 1]:
-        raise UsageError(f"field {twice[0]!r} is asked for twice; name it once")
+        raise UsageError(f"field {shown(twice[0])} is asked for twice; name it once")
     return found
 
 
@@ -97,10 +108,12 @@ class Field:
     """Bytes of one sample's value of a fixed field; 0 for the other kinds, whose values differ in size."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise UsageError(f"field name {shown(self.name)} cannot be used: a name is text")
         parts = self.name.split("/")
         if not _NAME.fullmatch(self.name) or any(p.strip(". ") == "" for p in parts) or len(self.name) > 200:
             raise UsageError(
-                f"field name {self.name!r} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
+                f"field name {self.name[:300]!r} cannot be used: letters (a to z), digits, _ + - . and blanks, parts"
                 " joined by '/'; rename the field with --rename"
             )
         if _RESERVED.search(self.name):
@@ -161,16 +174,23 @@ class Schema:
 
     fields: tuple[Field, ...]
     """At least one field, names unique."""
+    _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", tuple(self.fields))
         if not self.fields:
             raise UsageError("a schema needs at least one field")
-        names = [field.name for field in self.fields]
-        for name in names:
-            if names.count(name) > 1:
+        if len(self.fields) > MAX_FIELDS:
+            raise UsageError(
+                f"{len(self.fields)} fields in one sample, at most {MAX_FIELDS}; choose some with --fields"
+            )
+        object.__setattr__(self, "_by_name", {field.name: field for field in self.fields})
+        counts = Counter(field.name for field in self.fields)
+        folders = {name[:at] for name in counts for at, letter in enumerate(name) if letter == "/"}
+        for name, count in counts.items():
+            if count > 1:
                 raise UsageError(f"field {name!r} appears twice in one schema; rename one with --rename")
-            if any(other.startswith(name + "/") for other in names):
+            if name in folders:
                 raise UsageError(f"field {name!r} is also the folder of another field; rename one with --rename")
 
     def __iter__(self) -> Iterator[Field]:
@@ -180,13 +200,12 @@ class Schema:
         return len(self.fields)
 
     def __contains__(self, name: object) -> bool:
-        return any(field.name == name for field in self.fields)
+        return name in self._by_name
 
     def __getitem__(self, name: str) -> Field:
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise UsageError(f"no field {name!r}; this dataset has {', '.join(self.names)}")
+        if (found := self._by_name.get(name)) is not None:
+            return found
+        raise UsageError(f"no field {shown(name)}; this dataset has {', '.join(self.names)}")
 
     @property
     def names(self) -> tuple[str, ...]:

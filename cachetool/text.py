@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["count", "counted", "plain", "program"]
+__all__ = ["count", "counted", "plain", "program", "shown"]
+
+_LONGEST = 80
+"""Characters of a value in a message."""
 
 
 def plain(text: object) -> str:
@@ -13,6 +16,15 @@ def plain(text: object) -> str:
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for a message: one line, cut when it is long, whatever a stranger's object does."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except Exception:  # noqa: BLE001 - a number of 5,000 digits has no text, and objects may raise anything
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def count(number: int, noun: str) -> str:

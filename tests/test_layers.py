@@ -33,7 +33,7 @@ BELOW = {
     "folders": VALUES | {"disk"},
     "scratch": VALUES | {"disk", "folders"},
     "streams": VALUES,
-    "boot": set(),
+    "boot": VALUES,
     "cache": VALUES | {"disk", "folders"},
     "formats": VALUES | {"disk", "folders"},
     "stores": VALUES,

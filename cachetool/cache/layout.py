@@ -29,6 +29,8 @@ from cachetool.disk import cache_around, too_long
 from cachetool.errors import UsageError
 from cachetool.folders import disk_bytes, remove, write_durable
 from cachetool.names import Id, Name
+from cachetool.text import shown
+from cachetool.units import parse_location
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -69,8 +71,10 @@ def root_of(named: str | Path | None) -> Path:
             " FOLDER"
         )
     root = default_root() if named is None else Path(named)
+    if min(parse_location(root, what="the cache folder")) < " ":
+        raise UsageError(f"the cache folder {shown(str(root))} has control characters; name another one with --cache")
     if too_long(root):
-        raise UsageError(f"cache {str(root)!r} is longer than a name may be here; name a shorter one with --cache")
+        raise UsageError(f"cache {shown(str(root))} is longer than a name may be here; name a shorter one with --cache")
     return root
 
 

@@ -16,7 +16,8 @@ from cachetool.cache.root import CacheDir
 from cachetool.cache.usage import measure
 from cachetool.disk import known_error
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
-from cachetool.units import format_size, parse_size
+from cachetool.text import shown
+from cachetool.units import format_size, parse_flag, parse_size
 
 __all__ = ["open_cache", "open_root"]
 
@@ -59,6 +60,9 @@ def open_root(
     """:func:`open_cache` for a class made of :class:`CacheDir`."""
     size = None if max_size is None else parse_size(max_size, what="--max-size")
     floor = None if min_free is None else parse_size(min_free, what="--min-free")
+    if notify is not None and not callable(notify):
+        raise UsageError(f"notify={shown(notify)} cannot be used: a function that takes a line of text")
+    create = parse_flag(create, what="create=")
     path = root_of(root)
     check_file_system(path, notify)
     refuse_loose(path)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.errors import UsageError
-from cachetool.units import format_size
+from cachetool.text import shown
+from cachetool.units import format_size, is_one_of
 
 __all__ = [
     "POLICIES",
@@ -84,8 +85,8 @@ def policy_names() -> tuple[str, ...]:
 
 def check_policy(policy: str) -> None:
     """Raise :class:`UsageError` for a name that is none."""
-    if policy not in POLICIES:
-        raise UsageError(f"unknown eviction policy {policy!r}; there are {', '.join(POLICIES)}")
+    if not is_one_of(policy, POLICIES):
+        raise UsageError(f"unknown eviction policy {shown(policy)}; there are {', '.join(POLICIES)}")
 
 
 def _kept(

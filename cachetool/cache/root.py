@@ -24,7 +24,8 @@ from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.names import Id
 from cachetool.schema import KEY, Schema
-from cachetool.units import format_size, parse_size
+from cachetool.text import plain, shown
+from cachetool.units import format_size, parse_duration, parse_flag, parse_size, parse_text, parse_whole
 
 if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a feeder only reads
     from cachetool.cache.commit import Staging
@@ -172,12 +173,12 @@ class CacheDir:
     def dataset(self, name: str | None = None) -> str:
         """``name`` if there is such a dataset; None means ``default``, or the only one. Raises :class:`UsageError`."""
         names = self.datasets()
-        if name is not None and name in names:
+        if name is not None and parse_text(name, what="dataset=") in names:
             return name
         fill = f"it is empty; fill it with: cachetool pull SOURCE{cache_option(self.root)}"
-        have = f"it holds {', '.join(names)}" if names else fill
+        have = f"it holds {', '.join(map(plain, names))}" if names else fill
         if name is not None:
-            raise UsageError(f"cache {self.root} has no dataset {name!r}; {have}")
+            raise UsageError(f"cache {self.root} has no dataset {shown(name)}; {have}")
         if "default" in names:
             return "default"
         if len(names) != 1:
@@ -194,6 +195,9 @@ class CacheDir:
     def shards(self, dataset: str | None = None, *, version: int | None = None, retiring: bool = False) -> list[Shard]:
         """Shards visible now, or at a leased ``version``, oldest first; with ``retiring`` also those that only older
         leases see. Takes no lease."""
+        dataset = None if dataset is None else parse_text(dataset, what="dataset=")
+        version = None if version is None else parse_whole(version, what="version=")
+        retiring = parse_flag(retiring, what="retiring=")
         if not self._exists:
             return []
         with self.catalog.read() as connection:
@@ -226,6 +230,9 @@ class CacheDir:
         unread at the same time. ``known``: version and stamp of the one whose shards the caller has already. ``empty``:
         of no shard; pulls without an end evict nothing while somebody has it."""
         name = self.dataset(dataset)
+        run = None if run is None else parse_text(run, what="run=")
+        epoch = None if epoch is None else parse_whole(epoch, what="epoch=")
+        peek, sparing, empty = (parse_flag(flag, what="snapshot") for flag in (peek, sparing, empty))
         self.recover()
         return snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
@@ -280,6 +287,7 @@ class CacheDir:
         """The source with this id, if this cache has drawn from it."""
         from cachetool.cache.draws import source_row
 
+        id = parse_text(id, what="source")
         if not self._exists:
             return None
         with self.catalog.read() as connection:
@@ -315,6 +323,8 @@ class CacheDir:
         from cachetool.cache.eviction import evict_to
 
         target = parse_size(max_size, what="--max-size")
+        min_epochs, wait = parse_whole(min_epochs, what="--min-epochs"), parse_duration(wait, what="--wait")
+        dry_run = parse_flag(dry_run, what="--dry-run")
         if dataset is not None:
             self.dataset(dataset)
         return evict_to(

@@ -30,7 +30,7 @@ def stats(out: Output, cache: str | None, dataset: str | None, address: str | No
     from cachetool.cache.stats import newest_pass
     from cachetool.fleet import on_nodes, sources
 
-    found = on_nodes("stats", cache, {"dataset": dataset}, address=address)
+    found = on_nodes("stats", cache, {"dataset": dataset}, address=address, notify=out.note)
     drawn = sources(cache, dataset)
     if out.as_json:
         value = found.as_dict()
@@ -64,7 +64,7 @@ def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address:
     """Make the cache of each node smaller."""
     from cachetool.fleet import on_nodes
 
-    found = on_nodes("evict", cache, arguments, address=address)
+    found = on_nodes("evict", cache, arguments, address=address, notify=out.note)
     planned = bool(arguments["dry_run"])
 
     def cells(row: Mapping[str, Any]) -> Sequence[object]:
@@ -98,7 +98,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
     from cachetool.fleet import on_nodes
 
     with out.progress() as report:
-        found = on_nodes("verify", cache, arguments, address=address, report=report)
+        found = on_nodes("verify", cache, arguments, address=address, report=report, notify=out.note)
 
     def cells(row: Mapping[str, Any]) -> Sequence[object]:
         # The sum has numbers where a node has lists.
@@ -136,7 +136,7 @@ def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any],
         )
     given = {**arguments, "out": None if folder is None else os.path.abspath(folder)}
     with out.progress() as report:
-        found = on_nodes("convert", cache, given, address=address, report=report)
+        found = on_nodes("convert", cache, given, address=address, report=report, notify=out.note)
     if not out.as_json:
         _table(
             out,
@@ -158,7 +158,7 @@ def convert_files(out: Output, source: str, arguments: Mapping[str, Any], addres
             "convert INPUT --on ray writes files: name a folder that all nodes see with --out;"
             f"\ninto the caches of the nodes a file is pulled: cachetool pull {source} --all --on ray"
         )
-    with connect(address) as engine, out.progress() as report:
+    with connect(address, out.note) as engine, out.progress() as report:
         spread = Spread(engine, engine.nodes(), each=arguments["workers"])
         return api.convert(source, **arguments, progress=report, engine=spread)
 

@@ -8,13 +8,14 @@
     --quiet          as without                    errors only
 
 Everything shown may come from a remote key or a foreign file, so what is not printable is escaped: no name can move the
-cursor or change colours. JSON needs no such care, its encoder escapes all of it.
+cursor or change colours. JSON needs no such care, its encoder escapes all of it, half of a surrogate pair as well.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class Output:
 
     def document(self, value: Mapping[str, Any], *, indent: int | None = 2) -> None:
         """The one JSON document of a command, on stdout."""
-        _write(json.dumps(value, indent=indent) + "\n")
+        _write(json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table on stdout, after a blank line. Columns whose name begins with ``>`` are set flush right."""
@@ -136,6 +137,15 @@ def prepare_streams() -> None:
 def drop_stdout() -> None:
     """Point stdout at nothing, so that the interpreter's flush at exit does not fail on a pipe that is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for each number that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(text: str) -> None:

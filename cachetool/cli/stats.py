@@ -15,7 +15,7 @@ from cachetool.cli.output import Output, count
 from cachetool.disk import disk_error
 from cachetool.errors import UsageError
 from cachetool.folders import replacing, resolved
-from cachetool.units import format_size
+from cachetool.units import format_size, parse_location
 
 if TYPE_CHECKING:
     from cachetool.cache import CacheDir
@@ -61,6 +61,7 @@ def stats(
         )
     if html is not None and not html.strip():
         raise UsageError("the name of the file to write is empty; name one with --html")
+    html = None if html is None else parse_location(html, what="--html")
     out = Output(as_json=as_json, quiet=quiet)
     if elsewhere(on, cache, address=address):
         from cachetool.cli import nodes

@@ -15,12 +15,11 @@ import select
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from cachetool.boot import boot
+from cachetool.boot import begin
 from cachetool.engines.task import Message, Task
 from cachetool.errors import CacheToolError, from_json
 
@@ -125,14 +124,8 @@ class Child:
     """A process of its own, which begins ``task`` at once, or loads a module while it waits for one."""
 
     def __init__(self, task: Task | None = None, *, imports: str = "") -> None:
-        program = boot("cachetool.engines.child", f"main({os.getpid()}, {imports!r})")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
-            env={**_ENVIRONMENT, **os.environ},
-        )
+        call = f"main({os.getpid()}, {imports!r})"
+        self.process = begin("cachetool.engines.child", call, gives_back=True, env={**_ENVIRONMENT, **os.environ})
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout

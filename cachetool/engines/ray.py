@@ -77,14 +77,15 @@ class _Line:
 
 
 @contextlib.contextmanager
-def connect(address: str | None = None) -> Iterator[RayEngine]:
-    """The nodes of the cluster at ``address`` (``HOST:PORT``; None or ``auto``: the one that runs here, else one that
-    is started on this machine alone), until the end of the block.
+def connect(address: str | None = None, notify: Callable[[str], None] = lambda line: None) -> Iterator[RayEngine]:
+    """The nodes of the cluster at ``address`` (``HOST:PORT``; None or ``auto``: the one of this user that runs here,
+    else one that is started on this machine alone), until the end of the block. ``notify`` hears of one that is not
+    used.
 
     Raises :class:`MissingExtra` without Ray, :class:`UsageError` for an address that is none, :class:`Unreachable`
     where no Ray answers within some seconds.
     """
-    with opened(address) as here:
+    with opened(address, notify) as here:
         engine = RayEngine(here)
         try:
             yield engine

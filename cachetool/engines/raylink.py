@@ -3,10 +3,14 @@
 ::
 
     HOST:PORT         that cluster, of which this machine must be a node
-    auto (default)    $RAY_ADDRESS, else the cluster that runs on this machine, else one that is started here
+    auto (default)    $RAY_ADDRESS, else the cluster of this user that runs here, else one that is started here
     local             one that is started here
 
-What is started here ends with the block; a connection that the program has already is used and left as it is.
+A cluster runs whatever a driver sends it, and a driver unpickles what a cluster sends: ``auto`` follows only a node
+process of this user or of root. Ray's address file, which lies in a folder that everybody may write to, chooses among
+those and nothing else. What is started here listens on the loopback interface alone, asks for a token that is made for
+it, and has a folder that no other user may look into; it ends with the block. A connection that the program has already
+is used and left as it is.
 """
 
 from __future__ import annotations
@@ -15,14 +19,20 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
+import stat
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cachetool.errors import MissingExtra, Unreachable, UsageError
+from cachetool.scratch import scratch
+from cachetool.text import plain
 
 __all__ = ["listens", "opened"]
 
@@ -42,10 +52,15 @@ _UNAUTHENTICATED = b"grpc-status\x0216"
 """In the headers of an answer: only who is known has one."""
 
 
+_LOOPBACK = "127.0.0.1"
+_PRIVATE = "ct-ray-"
+"""How the folder of a cluster begins that a process started for itself. Names of sockets in it have 107 bytes."""
+
+
 @contextlib.contextmanager
-def opened(address: str | None) -> Iterator[str]:
-    """A connection for the block; gives the id of the node that this process is on. Errors are those of
-    :func:`cachetool.engines.ray.connect`."""
+def opened(address: str | None, notify: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+    """A connection for the block; gives the id of the node that this process is on. ``notify`` hears of a cluster that
+    is not used because another user may have made it. Errors are those of :func:`cachetool.engines.ray.connect`."""
     place = _place(address)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -58,9 +73,14 @@ def opened(address: str | None) -> Iterator[str]:
     if ray.is_initialized():  # by the program that we are a part of
         yield str(ray.get_runtime_context().get_node_id())
         return
-    with _silent():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_silent())
+        place = place if place is not None else _running(notify)
         with _keeping_handlers():
-            _init(place if place is not None else _running())
+            if place == "local":
+                stack.enter_context(_started())
+            else:
+                _join(place)
         try:
             yield str(ray.get_runtime_context().get_node_id())
         finally:
@@ -85,36 +105,129 @@ def _place(address: str | None) -> str | None:
     return address
 
 
-def _running() -> str:
-    """The address of the cluster that runs on this machine; ``local`` when there is none."""
-    from ray._private import services
-
-    muted, services.logger.disabled = services.logger.disabled, True  # it warns of each that it does not take
-    try:
-        found = services.canonicalize_bootstrap_address("auto")
-    except ConnectionError:  # there is none
-        return "local"
-    finally:
-        services.logger.disabled = muted
-    if found is None or found == "auto":
-        return "local"
-    with contextlib.suppress(Unreachable):  # a file that names one may be left from long ago
-        _greet(found)
-        return str(found)
+def _running(notify: Callable[[str], None]) -> str:
+    """The address of the cluster of this user that runs on this machine; ``local`` when there is none."""
+    own, others = _raylets()
+    named, trusted = _address_file()
+    for address in sorted(own, key=lambda each: (each != named if trusted else False, each)):
+        with contextlib.suppress(Unreachable):  # a node may outlive the cluster that it belongs to
+            _greet(address)
+            return address
+    if unknown := others or ({named} if named is not None and not trusted else set()):
+        shown = plain(min(unknown))[:80]
+        notify(
+            f"the Ray at {shown} is not used: another user may have made it;"
+            " if you trust it, name it with --address HOST:PORT"
+        )
     return "local"
 
 
-def _init(address: str) -> None:
+def _raylets() -> tuple[set[str], set[str]]:
+    """Addresses of the clusters that have a node on this machine: those of node processes that this user or root
+    started, which nobody else can forge, and those of other users."""
+    import psutil  # type: ignore[import-untyped]  # Ray brings its own
+
+    own: set[str] = set()
+    others: set[str] = set()
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words = process.info["cmdline"] or [""]
+        if os.path.basename(words[0].split(" ")[0]) != "raylet" or process.info["uids"] is None:
+            continue
+        if any(word.startswith("--session_dir=") and f"/{_PRIVATE}" in word for word in words):
+            continue  # of another program, with which it ends
+        uids = {process.info["uids"].real, process.info["uids"].effective}
+        addresses = (word.removeprefix("--gcs-address=") for word in words if word.startswith("--gcs-address="))
+        (own if uids <= {0, os.geteuid()} else others).update(address for address in addresses if address)
+    return own, others
+
+
+def _address_file() -> tuple[str | None, bool]:
+    """The address that ``ray start`` noted for this machine, and whether this user or root wrote it."""
+    from ray._common.utils import get_ray_address_file
+
+    try:
+        fd = os.open(get_ray_address_file(None), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None, False
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None, False
+        address = file.read(256).decode("utf-8", "replace").strip()
+    mine = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1 and not status.st_mode & 0o022
+    return address or None, mine
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "cachetool"}
+
+
+def _join(address: str) -> None:
     import ray
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "cachetool"}
-    try:
-        if address == "local":
-            ray.init("local", include_dashboard=False, num_cpus=len(os.sched_getaffinity(0)), **quiet)
-            return
+    with _naming(address):
         _greet(address)
-        ray.init(address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        ray.init(address, **_QUIET)
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[None]:
+    """Start a cluster of this machine alone, which no other machine and no other user can reach; its folder and its
+    token go at the end of the block."""
+    import ray
+    from ray._private import ray_constants
+
+    with scratch(Path(tempfile.gettempdir()), _PRIVATE) as folder, _token():
+        asked, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # else it takes no loopback
+        try:
+            with _naming("local"):
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    num_cpus=len(os.sched_getaffinity(0)),
+                    _node_ip_address=_LOOPBACK,
+                    _temp_dir=str(folder / "ray"),  # Ray lets everybody write to its folder: so not the outer one
+                    **_QUIET,
+                )
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = asked
+        yield
+
+
+@contextlib.contextmanager
+def _token() -> Iterator[None]:
+    """A token of its own for what is started in the block: Ray would keep one for all in the user's home, at times
+    readable to others."""
+    from ray import _raylet
+
+    made = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in made}
+    os.environ.update(made)
+    try:
+        _read_token_again(_raylet)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _read_token_again(_raylet)
+
+
+def _read_token_again(raylet: Any) -> None:
+    """Let Ray look at the environment again."""
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """What Ray raises as :class:`Unreachable`, in one line."""
+    import ray
+
+    try:
+        yield
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         what = " ".join(str(error).split())[:200] or type(error).__name__
         raise Unreachable(f"Ray at {address} cannot be used: {what}") from error
 

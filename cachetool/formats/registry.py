@@ -15,6 +15,7 @@ from typing import cast
 
 from cachetool.errors import UsageError
 from cachetool.formats.base import Format
+from cachetool.text import shown
 
 __all__ = ["ENTRY_POINTS", "format_for", "format_names", "get_format"]
 
@@ -53,9 +54,9 @@ def format_names() -> tuple[str, ...]:
 @functools.cache
 def get_format(name: str) -> Format:
     """The format called ``name``. Raises :class:`UsageError` listing the known names for an unknown one."""
-    target = _targets().get(name)
+    target = _targets().get(name) if isinstance(name, str) else None
     if target is None:
-        raise UsageError(f"unknown format {name!r}; use one of {', '.join(format_names())}")
+        raise UsageError(f"unknown format {shown(name)}; use one of {', '.join(format_names())}")
     module, _, attribute = target.partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)()

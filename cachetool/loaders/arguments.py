@@ -14,7 +14,8 @@ from cachetool.loaders.ranks import given
 from cachetool.loaders.ring_memory import MOST_KEPT
 from cachetool.loaders.split import parse_split
 from cachetool.schema import names_of
-from cachetool.units import parse_duration, parse_whole
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_duration, parse_flag, parse_text, parse_whole
 
 __all__ = ["parse_arguments", "parse_place"]
 
@@ -33,6 +34,8 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         values[name] = parse_whole(values[name], what=f"{name}=")
     for name in _COUNTS:
         values[name] = None if values[name] is None else parse_whole(values[name], what=f"{name}=")
+    for name in ("drop_last", "verify", "concurrent"):
+        values[name] = parse_flag(values[name], what=f"{name}=")
     wait, hold = (parse_duration(values[name], what=f"{name}=") for name in ("wait", "hold"))
     validation = parse_split(values["split"], values["validation"])
     _check(values)
@@ -51,7 +54,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         batch_size=values["batch_size"],
         shuffle=SHUFFLES[values["shuffle"]],
         seed=values["seed"],
-        drop_last=bool(values["drop_last"]),
+        drop_last=values["drop_last"],
         split=values["split"],
         validation=validation,
         min_samples=least if values["min_samples"] is None else values["min_samples"],
@@ -59,7 +62,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         hold=hold,
         epochs=values["epochs"],
         missing=values["missing"],
-        verify=bool(values["verify"]),
+        verify=values["verify"],
         prefetch=values["prefetch"],
         each=values["transform_each"],
     )
@@ -73,7 +76,7 @@ def parse_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
     """
     if (place := given(rank, world_size)) is None:
         return None
-    rank, world_size = parse_whole(place[0], what="rank="), parse_whole(place[1], what="world_size=")
+    rank, world_size = place
     _require(world_size >= 1, "world_size", world_size, "at least 1")
     _require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}, below world_size")
     return rank, world_size
@@ -81,24 +84,25 @@ def parse_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
 
 def _check(values: Mapping[str, Any]) -> None:
     _require(values["batch_size"] >= 1, "batch_size", values["batch_size"], "at least 1")
-    _require(values["shuffle"] in SHUFFLES, "shuffle", values["shuffle"], "'full', 'window' or False")
+    _require(is_one_of(values["shuffle"], SHUFFLES), "shuffle", values["shuffle"], "'full', 'window' or False")
     _require(values["workers"] >= 0, "workers", values["workers"], "0 (a thread) or more feeder processes")
     prefetch = values["prefetch"]
     _require(prefetch is None or 1 <= prefetch <= MOST_KEPT, "prefetch", prefetch, f"1 to {MOST_KEPT} batches")
     for name in ("steps", "epochs", "min_samples"):
         _require(values[name] is None or values[name] >= 1, name, values[name], "at least 1")
     each, transform = values["transform_each"], values["transform"]
-    _require(each in ("sample", "batch"), "transform_each", each, "'sample' or 'batch'")
+    _require(is_one_of(each, ("sample", "batch")), "transform_each", each, "'sample' or 'batch'")
     _require(transform is None or callable(transform), "transform", transform, "a function")
     dataset, run = values["dataset"], values["run"]
     _require(dataset is None or (isinstance(dataset, str) and dataset != ""), "dataset", dataset, "a name")
     _require(run is None or isinstance(run, str), "run", run, "a name")
-    for name in ("verify", "drop_last"):
-        _require(values[name] in (True, False), name, values[name], "True or False")
+    for name in ("dataset", "run"):
+        if values[name] is not None:
+            parse_text(values[name], what=f"{name}=")
     missing = values["missing"]
-    _require(missing in ("error", "skip", "refetch"), "missing", missing, "'error', 'skip' or 'refetch'")
+    _require(is_one_of(missing, ("error", "skip", "refetch")), "missing", missing, "'error', 'skip' or 'refetch'")
 
 
 def _require(good: bool, name: str, value: object, wanted: str) -> None:
     if not good:
-        raise UsageError(f"{name}={value!r} cannot be used: {wanted}")
+        raise UsageError(f"{name}={shown(value)} cannot be used: {wanted}")

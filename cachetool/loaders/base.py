@@ -24,10 +24,11 @@ from cachetool.loaders.order import Steps, parse_epoch
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.processes import Processes
 from cachetool.loaders.ranks import launched
-from cachetool.loaders.resume import SAVED, require_order, require_state
+from cachetool.loaders.resume import SAVED, require_order, require_seed, require_state
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.subscription import launched_run
 from cachetool.loaders.transform import Function, dumps
+from cachetool.units import parse_whole
 
 __all__ = ["BaseLoader", "CacheOrPaths"]
 
@@ -331,10 +332,10 @@ class BaseLoader(ABC, Generic[T]):
         The last batch of an epoch ends it, but its state can be asked for until the next one begins. Raises
         :class:`UsageError` for more batches than this epoch has delivered, and what :meth:`state_dict` does.
         """
-        at = self._progress
+        at, batches = self._progress, parse_whole(batches, what="batches=")
         if batches == 0:
             return self.state_dict()
-        if at is None or batches > at.step:
+        if at is None or not 0 < batches <= at.step:
             raise UsageError(f"the present epoch has not delivered {batches} batches, so it was never at that place")
         taken = at.step - batches
         state = {"state": _STATE, "epoch": at.begun.epoch, "seed": self._settings.seed, "order": self._order()}
@@ -352,8 +353,7 @@ class BaseLoader(ABC, Generic[T]):
         of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``. The loader is then as before.
         """
         require_state(state, _STATE, SAVED, of="loaders")
-        if state.get("seed") != self._settings.seed:
-            raise UsageError(f"the state was made with seed={state.get('seed')}, this loader has {self._settings.seed}")
+        require_seed(state.get("seed"), self._settings.seed, of="loader")
         if state.get("resume"):
             require_order(state.get("order"), self._order(), of="loader")
         self._epoch = self._resumed = int(state["epoch"])

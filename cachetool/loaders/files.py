@@ -28,6 +28,7 @@ from cachetool.formats import get_format
 from cachetool.loaders.view import Part, View
 from cachetool.names import Name
 from cachetool.schema import Schema
+from cachetool.text import shown
 
 __all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
 
@@ -114,9 +115,13 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
             _look(path, {})
             raise refused
         cache_or_paths = [path]
-    if not isinstance(cache_or_paths, Iterable):
-        raise UsageError(f"{cache_or_paths!r} is no cache: give an open one, its folder, or a list of shards")
-    paths = tuple(root_of(path).absolute() for path in cache_or_paths)
+    try:
+        named = list(cache_or_paths)
+    except TypeError:
+        raise UsageError(
+            f"{shown(cache_or_paths)} is no cache: give an open one, its folder, or a list of shards"
+        ) from None
+    paths = tuple(root_of(path).absolute() for path in named)
     shards_at(paths)
     return paths[0], paths
 

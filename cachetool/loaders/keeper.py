@@ -63,7 +63,9 @@ def fork(feeders: int, *, trainer: int, report: int, others: Sequence[int]) -> P
             break
         if pid == 0:
             _end_with(keeper)
-            os.setsid()  # Linux shares processors out by sessions: as one, all feeders would get what one thread gets
+            # Linux shares processors out by sessions: as one, all feeders would get what one thread gets.
+            with contextlib.suppress(PermissionError):  # where a sandbox forbids it
+                os.setsid()
             own = [plans[number - 1][0]] if number else [write for _, write in plans]
             for fd in inherited.difference(own):
                 os.close(fd)

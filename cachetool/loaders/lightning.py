@@ -22,6 +22,7 @@ from cachetool.errors import CacheToolError, UsageError, without
 from cachetool.loaders.base import BaseLoader, CacheOrPaths
 from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
 from cachetool.loaders.torch import Loader
+from cachetool.text import shown
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule
@@ -147,6 +148,8 @@ class CacheDataModule(LightningDataModule):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
+        if not isinstance(validation_options, Mapping | None):
+            raise UsageError(f"validation_options={shown(validation_options)} cannot be used: a dict of options")
         if "split" in options or "split" in (validation_options or {}):
             raise UsageError("split= is set by validation=: a part of the samples, as 0.1, is held out from training")
         parts: list[dict[str, Any]] = [{}, {}]

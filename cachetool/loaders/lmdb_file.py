@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _FOREIGN = "lmdb, raw"
 
 def is_lmdb(path: Path) -> bool:
     """Whether ``path`` is a file, or a folder of the kind that LMDB makes by default."""
-    return path.is_file() or (path / "data.mdb").is_file()
+    return os.path.isfile(path) or os.path.isfile(path / "data.mdb")
 
 
 def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:

@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from cachetool.boot import boot
+from cachetool.boot import boot, started
 from cachetool.cache.connection import statements
 from cachetool.errors import CacheToolError, UsageError
 from cachetool.loaders.failure import closed, rebuilt, shared
@@ -107,6 +107,11 @@ class Processes:
                 self._rings.append(Ring())
                 self._readers.append(SlotReader(self._rings[-1], self._schemas))
         except OSError as error:
+            if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise UsageError(
+                    f"feeder processes share memory that memfd_create() makes, which is refused here: {error.strerror};"
+                    " allow that call, or use workers=0"
+                ) from None
             raise CacheToolError(
                 f"workers={feeders} cannot be had: {error.strerror} after {len(self._rings)}"
                 f"{_LIMITS.get(error.errno or 0, '')}; two to four are enough without a transform=, 0 takes none"
@@ -114,12 +119,9 @@ class Processes:
 
     def _start(self, settings: Settings, transform: bytes, answers: int) -> None:
         rings = [ring.fd for ring in self._rings]
-        self._keeper = subprocess.Popen(
+        self._keeper = started(
             [sys.executable, "-c", boot("cachetool.loaders.feeder")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             pass_fds=(answers, *rings),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the training process alone
             env=_environment(),
         )
         hello = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 from cachetool.errors import UsageError
+from cachetool.text import shown
+from cachetool.units import parse_whole
 
 __all__ = ["given", "launched"]
 
@@ -12,8 +14,10 @@ __all__ = ["given", "launched"]
 def given(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
     """Rank and world size as they were given; None when neither was. Raises :class:`UsageError` for one alone."""
     if (rank is None) != (world_size is None):
-        raise UsageError(f"rank and world_size go together, got rank={rank}, world_size={world_size}")
-    return None if rank is None or world_size is None else (rank, world_size)
+        raise UsageError(f"rank and world_size go together, got rank={shown(rank)}, world_size={shown(world_size)}")
+    if rank is None or world_size is None:
+        return None
+    return parse_whole(rank, what="rank="), parse_whole(world_size, what="world_size=")
 
 
 def launched() -> tuple[int, int]:

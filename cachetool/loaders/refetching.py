@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from cachetool.boot import boot
+from cachetool.boot import begin
 from cachetool.errors import BadObject, CacheToolError, CapBlocked, NotFound, SourceError, UsageError, from_json
 from cachetool.loaders.plan import Settings
 from cachetool.loaders.resume import Resume, found_again
@@ -49,9 +47,8 @@ def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence
     moment. Raises what went wrong there."""
     arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
     task = {"target": "cachetool.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
-    command = [sys.executable, "-c", boot("cachetool.engines.child")]
     samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with begin("cachetool.engines.child", gives_back=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(task).encode() + b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,9 @@ from cachetool.errors import UsageError
 from cachetool.loaders.plan import Plan, Settings
 from cachetool.loaders.view import Part, View
 from cachetool.loaders.waiting import say
-from cachetool.units import parse_whole
+from cachetool.permutation import MAX_N
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_whole
 
 __all__ = [
     "SAVED",
@@ -18,9 +21,11 @@ __all__ = [
     "are_rows",
     "asked_for",
     "found_again",
+    "is_count",
     "is_resume",
     "is_whole",
     "require_order",
+    "require_seed",
     "require_state",
     "resumed",
 ]
@@ -46,24 +51,36 @@ def asked_for(value: Mapping[str, Any] | None) -> Resume | None:
 def require_state(state: object, version: int, kinds: Mapping[str, Callable[[Any], bool]], *, of: str) -> None:
     """Raise :class:`UsageError` unless ``state`` is one of ``version`` that the class ``of`` gave: each of ``kinds``
     says whether what the state has of that name can be."""
-    if not isinstance(state, Mapping) or state.get("state") != version:
+    if not isinstance(state, Mapping) or not is_whole(state.get("state")) or state["state"] != version:
         raise UsageError(f"not a state of this version's {of}; load what state_dict() gave")
     for name, good in kinds.items():
         if not good(state.get(name)):
             raise UsageError(
-                f"not a state of {of}: its {name!r} is {state.get(name)!r:.60}; load what state_dict() gave"
+                f"not a state of {of}: its {name!r} is {shown(state.get(name))}; load what state_dict() gave"
             )
 
 
 def require_order(saved: Mapping[str, Any] | None, here: Mapping[str, Any], *, of: str) -> None:
     """Raise :class:`UsageError` where an epoch that is gone on with would have other samples, or another order, than
     its state says; earlier versions saved less."""
+    if not isinstance(saved, Mapping | None):
+        raise UsageError(f"not a state of {of}s: its 'order' is {shown(saved)}; load what state_dict() gave")
     for name, value in (saved or {}).items():
-        if here.get(name) != value:
-            was, has = (False if each == "no" else each for each in (value, here.get(name)))
+        if not isinstance(value, str | float | int | None) or here.get(name) != value:
+            was, has = (False if is_one_of(each, ("no",)) else each for each in (value, here.get(name)))
             raise UsageError(
-                f"the state was made with {name}={was!r}, this {of} has {has!r}; make it with {name}={was!r}"
+                f"the state was made with {name}={shown(was)}, this {of} has {has!r}; make it with {name}={shown(was)}"
             )
+
+
+def require_seed(saved: object, here: int, *, of: str) -> None:
+    """Raise :class:`UsageError` unless the seed that a state has is that of the class ``of`` here."""
+    try:
+        same = parse_whole(saved, what="") == here
+    except UsageError:
+        same = False
+    if not same:
+        raise UsageError(f"the state was made with seed={shown(saved)}, this {of} has {here}")
 
 
 def is_whole(value: object) -> bool:
@@ -74,29 +91,48 @@ def is_whole(value: object) -> bool:
         return False
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a number of samples or batches."""
+    return is_whole(value) and int(value) <= MAX_N  # type: ignore[call-overload]
+
+
 def are_rows(value: object) -> bool:
     """Whether they are parts as :func:`~cachetool.loaders.plan.rows` gives them."""
     return isinstance(value, list | tuple) and all(
         isinstance(row, list | tuple)
         and len(row) >= 4
         and isinstance(row[0], str)
-        and is_whole(row[2])
+        and is_count(row[2])
         and isinstance(row[3], str)
+        and all(isinstance(each, str | int | float | None) for each in row)
         for row in value
     )
 
 
 def is_resume(value: object) -> bool:
     """Whether it says where an epoch is taken up again, or is empty."""
+    if value is None:
+        return True
+    if not isinstance(value, Mapping):
+        return False
     if not value:
-        return value is None or value == {}
+        return True
     try:
-        resume = Resume(**value)  # type: ignore[arg-type]
+        resume = Resume(**value)
     except TypeError:
         return False
     origins = isinstance(resume.origins, list | tuple) and all(isinstance(each, dict) for each in resume.origins)
-    inside = is_whole(resume.position) and is_whole(resume.samples) and resume.position <= resume.samples
+    origins = origins and _is_json(resume.origins)
+    inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
     return origins and inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
+
+
+def _is_json(value: object) -> bool:
+    """Whether feeders can be sent it."""
+    try:
+        return bool(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
@@ -162,7 +198,7 @@ def resumed(
 
 SAVED: dict[str, Callable[[Any], bool]] = {
     "epoch": is_whole,
-    "taken": lambda value: value is None or is_whole(value),
+    "taken": lambda value: value is None or is_count(value),
     "order": lambda value: value is None or isinstance(value, dict),
     "resume": is_resume,
 }

@@ -17,7 +17,8 @@ from cachetool.loaders.order import Int64s
 from cachetool.loaders.plan import SHARE
 from cachetool.loaders.view import Part, View
 from cachetool.schema import KEY, Schema
-from cachetool.units import parse_fraction
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_fraction
 
 __all__ = ["Split", "parse_split"]
 
@@ -30,8 +31,8 @@ def parse_split(split: str | None, validation: float | str | None) -> float:
     Raises :class:`UsageError`, also for a share without a side: what is held out would be trained on unnoticed.
     """
     share = SHARE if validation is None else parse_fraction(validation, what="validation=")
-    if split not in (None, *_SIDES):
-        raise UsageError(f"split={split!r} cannot be used: 'train' or 'validation'")
+    if not is_one_of(split, (None, *_SIDES)):
+        raise UsageError(f"split={shown(split)} cannot be used: 'train' or 'validation'")
     if not 0 < share < 1:
         raise UsageError(f"validation={validation!r} cannot be used: a share between 0 and 1")
     if split is None and validation is not None:

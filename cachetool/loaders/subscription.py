@@ -21,6 +21,7 @@ from cachetool.errors import UsageError
 from cachetool.loaders.files import located, shards_at
 from cachetool.loaders.view import View
 from cachetool.loaders.waiting import wait_for_samples
+from cachetool.units import parse_text
 
 __all__ = ["CacheSubscription", "Subscription", "launched_run", "subscribe"]
 
@@ -106,6 +107,7 @@ class CacheSubscription:
         self._forget()
 
     def _name(self, cache: CacheDir, dataset: str | None) -> None:
+        dataset = None if dataset is None else parse_text(dataset, what="dataset=")
         if cache.exists:
             wait_for_samples(cache, dataset)
         self.root = cache.root.absolute()

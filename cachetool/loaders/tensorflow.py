@@ -39,7 +39,7 @@ from cachetool.loaders.order import order
 from cachetool.loaders.split import Split, parse_split
 from cachetool.loaders.subscription import CacheSubscription, beside, subscribe
 from cachetool.loaders.view import View
-from cachetool.units import parse_whole
+from cachetool.units import parse_flag, parse_text, parse_whole
 
 try:
     import tensorflow as tf
@@ -107,6 +107,8 @@ def make_dataset(
     if shuffle_buffer < 0:
         raise UsageError(f"shuffle_buffer={shuffle_buffer} cannot be used: 0 (no shuffling) or more")
     share = parse_split(split, validation)
+    repeat, drop_remainder = parse_flag(repeat, what="repeat="), parse_flag(drop_remainder, what="drop_remainder=")
+    run = None if run is None else parse_text(run, what="run=")
     sides = None if split is None else Split(split, share)
     subscription = subscribe(cache, dataset=dataset, run=run)
     where = f" --out NEW {shlex.quote(str(cache))}"

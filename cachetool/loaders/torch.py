@@ -47,7 +47,9 @@ from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.view import View
 from cachetool.loaders.views import Check, Views, usable
-from cachetool.units import parse_whole
+from cachetool.permutation import MAX_N
+from cachetool.text import shown
+from cachetool.units import parse_flag, parse_location, parse_text, parse_whole
 
 __all__ = [
     "CacheDataset",
@@ -111,7 +113,10 @@ class _MapDataset(Dataset[Sample]):
         version = max(0, decode(int(indices[0]))[0]) if len(indices) else 0
         view = self._views.at(version) if version else self._views.plain()
         base = encode(version, 0)
-        at = np.array([int(index) - base for index in indices], dtype=np.int64)
+        places = [int(index) - base for index in indices]
+        if any(abs(place) > MAX_N for place in places):  # beyond what any snapshot has, and what NumPy takes
+            raise IndexError(f"sample {shown(places[0])} of a dataset of {view.samples}")
+        at = np.array(places, dtype=np.int64)
         if not version:
             at[at < 0] += view.samples
         elif int(at.min()) < 0 or decode(int(at.max()))[0]:
@@ -173,7 +178,7 @@ class CacheDataset(_MapDataset):
         dataset: str | None = None,
         run: str | None = None,
     ) -> None:
-        self.run = run or launched_run()
+        self.run = launched_run() if run is None else parse_text(run, what="run=") or None
         super().__init__(subscribe(cache_or_paths, dataset=dataset, run=self.run), MappedParts(), fields)
 
 
@@ -195,9 +200,9 @@ class LMDBDataset(_MapDataset):
         run: str | None = None,
         value_format: str | None = None,
     ) -> None:
-        self.run = run or launched_run()
-        if not isinstance(cache, CacheDir) and is_lmdb(Path(cache)):
-            subscription: Subscription = subscribe_file(Path(cache), value_format=value_format)
+        self.run = launched_run() if run is None else parse_text(run, what="run=") or None
+        if not isinstance(cache, CacheDir) and is_lmdb(path := Path(parse_location(cache, what="cache="))):
+            subscription: Subscription = subscribe_file(path, value_format=value_format)
         elif value_format is not None:
             raise UsageError(f"value_format= goes with an LMDB file of others, not with {cache}")
         else:
@@ -238,7 +243,8 @@ class EpochSampler(Sampler[int]):
         if not hasattr(dataset, "refresh"):
             raise UsageError(f"an EpochSampler is of a CacheDataset or LMDBDataset, not of {type(dataset).__name__}")
         self._dataset = dataset
-        self._shuffle, self._seed, self._drop_last = shuffle, parse_whole(seed, what="seed="), drop_last
+        self._shuffle, self._drop_last = parse_flag(shuffle, what="shuffle="), parse_flag(drop_last, what="drop_last=")
+        self._seed = parse_whole(seed, what="seed=")
         self.rank, self.world_size = world(rank, world_size)
         self.epoch = 0
         """Number of the epoch that the next ``iter()`` begins."""

@@ -17,6 +17,7 @@ from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.torch_pages import page_lock
 from cachetool.loaders.torch_values import TensorList
+from cachetool.text import shown
 from cachetool.units import parse_whole
 
 __all__ = ["DevicePrefetcher", "parse_device", "prefetched"]
@@ -26,8 +27,8 @@ def parse_device(device: torch.device | str | int) -> torch.device:
     """The device, which is not looked for. Raises :class:`UsageError` for what is none."""
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"device={shown(device)} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def prefetched(

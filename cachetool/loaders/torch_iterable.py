@@ -33,12 +33,13 @@ from cachetool.loaders.mapped import MappedParts
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.plan import Plan, Settings, rows
 from cachetool.loaders.produce import announced
-from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_state
+from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_seed, require_state
 from cachetool.loaders.rollcall import Call, RollCall
 from cachetool.loaders.subscription import launched_run, subscribe
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
 from cachetool.loaders.view import View
-from cachetool.units import parse_whole
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_flag, parse_text, parse_whole
 
 __all__ = ["CacheIterableDataset"]
 
@@ -99,13 +100,13 @@ class CacheIterableDataset(IterableDataset[Sample]):
         batch_size = None if batch_size is None else parse_whole(batch_size, what="batch_size=")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size={batch_size} cannot be used: at least 1, or None for single samples")
-        if shuffle not in SHUFFLES:
-            raise UsageError(f"shuffle={shuffle!r} cannot be used: 'full', 'window' or False")
-        run = run or launched_run()
+        if not is_one_of(shuffle, SHUFFLES):
+            raise UsageError(f"shuffle={shown(shuffle)} cannot be used: 'full', 'window' or False")
+        run = launched_run() if run is None else parse_text(run, what="run=") or None
         self._led = self.world_size > 1
         if self._led and run is None:
             raise UsageError("several processes need run=NAME on their datasets, the same on each, to share snapshots")
-        self.batch_size, self._drop_last = batch_size, drop_last
+        self.batch_size, self._drop_last = batch_size, parse_flag(drop_last, what="drop_last=")
         self._seed, self._shuffle = parse_whole(seed, what="seed="), SHUFFLES[shuffle]
         self._subscription = subscribe(cache_or_paths, dataset=dataset, run=run)
         whole = self._subscription.now().schema
@@ -311,8 +312,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
         """
         begun = isinstance(state, dict) and "parts" in state
         require_state(state, _STATE, _BEGUN if begun else {"epoch": is_whole}, of="datasets")
-        if state.get("seed") != self._seed:
-            raise UsageError(f"the state was made with seed={state.get('seed')}, this dataset has {self._seed}")
+        require_seed(state.get("seed"), self._seed, of="dataset")
         if begun:
             require_order(state.get("order"), self._order(), of="dataset")
         self._resume, self._reading = dict(state), None

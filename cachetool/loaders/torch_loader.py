@@ -17,6 +17,7 @@ from cachetool.loaders.ranks import launched
 from cachetool.loaders.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
 from cachetool.loaders.torch_values import TensorList, shared_run, world
+from cachetool.units import parse_flag
 
 __all__ = ["Loader"]
 
@@ -48,7 +49,7 @@ class Loader(BaseLoader[dict[str, Any]]):
         **options: Any,
     ) -> None:
         self.device = None if device is None else parse_device(device)
-        self._agree = agree
+        self._agree = parse_flag(agree, what="agree=")
         self._fixed_steps = options.get("steps") is not None
         super().__init__(cache_or_paths, **options)
 

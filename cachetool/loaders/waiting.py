@@ -16,6 +16,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import cache_option
 from cachetool.errors import CacheToolError, SourceError, UsageError
 from cachetool.loaders.plan import Settings
+from cachetool.text import plain, shown
 
 if TYPE_CHECKING:
     from cachetool.cache.pullers import PullState
@@ -73,8 +74,8 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
 
 def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
     """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
-    text = f"no samples{f' of dataset {dataset!r}' if dataset else ''} in {root}"
-    return NotYet(f"{text} (there is {', '.join(there)})", less="dataset=") if there else NotYet(text)
+    text = f"no samples{f' of dataset {shown(dataset)}' if dataset else ''} in {root}"
+    return NotYet(f"{text} (there is {', '.join(map(plain, there))})", less="dataset=") if there else NotYet(text)
 
 
 class Talk:
@@ -98,7 +99,7 @@ def say(text: str) -> None:
     """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: from a handler in the middle of a print
         if sys.stderr is not None:
-            print(f"cachetool: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"cachetool: {plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def given_up(settings: Settings, short: NotYet) -> CacheToolError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cachetool.errors import BadObject
-from cachetool.schema import KEY
+from cachetool.schema import KEY, MAX_FIELDS
 from cachetool.sources.decode import Unusable
 from cachetool.sources.keys import CONTAINERS, Part
 from cachetool.sources.options import SourceOptions
@@ -67,6 +67,8 @@ class Assembler:
                 if isinstance(value, Unusable):
                     raise BadObject(f"{found[:100]!r}{value.why}; choose other fields with --fields")
                 _set(sample, new, value)
+                if len(sample.values) > MAX_FIELDS:
+                    raise BadObject(f"it brings more than {MAX_FIELDS} fields; choose some with --fields")
         except BadObject as error:
             raise BadObject(f"{name!r}: {error}") from error.__cause__
 

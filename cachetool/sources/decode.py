@@ -15,6 +15,7 @@ the rest      bytes
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import io
 import json
@@ -31,6 +32,8 @@ import numpy as np
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import MAX_RANK, storage_dtype
 from cachetool.sources.keys import Part
+from cachetool.sources.npz import directory_of, unpacked
+from cachetool.units import format_size
 
 __all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy"]
 
@@ -43,6 +46,11 @@ _INT64 = range(-(2**63), 2**63)
 _INFLATED = 64 * 2**20
 _RATIO = 100
 _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
+MAX_JSON = 16 * 2**20
+"""Bytes of a document of JSON: in memory it may take 30 times as many..."""
+_OWN_MEMORY = 2**20
+"""...so that of larger ones than this one thread alone has one."""
+_LARGE = threading.Lock()
 _PARSING = threading.Lock()
 """Python 3.11 counts the depth of what is parsed for all threads together, and now and then raises SystemError."""
 
@@ -148,9 +156,9 @@ def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[i
 
 def _npz(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with directory_of(io.BytesIO(data)) as archive:
             members = archive.infolist()
-            # A bomb says how large it will be; nothing is inflated beyond what its directory says.
+            # A bomb says how large it will be, or more comes out of it than it says.
             inflated = sum(member.file_size for member in members)
             if inflated > max(_INFLATED, _RATIO * len(data)):
                 raise BadObject(f"an .npz that would grow from {len(data)} to {inflated} bytes is refused")
@@ -165,7 +173,7 @@ def _npz(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename:
                     raise BadObject(f"the .npz holds {name[:100]!r}, which is no array")
-                yield prefix + name, _member(memoryview(archive.read(member)))
+                yield prefix + name, _member(memoryview(unpacked(archive, member)))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError) as error:
         raise BadObject(f"not an .npz file ({_reason(error)})") from error
 
@@ -186,6 +194,15 @@ def _member(data: memoryview) -> Any:
 
 
 def _json(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
+    if len(data) > MAX_JSON:
+        raise BadObject(f"JSON of {format_size(len(data))}, and at most {format_size(MAX_JSON)} are read as one")
+    with _LARGE if len(data) > _OWN_MEMORY else contextlib.nullcontext():
+        fields = _parsed(prefix, data)
+    yield from fields
+
+
+def _parsed(prefix: str, data: memoryview) -> list[tuple[str, Value]]:
+    fields = []
     try:
         text = str(data, "utf-8-sig")
         found = json.loads(text, object_pairs_hook=_unique)
@@ -198,7 +215,8 @@ def _json(prefix: str, data: memoryview) -> Iterator[tuple[str, Value]]:
         plain = _plain(name, value)
         if value in (math.inf, -math.inf) or (isinstance(value, dict | list) and "Infinity" in str(plain)):
             json.loads(text, parse_float=_within_float64)  # what is written Infinity may stay: only 1e400 is another
-        yield prefix + name, plain
+        fields.append((prefix + name, plain))
+    return fields
 
 
 def _within_float64(text: str) -> float:
@@ -220,7 +238,7 @@ def _plain(name: str, value: Any) -> Value:
     if isinstance(value, dict | list):
         value = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     if isinstance(value, int) and not isinstance(value, bool) and value not in _INT64:
-        raise BadObject(f"{name[:100]!r} is {value}, which does not fit into int64")
+        raise BadObject(f"{name[:100]!r} is {str(value)[:50]}, which does not fit into int64")
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode("utf-8")

@@ -25,6 +25,7 @@ from cachetool.schema import KEY, Field, Schema
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.stores.base import EXHAUSTED
+from cachetool.units import parse_text, parse_whole
 
 __all__ = [
     "NOT_ASKED",
@@ -59,6 +60,10 @@ class FileOptions(SourceOptions):
 
     def __post_init__(self) -> None:
         SourceOptions.__post_init__(self)
+        if self.value_format is not None:
+            object.__setattr__(self, "value_format", parse_text(self.value_format, what="--value-format"))
+        if self.samples is not None:
+            object.__setattr__(self, "samples", parse_whole(self.samples, what="--samples"))
         if self.samples is not None and self.samples < 0:
             raise UsageError(f"the number of samples must be at least 0, got {self.samples}")
 

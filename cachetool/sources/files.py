@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, cast
@@ -108,7 +109,9 @@ def file_kind(path: Path) -> Kind | None:
     Raises :class:`NotFound`, and :class:`UsageError` for a folder that holds files of several kinds.
     """
     with reading(str(path)):
-        os.stat(path)
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # nobody may ever write into a pipe
+            raise UsageError(f"{path} is a device, a pipe or a socket; name a file or a folder")
         if not path.is_dir():
             return kind_of_name(path.name) or _by_content(path)
         if (kind := _folder_kind(path)) is not None:

@@ -16,7 +16,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.boot import boot
+from cachetool.boot import begin
 from cachetool.errors import BadObject, UsageError, from_json
 from cachetool.schema import Field, Schema
 from cachetool.sources.filebase import ClosingFile, FileOptions
@@ -39,7 +38,17 @@ SILENCE = 900.0
 MAX_ANSWER = 2**26
 _GRACE = 5.0
 _PIPE = 2**20
-_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+_PYTHON = """
+    PATH HOME PYTHONHOME PYTHONPATH PYTHONPLATLIBDIR PYTHONUSERBASE PYTHONNOUSERSITE PYTHONSAFEPATH PYTHONPYCACHEPREFIX
+    PYTHONDONTWRITEBYTECODE PYTHONUTF8 PYTHONCOERCECLOCALE PYTHONIOENCODING PYTHONHASHSEED PYTHONFAULTHANDLER
+    LD_LIBRARY_PATH LD_PRELOAD DYLD_LIBRARY_PATH DYLD_FALLBACK_LIBRARY_PATH DYLD_INSERT_LIBRARIES GLIBC_TUNABLES
+"""
+_PLACE = """
+    LANG LANGUAGE LC_ALL LC_CTYPE LC_NUMERIC LC_TIME LC_COLLATE LC_MESSAGES LOCPATH LOCALE_ARCHIVE TZ TZDIR TMPDIR
+"""
+_HDF5 = "HDF5_PLUGIN_PATH HDF5_PLUGIN_PRELOAD HDF5_USE_FILE_LOCKING HDF5_DISABLE_VERSION_CHECK"  # a user's filters
+_PASSED = frozenset(f"{_PYTHON} {_PLACE} {_HDF5}".split())
+"""Variables that the child is given. Whole names: any beginning is that of somebody's credentials, too."""
 
 
 OPENER = "cachetool.sources.files:open_here"
@@ -116,12 +125,14 @@ class _Child:
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", boot("cachetool.sources.guarded", named=False)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._process = begin(
+            "cachetool.sources.guarded",
+            gives_back=False,
+            named=False,
+            flags=("-W", "ignore"),
             env=_environment(),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the starter alone
+            # What a library prints may be a file's own words, and a terminal obeys them.
+            stderr=None if os.environ.get("CACHETOOL_DEBUG") else subprocess.DEVNULL,
         )
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):  # all that pipes may take is in use
@@ -213,8 +224,9 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """What the child is told: nothing secret, and to keep threads, whose stacks count as its memory, few."""
-    kept = {name: value for name, value in os.environ.items() if not any(word in name.upper() for word in _SECRET)}
+    """What the child is told: what is known to be no secret, and to keep threads, whose stacks count as its memory,
+    few."""
+    kept = {name: value for name, value in os.environ.items() if name in _PASSED}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 

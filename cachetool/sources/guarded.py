@@ -53,6 +53,7 @@ def main() -> None:
         return  # whoever started this ended before it asked for anything
     asked = json.loads(line)
     path, seconds = Path(asked["path"]), asked["seconds"]
+    now = path
     with contextlib.suppress(BrokenPipeError):
         try:
             _limit(MEMORY)
@@ -60,7 +61,13 @@ def main() -> None:
             module, _, name = asked["opener"].partition(":")
             open_here: Opener = getattr(importlib.import_module(module), name)
             options = FileOptions.from_json(asked["options"])
-            source = open_here(path, options, notice=lambda at: _say(out, {"at": str(at)}))
+
+            def notice(at: Path) -> None:
+                nonlocal now
+                now = at
+                _say(out, {"at": str(at)})
+
+            source = open_here(path, options, notice=notice)
             _limit(MEMORY + COPIES * source.piece)
             about = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
             _say(out, about)
@@ -68,7 +75,7 @@ def main() -> None:
         except CacheToolError as error:
             _say(out, to_json(error))
         except MemoryError:
-            _say(out, to_json(BadObject(f"{path}: reading it takes far more memory than its size can mean")))
+            _say(out, to_json(BadObject(f"{now}: reading it takes far more memory than its size can mean")))
         except BrokenPipeError:
             raise
         except Exception:  # noqa: BLE001 - a bug must reach the starter as text, not as a damaged file

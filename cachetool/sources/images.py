@@ -33,6 +33,10 @@ PLAIN_PIXELS = 2**24
 MAX_RATIO = 200
 """An image of more than PLAIN_PIXELS must have at least one byte for so many bytes of pixels."""
 
+MAX_SCANS = 100
+"""Of one JPEG; encoders make about ten."""
+_SCAN = b"\xff\xda"
+
 _GAP = 3
 """How many pixels a side are left at least of what becomes one, when blocks of pixels are averaged beforehand."""
 
@@ -74,6 +78,12 @@ def _own_shape(data: memoryview) -> tuple[int, int, int]:
     return _by_pillow(data, lambda image: (*_stored_sides(image), 3))
 
 
+def _refuse_scans(data: memoryview) -> None:
+    """Every scan of a JPEG goes over all pixels, however few bytes it has: a million could be asked for."""
+    if (scans := bytes(data).count(_SCAN)) > MAX_SCANS:
+        raise BadObject(f"a JPEG of {scans} scans is refused; at most {MAX_SCANS} are read")
+
+
 def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """A JPEG by the faster library; None when it is not there or cannot: CMYK, damaged."""
     try:
@@ -83,6 +93,7 @@ def _jpeg(data: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         _check(width, height, len(data))
+        _refuse_scans(data)
         pixels: np.ndarray[Any, np.dtype[np.uint8]] = simplejpeg.decode_jpeg(data, colorspace="RGB")
     except ValueError:
         return None
@@ -125,6 +136,8 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
         with image:
             _check(image.width, image.height, len(data))
+            if image.format == "JPEG":
+                _refuse_scans(data)
             if image.mode not in _MODES:
                 raise BadObject(f"an image with pixels of type {image.mode}, not 8 bits; pull it as bytes")
             if (bits := _bits(image)) > 8:
@@ -133,7 +146,7 @@ def _by_pillow(data: memoryview, use: Callable[[Any], T]) -> T:
     except Image.DecompressionBombError:
         raise BadObject("an image too large to be one") from None
     except (OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, OverflowError) as error:
-        text = re.sub(r"\s*<[^>]*>", "", str(error).partition("\n")[0])  # Pillow names the object it reads from
+        text = re.sub(r"\s*+<[^>]*+>", "", str(error)[:200].partition("\n")[0])  # Pillow names the object it reads from
         raise BadObject(
             f"not an image that can be read{f' ({text[:80]})' if text.isprintable() else ''}; {', '.join(_FORMATS)} are"
         ) from error

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cachetool.errors import UsageError
+from cachetool.text import shown
+from cachetool.units import parse_text
 
 __all__ = ["Kind", "Part", "Stem"]
 
@@ -57,13 +59,15 @@ class Stem:
 
     def __init__(self, rule: str) -> None:
         """Raises :class:`UsageError` for an expression that is none."""
-        self.rule = rule
+        self.rule = parse_text(rule, what="--stem")
         self._pattern: re.Pattern[str] | None = None
         if rule not in ("first", "last"):
             try:
                 self._pattern = re.compile(rule)
             except (re.error, OverflowError, RecursionError) as error:
-                raise UsageError(f"--stem is first, last or a regular expression; {rule!r} is none: {error}") from None
+                raise UsageError(
+                    f"--stem is first, last or a regular expression; {shown(rule)} is none: {error}"
+                ) from None
 
     def split(self, key: str) -> Part | str:
         """The part that ``key`` is of its sample, or why it is none, in a few words."""

@@ -12,6 +12,7 @@ __all__ = [
     "FREE_VALUE",
     "LMDB_HEAD",
     "MAX_VALUE",
+    "allowed",
     "check_allocation",
     "check_claims",
     "disk_bytes",
@@ -38,12 +39,17 @@ def check_allocation(what: str, nbytes: int, *, stored: int) -> None:
 
     Raises :class:`BadObject` naming ``what``.
     """
-    most = min(MAX_VALUE, FREE_VALUE + VALUE_RATIO * stored)
+    most = allowed(stored)
     if nbytes > most:
         raise BadObject(
             f"{what} claims {format_size(nbytes)} in one piece, out of {format_size(stored)} on disk;"
             f" at most {format_size(most)} are read"
         )
+
+
+def allowed(stored: int) -> int:
+    """The bytes that one value may have that comes out of ``stored`` bytes."""
+    return min(MAX_VALUE, FREE_VALUE + VALUE_RATIO * stored)
 
 
 def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) -> None:

@@ -21,6 +21,7 @@ from cachetool.sources.columns import ColumnFile, StoredColumn
 from cachetool.sources.decode import MAX_HEADER, npy_layout, parse_npy
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.npz import directory_of, stream_of
 from cachetool.sources.rows import unpadded
 
 __all__ = ["open_npy", "open_npz"]
@@ -101,21 +102,22 @@ class _Archive:
     @property
     def zip(self) -> zipfile.ZipFile:
         if self._zip is None:
-            self._zip = zipfile.ZipFile(self.path)
+            self._open.append(file := self.path.open("rb"))
+            self._zip = directory_of(file)
         return self._zip
 
     def stream(self, info: zipfile.ZipInfo) -> IO[bytes]:
         """The bytes of a member, until :meth:`close`."""
-        stream = self.zip.open(info)
+        stream = stream_of(self.zip, info)
         self._open.append(stream)
         return stream
 
     def close(self) -> None:
-        while self._open:
-            self._open.pop().close()
         if self._zip is not None:
             self._zip.close()
             self._zip = None
+        while self._open:
+            self._open.pop().close()
 
 
 class _Member:
@@ -132,7 +134,7 @@ class _Member:
     @classmethod
     def open(cls, archive: _Archive, info: zipfile.ZipInfo) -> _Member | str:
         """The array in a member, or why it is none. Raises what zipfile does for a damaged one."""
-        with archive.zip.open(info) as stream:
+        with stream_of(archive.zip, info) as stream:
             try:
                 found = cls(archive, info, memoryview(stream.read(MAX_HEADER + 12)))
             except BadObject as error:
@@ -170,12 +172,14 @@ class _Member:
         return flat.reshape(stop - start, *self.shape[1:]).astype(self.dtype.newbyteorder("<"), copy=False)
 
     def _take(self, rows: int) -> bytes:
-        """The next rows; with the last byte of the member, zipfile checks its CRC."""
+        """The next rows; at the end of the member zipfile checks its CRC."""
         assert self._stream is not None
         raw = self._stream.read(rows * self._row)
         if len(raw) != rows * self._row:
             raise ValueError("fewer bytes than its header says")
         self._at += rows
+        if self._at == self.shape[0] and self._stream.read(1):
+            raise ValueError("more bytes than its directory says")
         return raw
 
     def _rows_of_columns(self, start: int, stop: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,8 @@ from typing import Any, Self
 from cachetool.errors import UsageError
 from cachetool.schema import KEY, Field
 from cachetool.sources.keys import Stem
+from cachetool.text import shown
+from cachetool.units import is_one_of, parse_choice, parse_flag, parse_text, parse_whole
 
 __all__ = ["ImageSize", "SourceOptions", "image_size"]
 
@@ -25,13 +28,29 @@ def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
     """
     if value is None:
         return None
-    sides = value.split("x") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
-    sizes = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", str(side)) and 1 <= int(side) <= MAX_SIDE]
+    sides: Sequence[Any] = value.split("x") if isinstance(value, str) else [value]
+    if isinstance(value, list | tuple):
+        sides = value
+    whole = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", f"{side}" if _is_number(side) else "")]
+    sizes = [side for side in whole if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
-            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320; got {value!r}"
+            f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"
+            f" got {shown(value)}"
         )
     return sizes[0], sizes[-1]
+
+
+def _renames(given: object) -> dict[str, str]:
+    """Old to new names. Raises :class:`UsageError`."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"rename {shown(given)} cannot be used: old names to new ones")
+    return {parse_text(old, what="rename"): parse_text(new, what="rename") for old, new in given.items()}
+
+
+def _is_number(side: object) -> bool:
+    """Whether it is text, which may be a number, or a number of a size that has a text."""
+    return isinstance(side, str) or (isinstance(side, numbers.Integral) and abs(int(side)) <= MAX_SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +79,28 @@ class SourceOptions:
 
     def __post_init__(self) -> None:
         Stem(self.stem)
-        if self.decode not in (None, "image"):
-            raise UsageError(f"unknown --decode {self.decode!r}; there is image")
+        if not is_one_of(self.decode, (None, "image")):
+            raise UsageError(f"unknown --decode {shown(self.decode)}; there is image")
         object.__setattr__(self, "resize", image_size(self.resize))
         if self.resize is not None and not self._decodes_images():
             raise UsageError("--resize is for images that are decoded; give --decode image as well")
-        if self.read_as not in (None, "objects", "files"):
-            raise UsageError(f"--read-as is objects or files, got {self.read_as!r}")
-        if self.concurrency is not None and not 1 <= self.concurrency <= 1024:
-            raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
+        if self.read_as is not None:
+            parse_choice(self.read_as, ("objects", "files"), what="--read-as")
+        if self.concurrency is not None:
+            object.__setattr__(self, "concurrency", parse_whole(self.concurrency, what="--concurrency"))
+            if not 1 <= self.concurrency <= 1024:
+                raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
+        for name in ("label_from_folder", "key"):
+            flag = parse_flag(getattr(self, name), what=f"--{name.replace('_', '-')}")
+            object.__setattr__(self, name, flag)
         if self.fields is not None:
+            object.__setattr__(self, "fields", (self.fields,) if isinstance(self.fields, str) else self.fields)
+            if not isinstance(self.fields, list | tuple) or not all(isinstance(name, str) for name in self.fields):
+                raise UsageError(f"fields {shown(self.fields)} cannot be used: a list of names")
             object.__setattr__(self, "fields", tuple(dict.fromkeys(name for name in self.fields if name != KEY)))
             if not self.fields and not self.key:
                 raise UsageError("--fields names no field")
-        object.__setattr__(self, "rename", dict(self.rename))
+        object.__setattr__(self, "rename", _renames(self.rename))
         for name in (*(self.fields or ()), *self.rename.values()):
             Field(name, "bytes")  # refuses names that no format can hold
         if KEY in (*self.rename, *self.rename.values()):

@@ -105,7 +105,7 @@ def _merge(name: str, key_a: str, a: Shape, key_b: str, b: Shape) -> Shape:
 
 
 def _differing(key_a: str, a: list[str], key_b: str, b: list[str]) -> str:
-    only_a, only_b = [n for n in a if n not in b], [n for n in b if n not in a]
+    only_a, only_b = list({*a} - {*b}), list({*b} - {*a})
     text = f"samples differ in their fields: {key_a!r} has {names_of(a)}; {key_b!r} has {names_of(b)};\n"
     if len(only_a) == len(only_b) == 1:
         return text + f"see --stem for how names are cut, or use --rename {only_a[0]}=X --rename {only_b[0]}=X"

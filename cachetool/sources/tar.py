@@ -36,6 +36,8 @@ MAX_SAMPLES = 2**14
 """Most samples of one block, however small."""
 _RECORD = 512
 _MAX_NOTE = 2**20
+"""Bytes of all names and notes before one member."""
+_DIGITS = 20
 _SKIP = 2**20
 _GZIP = b"\x1f\x8b"
 _PACKED = {b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -197,7 +199,7 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
         packed = raw.read(2) == _GZIP
         raw.seek(0)
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
-        at = 0
+        at = noted = 0
         notes: dict[str, str] = {}
         while (head := stream.read(_RECORD)).strip(b"\0"):
             try:
@@ -206,7 +208,8 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
                 raise BadObject(f"{file}{_why_no_header(head, at, error)}") from error
             at += _RECORD
             if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE):
-                if not 0 <= info.size <= _MAX_NOTE:
+                noted += max(0, info.size)
+                if info.size < 0 or noted > _MAX_NOTE:
                     raise BadObject(f"{file}: byte {at} begins a name or note of {info.size} bytes")
                 data = stream.read(info.size)
                 _note(info, data, notes)
@@ -215,7 +218,7 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
             name = notes.get("path", info.name).removeprefix("./")
             size = int(notes["size"]) if notes.get("size", "").isdecimal() else info.size
             sparse = info.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in notes)
-            notes = {}
+            notes, noted = {}, 0
             if info.type in (*_LINKS, tarfile.DIRTYPE):
                 size = 0  # as tar has it, whatever the header says
             if size < 0:
@@ -250,11 +253,12 @@ def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
     if info.type == tarfile.GNUTYPE_LONGNAME:
         notes["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
     elif info.type == tarfile.XHDTYPE:
-        while data:
-            length, blank, _ = data.partition(b" ")
-            if not blank or not length.isdigit() or not len(length) < int(length) <= len(data):
+        at = 0
+        while at < len(data):
+            length, blank, _ = data[at : at + _DIGITS].partition(b" ")
+            if not blank or not length.isdigit() or not len(length) < int(length) <= len(data) - at:
                 raise BadObject("a note of pax is damaged")
-            record, data = data[len(length) + 1 : int(length) - 1], data[int(length) :]
+            record, at = data[at + len(length) + 1 : at + int(length) - 1], at + int(length)
             key, _, value = record.partition(b"=")
             notes[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
 

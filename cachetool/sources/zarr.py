@@ -9,8 +9,6 @@ metadata can ask for unpickle, also when they stand behind others or inside a sh
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import json
 import math
@@ -28,8 +26,9 @@ from cachetool.formats.columnar import ATTRIBUTE
 from cachetool.schema import storage_dtype
 from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
-from cachetool.sources.limits import check_allocation, disk_bytes, quoted
+from cachetool.sources.limits import allowed, check_allocation, disk_bytes, quoted
 from cachetool.sources.rows import Slab, joined, unpadded
+from cachetool.sources.zarr_codecs import distrust_codecs
 
 __all__ = ["Folder", "is_zarr", "open_zarr"]
 
@@ -38,7 +37,9 @@ _MAX_DEPTH = 32
 _LENGTH = 4
 """Bytes before each text of differing size."""
 _MAX_METADATA = 16 * 2**20
-_BLOSC_HEAD = 16
+_WIDEST = 16
+_ASIDE = 2**20
+"""Bytes of checksums and of the index of a shard."""
 
 _COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})
 _CHECKSUMS = frozenset({"adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3"})
@@ -244,13 +245,15 @@ def _column(
     """The array as a candidate for a field, or why it cannot be one."""
     import zarr
 
-    _distrust_blosc()
+    distrust_codecs(0)
     array = zarr.open_array(folder.store(), mode="r", zarr_format=metadata["zarr_format"])
     if not array.shape:
         return "a single value, without rows"
     dtype = array.dtype
     chunk = math.prod(array.shards or array.chunks) * dtype.itemsize
     check_allocation(f"{path}: a chunk of {quoted(name)}", chunk, stored=stored)
+    # What lies in the file may be of wider numbers than those that come out; texts have any length.
+    distrust_codecs(allowed(stored) if dtype.kind in "TO" else _WIDEST * chunk + _ASIDE)
 
     def rows(start: int, stop: int) -> Array:
         return np.asarray(array[start:stop])
@@ -288,25 +291,6 @@ def _parts(folder: Folder, array: Any) -> Iterator[Part]:
     counts = [-(-size // max(1, chunk)) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for at in itertools.product(*map(range, counts)):
         yield at[0] * array.chunks[0], 0, 0, folder.prefix + array.metadata.encode_chunk_key(at)
-
-
-@functools.cache
-def _distrust_blosc() -> None:
-    """Have every codec of this process compare the length that a Blosc chunk begins with with the bytes that are there.
-
-    Blosc itself believes it: behind a chunk that was cut it reads whatever lies there in memory, as values.
-    """
-    numcodecs, zarr_blosc = (importlib.import_module(name) for name in ("numcodecs", "zarr.codecs.blosc"))
-
-    class Blosc(numcodecs.Blosc):  # type: ignore[misc,name-defined] # a class without types
-        def decode(self, buf: Any, out: Any = None) -> Any:
-            chunk = np.frombuffer(buf, dtype=np.uint8)
-            if len(chunk) < _BLOSC_HEAD or int.from_bytes(chunk[12:16].tobytes(), "little") != len(chunk):
-                raise ValueError("a Blosc chunk that is cut short or has a damaged length")
-            return super().decode(buf, out)
-
-    numcodecs.register_codec(Blosc)
-    zarr_blosc.Blosc = Blosc  # type: ignore[attr-defined]
 
 
 def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:

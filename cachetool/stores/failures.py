@@ -86,8 +86,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
     code = found.group(1) if (found := _CODE.search(text)) else ""
     what = f"{place}: {key!r}" if key is not None else place
     if name == "InvalidPathError":
-        found = re.search(r'Path "(.*)" contained|parsing Path "(.*)": ', text, re.DOTALL)
-        bad = next(filter(None, found.groups()), "") if found else (key or "")
+        bad = _between(text, 'Path "', '" contained') or _between(text, 'parsing Path "', '": ') or key or ""
         return BadObject(
             f"{place}: key {bad!r} cannot be fetched: it has an empty, '.' or '..' part or a control character;\n"
             "rename that object or give a prefix without it"
@@ -136,6 +135,12 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
     if isinstance(error, ValueError) or name in ("UnknownConfigurationKeyError", "NotSupportedError"):
         return UsageError(f"{what}: {_line(text)}")
     return SourceError(f"{what}: {_line(text)}")
+
+
+def _between(text: str, before: str, after: str) -> str:
+    """What stands between the first ``before`` and the last ``after``; empty where they are not there."""
+    start, stop = text.find(before) + len(before), text.rfind(after)
+    return text[start:stop] if before in text else ""
 
 
 def _line(text: str) -> str:

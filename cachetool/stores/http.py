@@ -23,7 +23,7 @@ from cachetool.stores.credentials import netrc_path
 from cachetool.stores.http_body import Sink
 from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
-from cachetool.stores.http_wire import origin_of, written
+from cachetool.stores.http_wire import origin_of, told_size, written
 from cachetool.stores.identities import Identities, identity_of
 from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact
@@ -31,7 +31,9 @@ from cachetool.stores.redact import redact
 __all__ = ["HttpStore", "open_http_store"]
 
 _MANIFESTS = (".txt", ".jsonl", ".ndjson")
-_INDEX_BYTES = 2**30
+_INDEX_BYTES = 2**27
+"""Of one index page: a server writes some hundred for each object."""
+_MANIFEST_BYTES = 2**30
 _FILE_BYTES = 2**46
 _MAX_DEPTH = 64
 
@@ -78,7 +80,7 @@ class HttpStore:
         self._seen.clear()
         left_out: Counter[str] = Counter()
         if self._manifest:
-            body = self._fetch(self._origin + self._manifest + self._query, self.url).body
+            body = self._fetch(self._origin + self._manifest + self._query, self.url, most=_MANIFEST_BYTES).body
             yield from read_manifest(body, place=self.url)
         else:
             yield from self._walk(left_out)
@@ -114,7 +116,7 @@ class HttpStore:
             yield batch
 
     def _index(self, page: str, accept: str) -> builtins.list[Entry]:
-        answer = self._fetch(page + self._query, redact(page), accept=accept)
+        answer = self._fetch(page + self._query, redact(page), most=_INDEX_BYTES, accept=accept)
         if "/" not in urlsplit(answer.url).path[-1:]:
             raise SourceError(
                 f"{redact(page)} is no folder with an index page; give a folder or a manifest (.txt, .jsonl)"
@@ -122,8 +124,8 @@ class HttpStore:
         kind = answer.headers.get("Content-Type", "")
         return [*read_index(answer.body, kind, page=answer.url.partition("?")[0], asked=page)]
 
-    def _fetch(self, url: str, what: str, *, accept: str = "*/*") -> Response:
-        response = self._client.fetch(url, headers={"Accept": accept}, most=_INDEX_BYTES)
+    def _fetch(self, url: str, what: str, *, most: int, accept: str = "*/*") -> Response:
+        response = self._client.fetch(url, headers={"Accept": accept}, most=most)
         _check_status(response, what, 200)
         return response
 
@@ -140,7 +142,7 @@ class HttpStore:
             _refuse_page(response, key, what)
         else:
             _check_status(response, what, 206)
-        return Object(key, int(total) if total.isdigit() else -1, identity_of(headers))
+        return Object(key, told_size(total, -1), identity_of(headers))
 
     def seen(self) -> Mapping[str, str]:
         """The identities that parts of objects had whose listing names no ETag, by key."""
@@ -191,7 +193,7 @@ class HttpStore:
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":
             raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
-        self._check(item, response, int(total) if total.isdigit() else None, part=True)
+        self._check(item, response, told_size(total, None), part=True)
         check_length(item, got=len(response.body), want=length)
         return response.body
 

@@ -25,6 +25,7 @@ _AT_ONCE = 2**28
 """Bytes of memory that are taken when a server says that so many come; more when they do."""
 MOST = 2**32
 """Bytes of a body whose size nobody told."""
+_TOO_MANY = "more than {} bytes come, which is the most that is taken"
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 
 
@@ -175,11 +176,13 @@ def _read(
     answer: http.client.HTTPResponse, data: _Body | Sink, end: int | None, whole: int | None, most: int, url: str
 ) -> None:
     """Append an answer's body to ``data``: up to ``end`` bytes in all, or to its own end; never beyond ``most``."""
+    if end is not None and end > most:
+        raise BadObject(f"{redact(url)}: {_TOO_MANY.format(most)}")
     while end is None or len(data) < end:
         if not data.take(answer, _CHUNK if end is None else min(_CHUNK, end - len(data)), whole):
             break
         if len(data) > most:
-            raise BadObject(f"{redact(url)}: more than the {most} bytes that were promised")
+            raise BadObject(f"{redact(url)}: {_TOO_MANY.format(most)}")
     if end is not None and len(data) < end:
         raise Broken(f"the connection ended after {len(data)} of {end if whole is None else whole} bytes")
     if end is not None and answer.read(1):  # also lets http.client see the end, so that the connection is used again

@@ -22,20 +22,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html.parser import HTMLParser
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from cachetool.errors import BadObject, SourceError
 from cachetool.stores.base import Object
+from cachetool.stores.html_links import LONGEST, links
 from cachetool.stores.redact import printable, redact, usable_host
 
-__all__ = ["MODIFIED", "SHA256", "Entry", "OtherJson", "is_absolute", "read_index", "read_manifest"]
+__all__ = ["MODIFIED", "SHA256", "Entry", "OtherJson", "is_absolute", "json_objects", "read_index", "read_manifest"]
 
 MODIFIED = "modified:"
 SHA256 = "sha256:"
 _BATCH = 1000
 _WRITTEN = re.compile("[!-~]+")
+_NGINX_DATE, _NGINX_SIZE = re.compile(r"[0-9]{2}-[A-Z][a-z]{2}-[0-9]{4} [0-9]{2}:[0-9]{2}"), re.compile("[0-9]{1,18}")
+_BLANK = re.compile(r"[ \t\r\n]*+")
+_PIECE = 2**20
+_LINE = 2**16
+"""Bytes of a line of a manifest, at most."""
+_PLAIN = re.compile(r"(?:\./)?+(?!.*%2[Ff])([^\x00- /?#:;\\](?:[^\x00-\x1f/?#:;\\]*[^\x00- /?#:;\\])?)(/?)")
+"""A link to what lies in the folder itself, which needs no joining of URLs."""
+_JOINED = 16
+"""Characters of URLs that are joined for each one of a page: a long one could be joined to each of a million links."""
 
 
 class OtherJson(SourceError):
@@ -75,10 +84,7 @@ def read_index(body: memoryview, content_type: str, *, page: str, asked: str = "
 
 def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
     try:
-        entries = json.loads(bytes(body))
-        if not isinstance(entries, list):
-            raise TypeError("no list")
-        for entry in entries:
+        for entry in json_objects(body):
             if "is_dir" in entry:
                 folder, modified = entry["is_dir"] is True, _http_date(entry.get("mod_time"))
             else:
@@ -96,6 +102,35 @@ def _autoindex(body: memoryview, page: str) -> Iterator[Entry]:
         ) from error
 
 
+def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON list of them, decoded one after another: together they would take some 30 times the memory
+    of their text. Raises :class:`ValueError`, also for one of more than 1 MiB."""
+    unpack, decode = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
+    text, at, due = "", 0, "["
+    for start in range(0, max(1, len(body)), _PIECE):
+        ended = start + _PIECE >= len(body)
+        if len(text) - at > 2 * _PIECE:
+            break
+        text, at = text[at:] + unpack.decode(bytes(body[start : start + _PIECE]), ended), 0
+        while (at := _BLANK.match(text, at).end()) < len(text):  # type: ignore[union-attr]  # it matches anything
+            mark = text[at]
+            if mark == "{" and due in ("{]", "{"):
+                try:
+                    found, at = decode(text, at)
+                except ValueError:
+                    if ended:
+                        raise
+                    break  # its end is to come
+                yield found
+                due = ",]"
+            elif mark in due and mark != "{":
+                at, due = at + 1, {"[": "{]", ",": "{", "]": ""}[mark]
+            else:
+                raise ValueError("no list of objects")
+    if due or at < len(text):
+        raise ValueError("no list of objects, or one without end")
+
+
 def _http_date(written: str | None) -> str | None:
     """A time as the header ``Last-Modified`` has it, which it is compared with."""
     if not written:
@@ -103,36 +138,10 @@ def _http_date(written: str | None) -> str | None:
     return email.utils.format_datetime(datetime.fromisoformat(written).astimezone(UTC), usegmt=True)
 
 
-# nginx: date, time, and the size in bytes or "-"; other servers round their sizes, which tells nothing exact.
-_NGINX_SIZE = re.compile(r"\s+\d{2}-[A-Z][a-z]{2}-\d{4} \d{2}:\d{2}\s+(\d{1,18})\s*$", re.MULTILINE)
-
-
 _SCHEMES = frozenset(
     {"http", "https", "ftp", "file", "mailto", "javascript", "data", "tel", "sms", "about", "blob", "magnet", "news"}
 )
 """What a link to another place may begin with; before any other colon stands a name that was not escaped."""
-
-
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.found: list[tuple[str, str]] = []
-        self.base = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        href = (dict(attrs).get("href") or "").strip(" \t\r\n\f") if tag in ("a", "base") else ""
-        if tag == "a" and href:
-            self.found.append((href, ""))
-        elif tag == "base":
-            self.base = self.base or href
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "a" and self.found:
-            self.found[-1] = (self.found[-1][0], "")  # only what follows the link counts
-
-    def handle_data(self, data: str) -> None:
-        if self.found:
-            self.found[-1] = (self.found[-1][0], self.found[-1][1] + data)
 
 
 def _site(parts: SplitResult) -> tuple[str, str | None, int | None]:
@@ -145,23 +154,68 @@ def _one_slash(path: str) -> str:
 
 
 def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
-    parser = _Links()
-    parser.feed(bytes(body).decode("utf-8", "replace"))
-    parser.close()
-    bases = [
-        (_site(each), unquote(_one_slash(each.path), errors="surrogateescape")) for each in map(urlsplit, (page, asked))
-    ]
-    start = page
-    with contextlib.suppress(ValueError):  # a base that is no URL says nothing
-        start = urljoin(page, parser.base)
+    place = _Place(page, asked, most=_JOINED * len(body) + 2**20)
     seen: set[tuple[str, str, bool]] = set()
     with_query: dict[tuple[str, str, bool], Entry] = {}
-    for href, text in parser.found:
-        try:
-            target = urlsplit(urljoin(start, href))
-            folders = [folder for site, folder in bases if site == _site(target)]
-        except ValueError:
+    for link in links(str(body, "utf-8", "replace")):
+        if link.is_base:
+            place.begin_at(link.href)
             continue
+        if len(link.href) > LONGEST:
+            yield Entry("", False, left_out=f"links of more than {LONGEST} characters")
+            continue
+        target = place.named(link.href)
+        if target is None:
+            continue
+        this = target.scheme, target.name or link.href, target.is_folder
+        if target.has_query:
+            if not target.is_folder:
+                with_query[this] = Entry(target.name, target.is_folder, left_out="links with a query")
+            continue
+        if this in seen:
+            continue
+        seen.add(this)
+        yield Entry(target.name, target.is_folder, -1 if target.is_folder else _nginx_size(link.text))
+    yield from (entry for key, entry in with_query.items() if key not in seen)
+
+
+class _Target(NamedTuple):
+    scheme: str
+    name: str
+    is_folder: bool
+    has_query: bool = False
+
+
+class _Place:
+    """The folder of a page, and what links on it name there."""
+
+    def __init__(self, page: str, asked: str, *, most: int) -> None:
+        """Both are URLs of that folder. ``most``: characters that may be joined to follow all links."""
+        self._page, self._left = page, most
+        self._bases = [
+            (_site(each), unquote(_one_slash(each.path), errors="surrogateescape"))
+            for each in map(urlsplit, (page, asked))
+        ]
+        self._start, self._told = page, False
+        self._scheme = self._here()
+
+    def begin_at(self, base: str) -> None:
+        """What links are relative to; the first one counts."""
+        if not self._told:
+            self._told = True
+            with contextlib.suppress(ValueError):  # a base that is no URL says nothing
+                self._start = self._join(self._page, base)
+            self._scheme = self._here()
+
+    def named(self, href: str) -> _Target | None:
+        """What a link names; None when it leads elsewhere."""
+        if self._scheme and (plain := _PLAIN.fullmatch(href)) is not None and plain[1] not in (".", ".."):
+            return _Target(self._scheme, unquote(plain[1], errors="surrogateescape"), bool(plain[2]))
+        try:
+            target = urlsplit(self._join(self._start, href))
+            folders = self._folders(target)
+        except ValueError:
+            return None
         if folders:
             path = unquote(_one_slash(target.path), errors="surrogateescape")
             folder = next((each for each in folders if path.startswith(each)), folders[0])
@@ -170,22 +224,41 @@ def _links(body: memoryview, page: str, asked: str) -> Iterator[Entry]:
             # Parents and other places are not below this folder; what is deeper is on a page of its own. A slash that
             # is escaped is part of the name.
             if not path.startswith(folder) or not name or name != last.removesuffix("/"):
-                continue
-        elif target.netloc or target.scheme in _SCHEMES or target.query:
-            continue
-        else:  # "c:d.npy", which a browser takes for a scheme as well
-            is_folder, name = False, ""
-        this = target.scheme, name or href, is_folder
-        if target.query:
-            if not is_folder:
-                with_query[this] = Entry(name, is_folder, left_out="links with a query")
-            continue
-        if this in seen:
-            continue
-        seen.add(this)
-        size = _NGINX_SIZE.search(text)
-        yield Entry(name, is_folder, int(size.group(1)) if size and not is_folder else -1)
-    yield from (entry for key, entry in with_query.items() if key not in seen)
+                return None
+            return _Target(target.scheme, name, is_folder, bool(target.query))
+        if target.netloc or target.scheme in _SCHEMES or target.query:
+            return None
+        return _Target(target.scheme, "", is_folder=False)  # "c:d.npy", which a browser takes for a scheme as well
+
+    def _here(self) -> str:
+        """The scheme of what links are relative to, if that is the folder itself; else empty."""
+        try:
+            start = urlsplit(self._start)
+            folders = self._folders(start)
+        except ValueError:
+            return ""
+        above = unquote(_one_slash(start.path.rpartition("/")[0] + "/"), errors="surrogateescape")
+        return start.scheme if next((each for each in folders if above.startswith(each)), "") == above else ""
+
+    def _folders(self, target: SplitResult) -> list[str]:
+        site = _site(target)
+        return [folder for at, folder in self._bases if at == site]
+
+    def _join(self, start: str, href: str) -> str:
+        self._left -= len(start) + len(href)
+        if self._left < 0:
+            raise SourceError(f"{redact(self._page)}: its links take too long to be followed; give a manifest (.jsonl)")
+        return urljoin(start, href)
+
+
+def _nginx_size(text: str) -> int:
+    """The size behind a link of nginx: date, time, and bytes or "-"; other servers round it, which tells nothing
+    exact."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 3 and _NGINX_DATE.fullmatch(" ".join(words[-3:-1])) and _NGINX_SIZE.fullmatch(words[-1]):
+            return int(words[-1])
+    return -1
 
 
 def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
@@ -200,6 +273,8 @@ def read_manifest(body: memoryview, *, place: str) -> Iterator[list[Object]]:
         if not line or line.startswith(b"#"):
             continue
         where = f"{place}, line {number}"
+        if len(line) > _LINE:
+            raise BadObject(f"{where}: it has {len(line)} bytes, and at most {_LINE} are read")
         batch.append(_line_object(line, where, as_json=place.endswith(".jsonl") or line.startswith(b"{")))
         if len(batch) == _BATCH:
             yield batch

@@ -12,23 +12,25 @@ import http.client
 import io
 import ipaddress
 import os
+import re
 import select
 import socket
 import ssl
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from cachetool.errors import SourceError, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.redact import redact, usable_host
 
-__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after", "written"]
+__all__ = ["Connection", "Origin", "allowed_hosts", "origin_of", "retry_after", "told_size", "written"]
 
 _MAX_RETRY_AFTER = 300.0
 HEADER_BYTES = 2**20
 """All headers of an answer, interim answers (1xx) and trailers included, are less."""
+_SIZE = re.compile("[0-9]{1,18}")
 _VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
 
 
@@ -200,6 +202,14 @@ def _public(address: str) -> bool:
     mapped = getattr(ip, "ipv4_mapped", None)
     ip = mapped or ip
     return ip.is_global and not ip.is_multicast
+
+
+D = TypeVar("D")
+
+
+def told_size(text: str, default: D) -> int | D:
+    """The number of bytes that a header names; ``default`` where it names none, or more than any file has."""
+    return int(text) if _SIZE.fullmatch(text) else default
 
 
 def retry_after(value: str | None, *, now: float | None = None) -> float | None:

@@ -20,14 +20,15 @@ from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Usa
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import hub_token_path
 from cachetool.stores.http_client import HttpClient, Response
-from cachetool.stores.http_wire import origin_of
+from cachetool.stores.http_listing import json_objects
+from cachetool.stores.http_wire import origin_of, told_size
 from cachetool.stores.login import Credentials, Login
 from cachetool.stores.redact import redact, split_url
 
 __all__ = ["HubStore", "open_hub_store"]
 
 ENDPOINT = "https://huggingface.co"
-_PAGE_BYTES = 2**28
+_PAGE_BYTES = 2**27
 _SENT = re.compile(r"[!-~]*")
 _NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="next"')
 
@@ -95,7 +96,7 @@ class HubStore:
             try:
                 yield [
                     Object(str(entry["path"])[start:], int(entry["size"]), str((entry.get("lfs") or entry)["oid"]))
-                    for entry in json.loads(bytes(answer.body))
+                    for entry in json_objects(answer.body)
                     if entry["type"] == "file" and str(entry["path"])[: max(0, start - 1)] == self._path
                 ]
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -157,7 +158,7 @@ class HubStore:
         said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if said != f"{start}-{last}":
             raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
-        check_identity(item, size=int(total) if total.isdigit() else None, etag=None)
+        check_identity(item, size=told_size(total, None), etag=None)
         check_length(item, got=len(response.body), want=length)
         return response.body
 
@@ -177,7 +178,7 @@ class HubStore:
                 try:
                     about: Any = json.loads(bytes(answer.body))
                     self._commit = quote(str(about["sha"]), safe="")
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise SourceError(f"{self.url}: the hub does not say which commit it is") from error
             return self._commit
 

@@ -39,6 +39,8 @@ SECRET_VARIABLES = (
 )
 """Environment variables whose values must never be shown."""
 
+_HOST = 253
+"""Letters of the longest name of a host (RFC 1035)."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # The part before the @ is the container there, not a user.
 _CONTAINER_BEFORE_AT = ("abfs", "abfss", "wasb", "wasbs", "adl")
@@ -47,10 +49,11 @@ _WITHOUT_PORT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
 _WITH_USER = ("http", "https", "sftp", "ssh", "ftp", "ftps", "smb", "webdav", "webdavs", *_WITHOUT_PORT)
 # What stands before the @ is a repository and its like there: part of the place, but shown nowhere, for all we know.
 _PLACE_BEFORE_AT = ("github", "git")
-_URL_IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>|\\]+")
-_ASSIGNED = re.compile(
-    r"(?i)\b([\w-]*(?:signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid)[\w-]*|sig)"
-    r"(\s*[=:]\s*)(\"[^\"]*\"|[^\s&;,\"']+)"
+# What servers write goes through these: each run of characters is looked at once, from its beginning to its end.
+_URL_IN_TEXT = re.compile(r"(?<![A-Za-z0-9+.-])([0-9+.-]*+)([A-Za-z0-9+.-]++://[^\s\"'<>|\\]++)")
+_ASSIGNED = re.compile(r"(?<![\w-])([\w-]++)(\s*+[=:]\s*+)(?:\"[^\"]*+\"|[^\s&;,\"']++)")
+_SECRET_NAME = re.compile(
+    r"(?i)signature|credential|token|password|passwd|secret|access[_-]?key|account[_-]?key|accesskeyid|(?<!\w)sig\Z"
 )
 _SIGNS = re.compile(r"(?i)(x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|signature|sig|token)$")
 # These select content as often as they sign: they count beside what is certainly a signature (Azure; S3, CloudFront).
@@ -60,8 +63,8 @@ _SIGNS_BESIDE = {
     ),
     "signature": frozenset({"expires", "policy"}),  # CloudFront, S3, Google
 }
-_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*:?\s*)[^\r\n]+")
-_AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9+/=._~-]{6,}")
+_AUTHORIZATION = re.compile(r"(?i)\b(authorization\s*+:?+\s*+)[^\r\n]++")
+_AUTH_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s++[A-Za-z0-9+/=._~-]{6,}+")
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -73,10 +76,9 @@ def split_url(url: str) -> tuple[str, str]:
 def usable_host(name: str) -> bool:
     """Whether a host can be called so: a resolver encodes each part of the name, and some cannot be."""
     try:
-        name.encode("idna")
+        return len(name.encode("idna")) <= _HOST
     except UnicodeError:
         return False
-    return True
 
 
 def printable(text: str) -> str:
@@ -111,7 +113,7 @@ def redact(url: str) -> str:
     """``url`` without user info, query and fragment, fit to be shown and stored; a plain path stays as it is."""
     scheme, rest = split_url(url)
     if not scheme:  # a plain path, or chained URLs such as x::s3://...
-        return printable(_URL_IN_TEXT.sub(lambda match: redact(match.group()), url))
+        return printable(_redact_urls(url))
     if _hides_user(url):
         first, query = re.search(r"[/?#]", rest), re.search(r"[?#]", rest)
         if first is not None and query is not None and "@" in rest[: query.start()]:
@@ -156,12 +158,16 @@ def canonical(url: str) -> str:
     return f"{redact(url).rstrip('/')}?{'&'.join(kept)}{signed}{''.join(named)}{f'@{before}' if before else ''}"
 
 
+def _redact_urls(text: str) -> str:
+    return _URL_IN_TEXT.sub(lambda found: found[1] + redact(found[2]), text)
+
+
 def scrub(text: str) -> str:
     """Somebody else's message without the secrets it may quote: URLs redacted, ``token=...`` and headers blanked, and
     no value of a credential variable of this process left in it."""
-    text = _URL_IN_TEXT.sub(lambda match: redact(match.group()), text)
+    text = _redact_urls(text)
     text = _AUTHORIZATION.sub(r"\1***", text)
-    text = _ASSIGNED.sub(r"\1\2***", text)
+    text = _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}***" if _SECRET_NAME.search(found[1]) else found[0], text)
     text = _AUTH_SCHEME.sub(r"\1 ***", text)
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")

@@ -82,8 +82,8 @@ class Walk:
         try:
             item = self._store.find(key)
             return json.loads(bytes(self._store.get_range(item, 0, min(item.size, _MOST)))).get("node_type")
-        except (AccessDenied, BadObject, NotFound, ValueError, AttributeError):  # nobody can read it as metadata
-            return None
+        except (AccessDenied, BadObject, NotFound, ValueError, AttributeError, RecursionError):
+            return None  # nobody can read it as metadata
 
 
 def _split(key: str) -> tuple[str, str]:

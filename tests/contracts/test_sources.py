@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import subprocess
+import sys
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,8 +20,9 @@ import pytest
 from cachetool.block import Block
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import Field, Schema
-from cachetool.sources import Piece, Source, list_source, open_source
+from cachetool.sources import Piece, Source, SourceOptions, list_source, open_source
 from tests.servers import folder_server, hub_server, sftp_server
+from tests.sources.bombs import FILES, OBJECTS
 
 COUNT = 60
 SCHEMA = Schema((Field("image", "<f4", (3, 5)), Field("label", "<i8"), Field("__key__", "str")))
@@ -221,3 +226,56 @@ def test_closing_twice_is_fine(source: Source) -> None:
     source.close()
 
     assert source.units == COUNT
+
+
+def test_a_bomb_is_an_error_that_names_it_and_takes_no_memory(place: Place, tmp_path: Path) -> None:
+    """Limits are counted on what comes out, not on what was promised."""
+    for unit, (name, (body, _)) in enumerate(OBJECTS.items()):
+        place.put(f"part0/{2 * unit:03d}.{name}", body)
+    list_source(place.url, tmp_path / "l", options := SourceOptions(decode="image"))
+    with contextlib.closing(open_source(place.url, tmp_path / "l", options)) as source:
+        for unit, (name, (body, said)) in enumerate(OBJECTS.items()):
+            tracemalloc.start()
+            with pytest.raises(BadObject, match=rf"part0/{2 * unit:03d}\.{name}.*({said})"):
+                list(source.read(np.array([unit]), schema=SCHEMA))
+            assert tracemalloc.get_traced_memory()[1] < 6 * len(body) + 64 * 2**20
+            tracemalloc.stop()
+
+
+MOST = 700 * 2**10
+"""KiB of a process that reads a bomb: what Python and the libraries take, and 256 MiB."""
+
+READ = """
+import contextlib, resource, sys
+import numpy as np
+from pathlib import Path
+from cachetool.errors import CacheToolError
+from cachetool.sources import list_source, open_source
+url, folder = sys.argv[1], Path(sys.argv[2])
+try:
+    list_source(url, folder)
+    with contextlib.closing(open_source(url, folder)) as source:
+        schema = source.probe(np.arange(1)).schema
+        print(sum(len(piece.block) for piece in source.read(np.arange(source.units), schema=schema)))
+except CacheToolError as error:
+    print(type(error).__name__, error)
+print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bomb_in_a_file_of_many_samples_is_an_error_and_takes_no_memory(tmp_path: Path, name: str) -> None:
+    make, said = FILES[name]
+    (tmp_path / "place").mkdir()
+    make(tmp_path / "place" / name)
+
+    done = subprocess.run(
+        [sys.executable, "-c", READ, tmp_path / "place", tmp_path / "listing"],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+
+    *lines, most = done.stdout.splitlines()
+    assert re.search(said, lines[0]), lines
+    assert lines[0].startswith("BadObject")
+    assert name in lines[0]
+    assert int(most) < MOST

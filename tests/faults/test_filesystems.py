@@ -22,6 +22,7 @@ from cachetool.cache.layout import Layout
 from cachetool.disk import DISK_BLOCK
 from cachetool.doctor import examine
 from cachetool.errors import CapTooSmall
+from cachetool.folders import tree_bytes
 from cachetool.verify import verify
 from tests.faults.world import FORMATS
 

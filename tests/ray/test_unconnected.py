@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
-from ray._private import services
 
 from cachetool.engines import raylink
 from cachetool.errors import Unreachable, UsageError
@@ -24,7 +30,7 @@ def test_an_address_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(Unreachable, match=rf"^no Ray cluster answers at {address}: timed out; "):
-            raylink._init(address)
+            raylink._join(address)
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
@@ -77,18 +83,18 @@ def test_of_a_head_node_with_tls_only_the_port_is_looked_at(monkeypatch: pytest.
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No Ray runs on this machine."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """No Ray of anybody runs on this machine, and the address file is ``tmp_path/file``."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(services, "find_gcs_addresses", set)
-    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: None)
+    monkeypatch.setattr(raylink, "_raylets", lambda: (set(), set()))
+    monkeypatch.setattr("ray._common.utils.get_ray_address_file", lambda folder: str(tmp_path / "file"))
     return monkeypatch
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
 def test_where_no_ray_runs_one_is_started(alone: pytest.MonkeyPatch, address: str | None) -> None:
     begun: list[str] = []
-    alone.setattr(raylink, "_init", begun.append)
+    alone.setattr(raylink, "_started", lambda: contextlib.nullcontext(begun.append("local")))
     alone.setattr("ray.get_runtime_context", lambda: type("Here", (), {"get_node_id": lambda self: "here"})())
     alone.setattr("ray.shutdown", lambda: None)
     with raylink.opened(address) as node:
@@ -96,14 +102,180 @@ def test_where_no_ray_runs_one_is_started(alone: pytest.MonkeyPatch, address: st
     assert begun == ["local"]
 
 
-def test_of_several_that_run_one_is_taken_without_a_word(
-    alone: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_of_several_of_this_user_the_one_that_was_started_last_is_taken_without_a_word(
+    alone: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        alone.setattr(services, "find_gcs_addresses", lambda: {f"127.0.0.1:{port}", "127.0.0.1:1"})
-        alone.setattr(services, "find_bootstrap_address", lambda folder: f"127.0.0.1:{port}")
-        alone.setattr(raylink, "_greet", lambda address: None)
-        assert raylink._running().endswith(f":{port}")
+    alone.setattr(raylink, "_raylets", lambda: ({"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, {"127.0.0.1:4"}))
+    (tmp_path / "file").write_text("127.0.0.1:2\n")
+    alone.setattr(raylink, "_greet", lambda address: None)
+    said: list[str] = []
+
+    assert raylink._running(said.append) == "127.0.0.1:2"
+    assert said == []
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
+
+
+# -- what another user may have made -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bait() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """An address that answers, and whether somebody connected to it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+
+        def taken() -> bool:
+            try:
+                server.accept()[0].close()
+            except BlockingIOError:
+                return False
+            return True
+
+        yield f"127.0.0.1:{server.getsockname()[1]}", taken
+
+
+def _owned(path: Path) -> None:
+    os.chown(path, 65534, 65534)
+
+
+def _writable(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("theirs"))
+    path.symlink_to(path.with_name("theirs"))
+
+
+def _twice(path: Path) -> None:
+    os.link(path, path.with_name("again"))
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("made", [_owned, _writable, _link, _twice, _pipe, None])
+def test_the_address_file_alone_leads_nowhere(
+    alone: pytest.MonkeyPatch, tmp_path: Path, bait: tuple[str, Callable[[], bool]], made: Callable[[Path], None] | None
+) -> None:
+    """No node of this user runs here: whatever the file says, whoever wrote it, nobody connects there."""
+    address, taken = bait
+    file = tmp_path / "file"
+    file.write_text(address)
+    file.chmod(0o644)
+    if made is _owned and os.geteuid():
+        pytest.skip("only root gives a file to somebody else")
+    if made is not None:
+        made(file)
+    said: list[str] = []
+
+    assert raylink._running(said.append) == "local"
+    assert not taken()
+    if made in (_owned, _writable, _twice):
+        (line,) = said
+        assert line.startswith(f"the Ray at {address} is not used: another user may have made it")
+        assert line.endswith("name it with --address HOST:PORT")
+    else:
+        assert said == []
+
+
+def test_a_node_process_of_another_user_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bait: tuple[str, Callable[[], bool]]
+) -> None:
+    address, taken = bait
+    if os.geteuid():
+        pytest.skip("only root starts a process of somebody else")
+    monkeypatch.setattr("ray._common.utils.get_ray_address_file", lambda folder: str(tmp_path / "none"))
+    command = ["raylet", "-c", "import sys; print(1, flush=True); sys.stdin.read()", f"--gcs-address={address}"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    python = Path("/usr/bin/python3")
+    if not python.exists():
+        pytest.skip("no Python here that every user may run")
+    with subprocess.Popen(command, executable=python, user=65534, cwd="/", env={}, **pipes) as theirs:
+        assert theirs.stdout is not None
+        theirs.stdout.readline()
+        own, others = raylink._raylets()
+        monkeypatch.setattr(raylink, "_raylets", lambda: (set(), others))  # other tests may run a cluster
+        said: list[str] = []
+        place = raylink._running(said.append)
+        theirs.communicate()
+
+    assert address not in own
+    assert address in others
+    assert place == "local"
+    assert len(said) == 1
+    assert not taken()
+
+
+def test_a_line_in_the_address_file_forges_none_in_the_output(alone: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1.2.3.4:5\nerror: \x1b[2J" + b"x" * 10**6)
+    (tmp_path / "file").chmod(0o666)
+    said: list[str] = []
+    raylink._running(said.append)
+
+    assert len(said) == 1
+    assert len(said[0]) < 300
+    assert "\n" not in said[0]
+    assert "\x1b" not in said[0]
+
+
+LOCAL = """
+import json, os, pathlib, ray
+from cachetool.engines import raylink
+
+def listening():
+    inodes = {}
+    for table in ("tcp", "tcp6"):
+        for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                inodes[words[9]] = words[1]
+    found = {}
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            of_ours = str(folder) in (process / "cmdline").read_text() or os.getpid() == int(process.name)
+            of_ours = of_ours or os.environ["RAY_AUTH_TOKEN"] in (process / "environ").read_text()
+            names = [os.readlink(fd) for fd in (process / "fd").iterdir()] if of_ours else []
+        except OSError:
+            continue
+        for name in names:
+            if name.startswith("socket:[") and name[8:-1] in inodes:
+                found[inodes[name[8:-1]]] = process.name
+    return found
+
+before = dict(os.environ)
+with raylink.opened("local"):
+    folder = pathlib.Path(ray._private.worker._global_node.get_temp_dir_path()).parent
+    sockets = listening()
+    told = {
+        "sockets": list(sockets), "processes": len(set(sockets.values())), "mode": oct(folder.stat().st_mode & 0o777),
+        "token": len(os.environ["RAY_AUTH_TOKEN"]), "followed": str(folder) in str(raylink._raylets()),
+        "own": [each for each in raylink._raylets()[0] if each == ray.get_runtime_context().gcs_address],
+        "answer": ray.get(ray.remote(lambda: 7).remote()),
+    }
+told["left"] = folder.exists()
+told["environment"] = [n for n in os.environ if n.startswith("RAY_AUTH") and os.environ[n] != before.get(n)]
+print(json.dumps(told))
+"""
+
+
+def test_a_ray_that_is_started_here_is_reached_by_this_user_of_this_machine_alone() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+
+    assert told["processes"] >= 3, told  # the driver, the head's catalog, the node
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert {address.partition(":")[0] for address in told["sockets"]} <= loopback, told
+    assert told["mode"] == "0o700"
+    assert told["token"] == 64
+    assert told["answer"] == 7
+    assert told["own"] == []  # another command starts its own: this one ends with its program
+    assert not told["left"]
+    assert told["environment"] == []

@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -30,6 +32,9 @@ __all__ = ["IndexSeen", "index_facts"]
 _EXTENSIONS = (".idx", ".index", ".tfindex")
 _TAR_RECORD = 512
 _MOST_ABOUT = 16 * 2**20
+_MOST_INDEX, _MOST_LINE = 2**30, 2**20
+_LEAST_RECORD = 16
+"""Bytes of the smallest record with its frame."""
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -82,9 +87,12 @@ class IndexSeen:
 def index_facts(kind: Kind, item: Object, index: Object, get: Callable[[Object], memoryview]) -> FileFacts:
     """What the index of ``item`` says. Raises :class:`BadObject` naming it."""
     try:
-        lines = bytes(get(index)).decode("ascii").splitlines()
-        starts, stops = _tar(lines) if kind == "tar" else _tfrecord(lines)
-    except (ValueError, IndexError) as error:
+        body = get(index)
+        if len(body) > _MOST_INDEX:
+            raise ValueError("an index without end")
+        numbers = _tar(body) if kind == "tar" else _tfrecord(body)
+        starts, stops = _all(numbers, most=item.size // _LEAST_RECORD)
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise BadObject(f"{index.key!r} is not the index of a {kind} file") from error
     if len(starts) and (
         starts[0] < 0 or (np.diff(starts) <= 0).any() or (stops <= starts).any() or stops[-1] > item.size
@@ -98,21 +106,39 @@ def index_facts(kind: Kind, item: Object, index: Object, get: Callable[[Object],
     return FileFacts(len(starts), 1, 0, [], {}, {}, cuts=lasts.tolist(), parts=parts)
 
 
-def _tfrecord(lines: list[str]) -> tuple[_Numbers, _Numbers]:
-    found = np.array([line.split() for line in lines if line.strip()], dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 0] + found[:, 1]
+def _lines(body: memoryview) -> Iterator[str]:
+    for line in io.BytesIO(body):
+        if len(line) > _MOST_LINE:
+            raise ValueError("a line without end")
+        yield line.decode("ascii")
 
 
-def _tar(lines: list[str]) -> tuple[_Numbers, _Numbers]:
-    version, count = lines[0].split()
-    step = {"v1.0": 3, "v1.1": 3, "v1.2": 4}[version]
-    stops = []
-    for line in lines[1 : 1 + int(count)]:
-        words = line.split(" ")
+def _all(numbers: Iterator[tuple[int, int]], *, most: int) -> tuple[_Numbers, _Numbers]:
+    """Where records begin and end. Raises ValueError for more than ``most`` of them: so many the file cannot hold."""
+    flat = np.fromiter(itertools.chain.from_iterable(itertools.islice(numbers, most + 1)), dtype=np.int64)
+    if len(flat) > 2 * most:
+        raise ValueError("more records than the file has room for")
+    return flat[0::2], flat[1::2]
+
+
+def _tfrecord(body: memoryview) -> Iterator[tuple[int, int]]:
+    for line in _lines(body):
+        if line.strip():
+            offset, size = map(int, line.split())
+            yield offset, offset + size
+
+
+def _tar(body: memoryview) -> Iterator[tuple[int, int]]:
+    lines = _lines(body)
+    version, said = next(lines, "").split()
+    step, count = {"v1.0": 3, "v1.1": 3, "v1.2": 4}[version], int(said)
+    start = came = 0
+    for line in itertools.islice(lines, count):
+        words = line.rstrip("\r\n").split(" ")
         offset, size = int(words[len(words) - step + 1]), int(words[len(words) - step + 2])
-        stops.append(-(-(offset + size) // _TAR_RECORD) * _TAR_RECORD)
-    if len(stops) != int(count):
+        # A sample begins where the one before it ends: long names stand before the header that an index names.
+        stop = -(-(offset + size) // _TAR_RECORD) * _TAR_RECORD
+        yield start, stop
+        start, came = stop, came + 1
+    if came != count:
         raise ValueError("fewer lines than its first one says")
-    # A sample begins where the one before it ends: long names stand before the header that an index names.
-    ends = np.array(stops, dtype=np.int64)
-    return np.concatenate([[0], ends[:-1]]).astype(np.int64)[: len(ends)], ends

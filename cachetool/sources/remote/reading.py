@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -198,11 +197,12 @@ class _Guarded:
 @contextlib.contextmanager
 def _nameless() -> Iterator[tuple[int, Path]]:
     """A file in memory and a path to it, also for another process; where there is no such thing, a temporary one."""
-    if sys.platform != "linux":
+    try:
+        fd = os.memfd_create("archive", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # not Linux; a sandbox that forbids it
         with tempfile.NamedTemporaryFile(prefix="cachetool-", buffering=0) as file:
             yield file.fileno(), Path(file.name)
         return
-    fd = os.memfd_create("archive", os.MFD_CLOEXEC)
     try:
         yield fd, Path(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
