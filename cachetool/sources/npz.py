@@ -21,7 +21,7 @@ def directory_of(file: BinaryIO) -> zipfile.ZipFile:
     """The zip file in ``file``. Raises :class:`zipfile.BadZipFile`, also when its directory is far larger than one of
     as many arrays as a sample may have."""
     bounded = _Bounded(file)
-    found = zipfile.ZipFile(bounded)  # type: ignore[arg-type]  # all that it uses is there
+    found = zipfile.ZipFile(bounded)
     bounded.most = None
     return found
 
