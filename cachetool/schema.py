@@ -31,7 +31,7 @@ import numpy as np
 from cachetool.errors import UsageError
 from cachetool.text import shown
 
-__all__ = ["KEY", "MAX_FIELDS", "Field", "Kind", "Schema", "storage_dtype"]
+__all__ = ["KEY", "Field", "Kind", "Schema", "storage_dtype"]
 
 Kind = Literal["fixed", "ragged", "bytes", "str"]
 """What a field is, which decides how every format stores it."""

@@ -140,7 +140,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
 def _between(text: str, before: str, after: str) -> str:
     """What stands between the first ``before`` and the last ``after``; empty where they are not there."""
     start, stop = text.find(before) + len(before), text.rfind(after)
-    return text[start:stop] if before in text else ""
+    return text[start:stop] if before in text and stop > start else ""
 
 
 def _line(text: str) -> str:
