@@ -18,10 +18,11 @@ BELOW = {
     # room: the rooms it may import, its own apart
     **dict.fromkeys(VALUES, VALUES),
     "disk": VALUES,
-    "scratch": VALUES,
+    "scratch": VALUES | {"locks"},
     "streams": VALUES,
     "boot": set(),
-    "cache": VALUES | {"disk"},
+    "locks": VALUES,
+    "cache": VALUES | {"disk", "locks"},
     "formats": VALUES | {"disk"},
     "stores": VALUES,
     "sources": VALUES | {"stores", "formats", "streams", "boot"},

@@ -1,5 +1,8 @@
 """The catalog: one SQLite file whose transactions are the cache's only lock and whose version is its only clock.
 
+A transaction has its turn among processes by SQLite's locks and by one beside the file, which is not lost by accident
+(:mod:`cachetool.cache.transaction_lock`).
+
 This module owns the connection, the schema and the version; what the rows mean is decided by its neighbours (draws,
 admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=FULL``: not WAL, because SQLite 3.7.0 to
 3.51.2 has the WAL-reset race, not ``DELETE``, which lost the last commit at every power cut tried.
@@ -28,6 +31,7 @@ from cachetool.cache.connection import connect, failure
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
+from cachetool.cache.transaction_lock import PATIENCE, TransactionLock
 from cachetool.errors import CapacityError, CatalogError
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
@@ -55,7 +59,7 @@ def _limit_pages(connection: Connection) -> None:
 
 
 def allowance(pages: int) -> int:
-    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers."""
+    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers, the lock's file."""
     return int(2.01 * pages * PAGE_BYTES) + 65536
 
 
@@ -67,7 +71,9 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pid = self._inode = 0
+        self._pid = 0
+        self._file: tuple[int, int] | None = None
+        self._among_processes = TransactionLock(path)
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
@@ -112,7 +118,7 @@ class Catalog:
         if not self.path.exists():
             return True
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     return True
                 tables = ("datasets", "sources", "shards")
@@ -124,7 +130,7 @@ class Catalog:
         """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
         bring them; else None."""
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 found = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
@@ -136,7 +142,7 @@ class Catalog:
         if not self.path.exists():
             return "it is missing"
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 schema = connection.execute("PRAGMA user_version").fetchone()[0]
                 if schema > SCHEMA_VERSION:
                     return None
@@ -154,13 +160,18 @@ class Catalog:
         lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
         return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[sqlite3.Connection]:
+        """A connection for once, to a file that may be anything."""
+        with self._among_processes.held(shared=True), contextlib.closing(connect(self.path)) as connection:
+            yield connection
+
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self.turn():
+        with self.turn(), contextlib.ExitStack() as held:
             try:
-                if self._connection is not None and self._pid == os.getpid() and not self._is_there():
-                    self.close()
-                return self._open().execute(query, values).fetchall()
+                own = self._open() if self._inside else self._begin(None, held)
+                return own.execute(query, values).fetchall()
             except _FAILURES as error:
                 raise self._error(error) from error
 
@@ -182,12 +193,13 @@ class Catalog:
         yield from self._transaction("BEGIN")
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that holds the cache's lock from its first moment; rolled back when the body raises.
+    def write(self, *, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
+        """A transaction that holds the cache's lock from its first moment; rolled back when the body raises. Waits so
+        many seconds for others, and then raises :class:`CatalogError` that names one.
 
         ``BEGIN IMMEDIATE``: a reader that upgrades itself to a writer could fail at once instead of waiting.
         """
-        yield from self._transaction("BEGIN IMMEDIATE")
+        yield from self._transaction("BEGIN IMMEDIATE", patience)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -202,8 +214,8 @@ class Catalog:
             finally:
                 self._whole = None
 
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        with self.turn():
+    def _transaction(self, begin: str, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
+        with self.turn(), contextlib.ExitStack() as held:
             if self._whole is not None:
                 yield from self._part(self._whole)
                 return
@@ -212,15 +224,7 @@ class Catalog:
             connection: sqlite3.Connection | None = None
             self._inside = True
             try:
-                connection = self._open()
-                connection.execute(begin)
-                if not self._is_there():
-                    # Rebuilt by another process since it was opened: this connection leads to a deleted file.
-                    connection.execute("ROLLBACK")
-                    self.close()
-                    connection = None  # it is closed: when there is no other to be had, there is nothing to roll back
-                    connection = self._open()
-                    connection.execute(begin)
+                connection = self._begin(begin, held, patience)
                 if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
                     _limit_pages(connection)
                 yield connection
@@ -233,6 +237,21 @@ class Catalog:
                 raise
             finally:
                 self._inside = False
+
+    def _begin(self, begin: str | None, held: contextlib.ExitStack, patience: float = PATIENCE) -> sqlite3.Connection:
+        """This process's connection once it has its turn, which lasts as long as ``held``, in a transaction that is
+        begun."""
+        while True:
+            connection = self._open()
+            held.enter_context(self._among_processes.held(shared=begin != "BEGIN IMMEDIATE", patience=patience))
+            if begin is not None:
+                connection.execute(begin)
+            if self._is_there():
+                return connection
+            # Rebuilt by another process since it was opened: this connection leads to a deleted file.
+            self._rollback(connection)
+            self.close()
+            held.close()
 
     def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         if self._undone is not None:  # else what comes now would be a transaction of its own
@@ -254,7 +273,7 @@ class Catalog:
 
     def _is_there(self) -> bool:
         try:
-            return self.path.stat().st_ino == self._inode
+            return _identity(self.path) == self._file
         except FileNotFoundError:
             return False
 
@@ -286,15 +305,18 @@ class Catalog:
         except BaseException:
             connection.close()
             raise
-        self._connection, self._pid, self._inode = connection, os.getpid(), self.path.stat().st_ino
+        self._connection, self._pid, self._file = connection, os.getpid(), _identity(self.path)
         return connection
 
     def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None) -> None:
         connection.row_factory = Row
-        connection.execute("PRAGMA journal_mode = PERSIST")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA temp_store = MEMORY")
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        with self._among_processes.held(shared=True):
+            connection.execute("PRAGMA journal_mode = PERSIST")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA temp_store = MEMORY")
+            found = connection.execute("PRAGMA user_version").fetchone()[0]
+            if found == SCHEMA_VERSION:
+                _limit_pages(connection)
         if found > SCHEMA_VERSION:
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
@@ -305,8 +327,9 @@ class Catalog:
                 f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
         if found < SCHEMA_VERSION:
-            migrate(connection, meta or {})
-        _limit_pages(connection)
+            with self._among_processes.held(shared=False):
+                migrate(connection, meta or {})
+                _limit_pages(connection)
 
     def _mend(self) -> str:
         """What to do about a file that is no catalog."""
@@ -314,6 +337,11 @@ class Catalog:
 
     def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
         return failure(self.path, error, mend=self._mend())
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def bump(connection: sqlite3.Connection) -> int:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cachetool.cache.transaction_lock import locked
 from cachetool.disk import refused_in
 from cachetool.errors import CapacityError, CatalogError
 
@@ -62,6 +63,8 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
         return CatalogError(f"catalog {path} was closed in the middle of a call; open the cache again")
+    if name.startswith("SQLITE_BUSY"):
+        return locked(path, path)
     if os.path.isdir(path):
         return CatalogError(f"catalog {path} is a folder; remove it, then {mend}")
     if name == "SQLITE_FULL":

@@ -245,7 +245,7 @@ def _salvage(old: Catalog) -> dict[str, Any]:
 def _write(
     layout: Layout, found: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
 ) -> None:
-    aside, journal = layout.catalog_asides
+    aside, *beside = layout.catalog_asides
     for path in layout.catalog_asides:
         path.unlink(missing_ok=True)
     pages = FIRST_PAGES
@@ -278,7 +278,8 @@ def _write(
             event(connection, at, kind, subject, text, dataset=dataset)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
-    journal.unlink(missing_ok=True)
+    for path in beside:
+        path.unlink(missing_ok=True)
     # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
