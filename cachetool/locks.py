@@ -21,10 +21,11 @@ import fcntl
 import functools
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OwnLock", "close_in_children", "close_kept", "lock_owners", "try_lock"]
+__all__ = ["OwnLock", "close_in_children", "close_kept", "is_wanted", "lock_owners", "try_lock", "want"]
 
 _FAILED = ctypes.c_void_p(-1).value
 _kept: dict[int, tuple[int, int]] = {}
@@ -41,6 +42,26 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+_SET, _GET = getattr(fcntl, "F_OFD_SETLK", None), getattr(fcntl, "F_OFD_GETLK", None)
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux with 64 bits: type, whence, start, length, pid
+
+
+def want(fd: int) -> None:
+    """Say that this descriptor waits to have a file alone, until it is closed; a lock of another kind says so. Where
+    there is none (macOS) nobody is told."""
+    if _SET is not None:
+        with contextlib.suppress(OSError):  # another one waits already
+            fcntl.fcntl(fd, _SET, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+
+
+def is_wanted(fd: int) -> bool:
+    """Whether another descriptor waits to have the file alone."""
+    if _GET is None:
+        return False
+    asked = fcntl.fcntl(fd, _GET, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+    return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
 
 
 class OwnLock:

@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.errors import CapacityError, CatalogError
-from cachetool.locks import close_in_children, close_kept, lock_owners, try_lock
+from cachetool.locks import close_in_children, close_kept, is_wanted, lock_owners, try_lock, want
 from cachetool.text import plain, program
 
 __all__ = ["PATIENCE", "TransactionLock", "locked"]
 
 PATIENCE = 60.0
 """Seconds that a transaction waits for its turn."""
+_POLITE = 0.25
+"""Seconds for which a reader lets a waiting writer go first, which else never found the moment without a reader: beside
+four that read all the time one waited for 5 s."""
 _READER = 1.0
 """Seconds that a reader waits for a writer, which may be stopped in the middle of its transaction."""
 _TRUSTED = 10.0
@@ -48,7 +51,7 @@ class TransactionLock:
     """The lock of one catalog."""
 
     def __init__(self, catalog: Path) -> None:
-        self.path = catalog.with_name(f"{catalog.name}-lock")
+        self.path = f"{catalog}-lock"
         self._catalog = catalog
         self._passed = -_TRUSTED
 
@@ -61,12 +64,12 @@ class TransactionLock:
         looks, began = 0, time.monotonic()
         fd = self._open(shared=shared)
         try:  # a signal's exception may come anywhere, and a lock that is left would stop all others
-            while fd is not None and not self._taken(fd, shared=shared):
+            while fd is not None and not self._taken(fd, shared=shared, waited=time.monotonic() - began):
                 waited = time.monotonic() - began
                 if shared and waited >= self._reader_patience() and self._is_passable():
                     break
                 if waited > patience:
-                    raise locked(self._catalog, self.path)
+                    raise locked(self._catalog, Path(self.path))
                 time.sleep(_SHORT if looks < _SHORTS else _LONG)
                 looks += 1
                 if not self._is_there(fd):  # somebody deleted it
@@ -92,15 +95,21 @@ class TransactionLock:
                 return fd
         return None
 
-    def _taken(self, fd: int, *, shared: bool) -> bool:
+    def _taken(self, fd: int, *, shared: bool, waited: float) -> bool:
         try:
-            return try_lock(fd, shared=shared) and self._is_there(fd)
+            if shared and waited < _POLITE and is_wanted(fd):
+                return False
+            if try_lock(fd, shared=shared):
+                return self._is_there(fd)
+            if not shared:
+                want(fd)
         except OSError:  # a file system without locks, as `doctor` says
             return True
+        return False
 
     def _is_there(self, fd: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(fd), self.path.lstat())
+            return os.path.samestat(os.fstat(fd), os.lstat(self.path))
         return False
 
     def _sign(self, fd: int) -> None:
