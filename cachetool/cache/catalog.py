@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +74,7 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pid = 0
-        self._file: tuple[int, int] | None = None
+        self._file = self._folder = (0, 0)
         self._among_processes = TransactionLock(path)
         self._connection: sqlite3.Connection | None = None
         self._inherited: list[sqlite3.Connection] = []
@@ -163,6 +165,7 @@ class Catalog:
     @contextlib.contextmanager
     def _look(self) -> Iterator[sqlite3.Connection]:
         """A connection for once, to a file that may be anything."""
+        self._refuse_links()
         with self._among_processes.held(shared=True), contextlib.closing(connect(self.path)) as connection:
             yield connection
 
@@ -242,7 +245,7 @@ class Catalog:
         """This process's connection once it has its turn, which lasts as long as ``held``, in a transaction that is
         begun."""
         while True:
-            connection = self._open()
+            connection = self._open(patience=patience)
             held.enter_context(self._among_processes.held(shared=begin != "BEGIN IMMEDIATE", patience=patience))
             if begin is not None:
                 connection.execute(begin)
@@ -283,7 +286,7 @@ class Catalog:
             if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
                 connection.execute("ROLLBACK")
 
-    def _open(self, *, meta: Mapping[str, int] | None = None) -> sqlite3.Connection:
+    def _open(self, *, meta: Mapping[str, int] | None = None, patience: float = PATIENCE) -> sqlite3.Connection:
         """This process's connection; ``meta`` is what a new catalog begins with."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
@@ -297,20 +300,44 @@ class Catalog:
                     return self._open()
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
-        if self.path.is_symlink():  # SQLite follows one here, though not at its journal
-            raise CatalogError(f"catalog {self.path} is a link, which leads to a file that is no part of the cache")
+        self._refuse_links()
+        folder = _identity(self.path.parent)
+        if self._folder not in (folder, (0, 0)) and self.make_again is None:
+            raise CatalogError(
+                f"the cache folder {self.path.parent} was replaced by another while it was used; open the cache again"
+            )
         connection = connect(self.path)
         try:
-            self._prepare(connection, meta)
+            self._prepare(connection, meta, patience)
         except BaseException:
             connection.close()
             raise
-        self._connection, self._pid, self._file = connection, os.getpid(), _identity(self.path)
+        self._connection, self._pid = connection, os.getpid()
+        self._file, self._folder = _identity(self.path), folder
         return connection
 
-    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None) -> None:
+    def _refuse_links(self) -> None:
+        """Raise :class:`CatalogError` for a file that is another cache's too: SQLite follows a link at the catalog, and
+        of two names of one file it locks the file but writes a journal for each, which rolls back the other's writes.
+        """
+        for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            if stat.S_ISLNK(status.st_mode):
+                raise CatalogError(f"catalog {path} is a link, which leads to a file that is no part of the cache")
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                each = 'cp -p "$f" "$f.own" && mv "$f.own" "$f"'
+                raise CatalogError(
+                    f"catalog {path} is shared with a copy of the cache that was made of hard links (cp -al, rsync"
+                    " --link-dest); end what uses either, then make it this cache's own:"
+                    f" cd {shlex.quote(str(path.parent))} && for f in {self.path.name}*; do {each}; done"
+                )
+
+    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None, patience: float) -> None:
         connection.row_factory = Row
-        with self._among_processes.held(shared=True):
+        with self._among_processes.held(shared=True, patience=patience):
             connection.execute("PRAGMA journal_mode = PERSIST")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")
@@ -327,7 +354,7 @@ class Catalog:
                 f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
         if found < SCHEMA_VERSION:
-            with self._among_processes.held(shared=False):
+            with self._among_processes.held(shared=False, patience=patience):
                 migrate(connection, meta or {})
                 _limit_pages(connection)
 

@@ -111,7 +111,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _key(folder: Path) -> _Key:
-    return os.getpid(), str(folder.resolve())
+    return os.getpid(), str(folder)
 
 
 class User:

@@ -35,6 +35,7 @@ __all__ = [
     "default_root",
     "disk_bytes",
     "fsync_folder",
+    "place_of",
     "refuse_in_cache",
     "remove_tree",
     "root_of",
@@ -74,6 +75,11 @@ def root_of(named: str | Path | None) -> Path:
     if too_long(root):
         raise UsageError(f"cache {str(root)!r} is longer than a name may be here; name a shorter one with --cache")
     return root
+
+
+def place_of(root: Path) -> Path:
+    """The folder to which a name leads now: a link in it may be switched to another cache while this one is used."""
+    return Path(os.path.realpath(root))
 
 
 def cache_option(root: Path) -> str:

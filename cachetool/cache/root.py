@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import time
 import weakref
@@ -16,10 +17,11 @@ from cachetool.cache import holders, snapshots
 from cachetool.cache.catalog import Catalog
 from cachetool.cache.forking import members
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.layout import Layout, cache_option, place_of
 from cachetool.cache.marker import mark
 from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
+from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import Usage, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.schema import KEY, Schema
@@ -59,7 +61,7 @@ class CacheDir:
         min_free: int | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        self.root = root.absolute()  # a program may go to another folder while it is open
+        self.root = place_of(root)  # once: a program may go to another folder, or switch a link, while it is open
         self.layout = Layout(self.root)
         self._wanted = {"max_size": max_size, "min_free": min_free}
         self._exists = exists
@@ -133,10 +135,11 @@ class CacheDir:
         """Write the settings into the marker; inside the transaction that wrote them into the catalog."""
         mark(self.layout, **{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
 
-    def recover(self) -> int:
-        """Finish what dead processes left behind; gives how many died."""
+    def recover(self, *, patience: float = PATIENCE) -> int:
+        """Finish what dead processes left behind; gives how many died. ``patience``: as of :meth:`Catalog.write`."""
         # Inside of a transaction, where :attr:`holder` could not put a new cap in force.
-        return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders, self._user))
+        own = functools.partial(holders.holder_of, self.layout.holders, self._user)
+        return recover(self.catalog, self.layout, own, patience=patience)
 
     # -- what is in it -------------------------------------------------------------------------------------------------
 

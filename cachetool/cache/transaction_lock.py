@@ -144,7 +144,7 @@ def locked(catalog: Path, file: Path) -> CatalogError:
     if pids and _is_stopped(pids[0]):
         who = f"{who}, which is stopped"
         todo = f"let it go on with: kill -CONT {pids[0]}, or end it with: kill -KILL {pids[0]}"
-    error = CatalogError(f"catalog {catalog} is locked by {who};\n{todo}")
+    error = CatalogError(f"catalog {catalog} is locked by {who}; {todo}")
     error.readable = True
     return error
 

@@ -108,7 +108,7 @@ class CacheSubscription:
     def _name(self, cache: CacheDir, dataset: str | None) -> None:
         if cache.exists:
             wait_for_samples(cache, dataset)
-        self.root = cache.root.absolute()
+        self.root = cache.root
         self.dataset = cache.dataset(dataset)
 
     def _forget(self) -> None:
