@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from cachetool.locks import OwnLock
+
 __all__ = ["listing_scratch", "scratch"]
 
 
@@ -22,11 +24,12 @@ def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     _sweep(parent, prefix)
     while (fd := _held(made := tempfile.mkdtemp(prefix=prefix, dir=parent))) is None:
         pass  # somebody else swept it
+    lock = OwnLock(fd)
     try:
         yield Path(made)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        os.close(fd)
+        lock.release()
 
 
 def listing_scratch() -> AbstractContextManager[Path]:

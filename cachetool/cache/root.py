@@ -225,10 +225,12 @@ class CacheDir:
         of no shard; pulls without an end evict nothing while somebody has it."""
         name = self.dataset(dataset)
         self.recover()
-        return snapshots.take(
+        taken = snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
             peek=peek or empty, sparing=sparing, instead=instead, known=known, empty=empty,
         )  # fmt: skip
+        self._catalog.make_again = None  # nobody takes away a folder in which this process has a lease
+        return taken
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
