@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache.connection import connect, failure
+from cachetool.cache.connection import PatientConnection, connect, failure
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
@@ -76,7 +76,7 @@ class Catalog:
         self._pid = 0
         self._file = self._folder = (0, 0)
         self._among_processes = TransactionLock(path)
-        self._connection: sqlite3.Connection | None = None
+        self._connection: PatientConnection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -241,12 +241,14 @@ class Catalog:
             finally:
                 self._inside = False
 
-    def _begin(self, begin: str | None, held: contextlib.ExitStack, patience: float = PATIENCE) -> sqlite3.Connection:
+    def _begin(self, begin: str | None, held: contextlib.ExitStack, patience: float = PATIENCE) -> PatientConnection:
         """This process's connection once it has its turn, which lasts as long as ``held``, in a transaction that is
         begun."""
         while True:
             connection = self._open(patience=patience)
-            held.enter_context(self._among_processes.held(shared=begin != "BEGIN IMMEDIATE", patience=patience))
+            shared = begin != "BEGIN IMMEDIATE"
+            sign = held.enter_context(self._among_processes.held(shared=shared, patience=patience))
+            connection.before_change = None if shared else sign
             if begin is not None:
                 connection.execute(begin)
             if self._is_there():
@@ -286,7 +288,7 @@ class Catalog:
             if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
                 connection.execute("ROLLBACK")
 
-    def _open(self, *, meta: Mapping[str, int] | None = None, patience: float = PATIENCE) -> sqlite3.Connection:
+    def _open(self, *, meta: Mapping[str, int] | None = None, patience: float = PATIENCE) -> PatientConnection:
         """This process's connection; ``meta`` is what a new catalog begins with."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection

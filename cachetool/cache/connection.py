@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cachetool.cache.transaction_lock import locked
 from cachetool.disk import refused_in
 from cachetool.errors import CapacityError, CatalogError
 
-__all__ = ["connect", "failure", "statements"]
+__all__ = ["PatientConnection", "connect", "failure", "statements"]
 
 _SHORT, _SHORTS = 0.0005, 100
 """Seconds between looks, and how many there are of these: longer than most transactions take."""
@@ -32,9 +33,21 @@ def statements() -> int:
     return _statements
 
 
-class _Patient(sqlite3.Connection):
+_CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE")
+
+
+class PatientConnection(sqlite3.Connection):
+    """A connection whose statements wait for others."""
+
+    before_change: Callable[[], None] | None = None
+    """Called once, before the next statement that changes something."""
+
     def execute(self, sql: str, values: Any = (), /) -> sqlite3.Cursor:
+        """Do a statement."""
         global _statements
+        if self.before_change is not None and sql.lstrip().startswith(_CHANGES):
+            self.before_change()
+            self.before_change = None
         looks = 0
         while True:
             try:
@@ -50,12 +63,12 @@ class _Patient(sqlite3.Connection):
             time.sleep(_SHORT if looks <= _SHORTS else _LONG)
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> PatientConnection:
     """Open the file, or make it. Transactions are as the caller begins and ends them, on any thread, one at a time.
 
     Raises :class:`sqlite3.Error`; one of its kinds after a minute in which others held the lock.
     """
-    return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=_Patient)
+    return sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=PatientConnection)
 
 
 def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str) -> CatalogError | CapacityError:

@@ -3,7 +3,7 @@
 ::
 
     reading transactions share it, a writing one has it alone, from before its BEGIN until after its COMMIT
-    its content: pid, host, program and time of the newest writer, for whoever waits in vain
+    its content: pid, host, program of the newest writer, time of its first change, for whoever waits in vain
 
 SQLite locks the catalog itself by ``fcntl.lockf``, so a process loses those locks in the middle of a transaction when
 it closes the file anywhere: its user copies or hashes the cache's folder. Two writers beside such threads lost 49 of
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ class TransactionLock:
         self._passed = -_TRUSTED
 
     @contextlib.contextmanager
-    def held(self, *, shared: bool, patience: float = PATIENCE) -> Iterator[None]:
-        """Hold the lock. Raises :class:`CatalogError` that names who has it, after so many seconds.
+    def held(self, *, shared: bool, patience: float = PATIENCE) -> Iterator[Callable[[], None]]:
+        """Hold the lock; gives what is to be called before a first change. Raises :class:`CatalogError` that names who
+        has it, after so many seconds.
 
         Where no such file can be made (the folder is gone, the disk is full or read-only) SQLite's own locks must do.
         """
@@ -75,9 +77,7 @@ class TransactionLock:
                 if not self._is_there(fd):  # somebody deleted it
                     close_kept(fd)
                     fd = self._open(shared=shared)
-            if fd is not None and not shared:
-                self._sign(fd)
-            yield
+            yield functools.partial(_sign, fd)
         finally:
             if fd is not None:
                 close_kept(fd)
@@ -112,11 +112,6 @@ class TransactionLock:
             return os.path.samestat(os.fstat(fd), os.lstat(self.path))
         return False
 
-    def _sign(self, fd: int) -> None:
-        writer = {"pid": os.getpid(), "host": socket.gethostname(), "what": program(), "since": time.time()}
-        with contextlib.suppress(OSError):  # on a full disk nobody is told
-            os.pwrite(fd, json.dumps(writer).encode().ljust(_RECORD), 0)
-
     def _reader_patience(self) -> float:
         return 0.0 if time.monotonic() - self._passed < _TRUSTED else _READER
 
@@ -127,6 +122,14 @@ class TransactionLock:
         if passable and self._reader_patience():
             self._passed = time.monotonic()
         return passable
+
+
+def _sign(fd: int | None) -> None:
+    """Say who writes: not in a transaction that changes nothing, since a command that only looks writes nothing."""
+    writer = {"pid": os.getpid(), "host": socket.gethostname(), "what": program(), "since": time.time()}
+    if fd is not None:
+        with contextlib.suppress(OSError):  # on a full disk nobody is told
+            os.pwrite(fd, json.dumps(writer).encode().ljust(_RECORD), 0)
 
 
 def locked(catalog: Path, file: Path) -> CatalogError:
