@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cachetool.cache.catalog import Catalog, library_version
 from cachetool.cache.filesystem import ALLOW, file_system, is_network
 from cachetool.cache.holders import lock_states, locks_work
-from cachetool.cache.layout import Layout, cache_option, root_of
+from cachetool.cache.layout import Layout, cache_option, place_of, root_of
 from cachetool.cache.losses import losses, quarantined
 from cachetool.cache.marker import look, settings
 from cachetool.cache.ownership import ALLOW_SHARED, loose
@@ -48,7 +48,7 @@ def examine(root: str | Path | None = None) -> list[Finding]:
 
     Raises :class:`UsageError` for a folder of other things and :class:`CatalogError` for one of a newer cachetool.
     """
-    path = root_of(root)
+    path = place_of(root_of(root))
     layout = Layout(path)
     exists, wrong = look(layout)
     found = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]
@@ -136,7 +136,10 @@ def _refused(error: OSError) -> str:
 
 def _catalog(layout: Layout) -> list[Finding]:
     catalog = Catalog(layout.catalog)
-    trouble = catalog.trouble()
+    try:
+        trouble = catalog.trouble()
+    except CatalogError as error:
+        return [Finding("catalog", "bad", str(error))]
     if trouble is not None:
         return [Finding("catalog", "bad", f"{trouble}; {_mended(layout)}")]
     if (older := catalog.older()) is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
-from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, root_of
+from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, root_of
 from cachetool.cache.losses import Loss, accept, losses, quarantined
 from cachetool.cache.losses import purge as purge_quarantine
 from cachetool.cache.marker import look
@@ -61,7 +61,7 @@ def verify(
     Raises :class:`UsageError` where there is no cache, and :class:`CatalogError` when the catalog must be rebuilt while
     other processes use the cache, or without a cap.
     """
-    path = root_of(root)
+    path = place_of(root_of(root))
     layout = Layout(path)
     refuse_loose(path)
     there, wrong = look(layout)

@@ -1,5 +1,8 @@
 """The catalog: one SQLite file whose transactions are the cache's only lock and whose version is its only clock.
 
+A transaction has its turn among processes by SQLite's locks and by one beside the file, which is not lost by accident
+(:mod:`cachetool.cache.transaction_lock`).
+
 This module owns the connection, the schema and the version; what the rows mean is decided by its neighbours (draws,
 admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=FULL``: not WAL, because SQLite 3.7.0 to
 3.51.2 has the WAL-reset race, not ``DELETE``, which lost the last commit at every power cut tried.
@@ -17,17 +20,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cachetool.cache.connection import connect, failure
+from cachetool.cache.connection import PatientConnection, connect, failure
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
+from cachetool.cache.transaction_lock import PATIENCE, TransactionLock
 from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CapacityError, CatalogError
 from cachetool.names import Id
@@ -57,9 +63,9 @@ def _limit_pages(connection: Connection) -> None:
 
 
 def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
-    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers; and small files that
-    are written beside an older one and renamed. Four of all these may end in the middle of a block of the disk."""
-    return int(2.01 * pages * PAGE_BYTES) + 65536 + 4 * (disk_block - DISK_BLOCK)
+    """Bytes charged for the catalog: the file at its limit, a journal of the same size, headers, the lock's file; and
+    small files that are written beside an older one and renamed. Five of these may end in the middle of a block."""
+    return int(2.01 * pages * PAGE_BYTES) + 65536 + 5 * (disk_block - DISK_BLOCK)
 
 
 class Catalog:
@@ -70,8 +76,10 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._pid = self._inode = 0
-        self._connection: sqlite3.Connection | None = None
+        self._pid = 0
+        self._file = self._folder = (0, 0)
+        self._among_processes = TransactionLock(path)
+        self._connection: PatientConnection | None = None
         self._inherited: list[sqlite3.Connection] = []
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -115,7 +123,7 @@ class Catalog:
         if not self.path.exists():
             return True
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     return True
                 tables = ("datasets", "sources", "shards")
@@ -127,7 +135,7 @@ class Catalog:
         """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
         bring them; else None."""
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 found = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
@@ -139,7 +147,7 @@ class Catalog:
         if not self.path.exists():
             return "it is missing"
         try:
-            with self.turn(), contextlib.closing(connect(self.path)) as connection:
+            with self.turn(), self._look() as connection:
                 schema = connection.execute("PRAGMA user_version").fetchone()[0]
                 if schema > SCHEMA_VERSION:
                     return None
@@ -161,13 +169,19 @@ class Catalog:
         lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
         return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
+    @contextlib.contextmanager
+    def _look(self) -> Iterator[sqlite3.Connection]:
+        """A connection for once, to a file that may be anything."""
+        self._refuse_links()
+        with self._among_processes.held(shared=True), contextlib.closing(connect(self.path)) as connection:
+            yield connection
+
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self.turn():
+        with self.turn(), contextlib.ExitStack() as held:
             try:
-                if self._connection is not None and self._pid == os.getpid() and not self._is_there():
-                    self.close()
-                return self._open().execute(query, values).fetchall()
+                own = self._open() if self._inside else self._begin(None, held)
+                return own.execute(query, values).fetchall()
             except _FAILURES as error:
                 raise self._error(error) from error
 
@@ -189,12 +203,13 @@ class Catalog:
         yield from self._transaction("BEGIN")
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that holds the cache's lock from its first moment; rolled back when the body raises.
+    def write(self, *, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
+        """A transaction that holds the cache's lock from its first moment; rolled back when the body raises. Waits so
+        many seconds for others, and then raises :class:`CatalogError` that names one.
 
         ``BEGIN IMMEDIATE``: a reader that upgrades itself to a writer could fail at once instead of waiting.
         """
-        yield from self._transaction("BEGIN IMMEDIATE")
+        yield from self._transaction("BEGIN IMMEDIATE", patience)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -209,8 +224,8 @@ class Catalog:
             finally:
                 self._whole = None
 
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
-        with self.turn():
+    def _transaction(self, begin: str, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
+        with self.turn(), contextlib.ExitStack() as held:
             if self._whole is not None:
                 yield from self._part(self._whole)
                 return
@@ -219,15 +234,7 @@ class Catalog:
             connection: sqlite3.Connection | None = None
             self._inside = True
             try:
-                connection = self._open()
-                connection.execute(begin)
-                if not self._is_there():
-                    # Rebuilt by another process since it was opened: this connection leads to a deleted file.
-                    connection.execute("ROLLBACK")
-                    self.close()
-                    connection = None  # it is closed: when there is no other to be had, there is nothing to roll back
-                    connection = self._open()
-                    connection.execute(begin)
+                connection = self._begin(begin, held, patience)
                 if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
                     _limit_pages(connection)
                 yield connection
@@ -240,6 +247,23 @@ class Catalog:
                 raise
             finally:
                 self._inside = False
+
+    def _begin(self, begin: str | None, held: contextlib.ExitStack, patience: float = PATIENCE) -> PatientConnection:
+        """This process's connection once it has its turn, which lasts as long as ``held``, in a transaction that is
+        begun."""
+        while True:
+            connection = self._open(patience=patience)
+            shared = begin != "BEGIN IMMEDIATE"
+            sign = held.enter_context(self._among_processes.held(shared=shared, patience=patience))
+            connection.before_change = None if shared else sign
+            if begin is not None:
+                connection.execute(begin)
+            if self._is_there():
+                return connection
+            # Rebuilt by another process since it was opened: this connection leads to a deleted file.
+            self._rollback(connection)
+            self.close()
+            held.close()
 
     def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         if self._undone is not None:  # else what comes now would be a transaction of its own
@@ -261,7 +285,7 @@ class Catalog:
 
     def _is_there(self) -> bool:
         try:
-            return self.path.stat().st_ino == self._inode
+            return _identity(self.path) == self._file
         except FileNotFoundError:
             return False
 
@@ -271,7 +295,7 @@ class Catalog:
             if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
                 connection.execute("ROLLBACK")
 
-    def _open(self, *, meta: Mapping[str, int] | None = None) -> sqlite3.Connection:
+    def _open(self, *, meta: Mapping[str, int] | None = None, patience: float = PATIENCE) -> PatientConnection:
         """This process's connection; ``meta`` is what a new catalog begins with."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
@@ -285,23 +309,50 @@ class Catalog:
                     return self._open()
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
-        if self.path.is_symlink():  # SQLite follows one here, though not at its journal
-            raise CatalogError(f"catalog {self.path} is a link, which leads to a file that is no part of the cache")
+        self._refuse_links()
+        folder = _identity(self.path.parent)
+        if self._folder not in (folder, (0, 0)) and self.make_again is None:
+            raise CatalogError(
+                f"the cache folder {self.path.parent} was replaced by another while it was used; open the cache again"
+            )
         connection = connect(self.path)
         try:
-            self._prepare(connection, meta)
+            self._prepare(connection, meta, patience)
         except BaseException:
             connection.close()
             raise
-        self._connection, self._pid, self._inode = connection, os.getpid(), self.path.stat().st_ino
+        self._connection, self._pid = connection, os.getpid()
+        self._file, self._folder = _identity(self.path), folder
         return connection
 
-    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None) -> None:
+    def _refuse_links(self) -> None:
+        """Raise :class:`CatalogError` for a file that is another cache's too: SQLite follows a link at the catalog, and
+        of two names of one file it locks the file but writes a journal for each, which rolls back the other's writes.
+        """
+        for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            if stat.S_ISLNK(status.st_mode):
+                raise CatalogError(f"catalog {path} is a link, which leads to a file that is no part of the cache")
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                each = 'cp -p "$f" "$f.own" && mv "$f.own" "$f"'
+                raise CatalogError(
+                    f"catalog {path} is shared with a copy of the cache that was made of hard links (cp -al, rsync"
+                    " --link-dest); end what uses either, then make it this cache's own:"
+                    f" cd {shlex.quote(str(path.parent))} && for f in {self.path.name}*; do {each}; done"
+                )
+
+    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None, patience: float) -> None:
         connection.row_factory = Row
-        connection.execute("PRAGMA journal_mode = PERSIST")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA temp_store = MEMORY")
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        with self._among_processes.held(shared=True, patience=patience):
+            connection.execute("PRAGMA journal_mode = PERSIST")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA temp_store = MEMORY")
+            found = connection.execute("PRAGMA user_version").fetchone()[0]
+            if found == SCHEMA_VERSION:
+                _limit_pages(connection)
         if found > SCHEMA_VERSION:
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
@@ -312,8 +363,9 @@ class Catalog:
                 f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
         if found < SCHEMA_VERSION:
-            migrate(connection, meta or {})
-        _limit_pages(connection)
+            with self._among_processes.held(shared=False, patience=patience):
+                migrate(connection, meta or {})
+                _limit_pages(connection)
 
     def _mend(self) -> str:
         """What to do about a file that is no catalog."""
@@ -321,6 +373,11 @@ class Catalog:
 
     def _error(self, error: sqlite3.Error | UnicodeDecodeError) -> CatalogError | CapacityError:
         return failure(self.path, error, mend=self._mend())
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def bump(connection: sqlite3.Connection) -> int:

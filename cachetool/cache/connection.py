@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cachetool.cache.transaction_lock import locked
 from cachetool.disk import refused_in
 from cachetool.errors import CapacityError, CatalogError
 
-__all__ = ["connect", "failure", "statements"]
+__all__ = ["PatientConnection", "connect", "failure", "statements"]
 
 _SHORT, _SHORTS = 0.0005, 100
 """Seconds between looks, and how many there are of these: longer than most transactions take."""
@@ -33,9 +35,21 @@ def statements() -> int:
     return _statements
 
 
-class _Patient(sqlite3.Connection):
+_CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE")
+
+
+class PatientConnection(sqlite3.Connection):
+    """A connection whose statements wait for others."""
+
+    before_change: Callable[[], None] | None = None
+    """Called once, before the next statement that changes something."""
+
     def execute(self, sql: str, values: Any = (), /) -> sqlite3.Cursor:
+        """Do a statement."""
         global _statements
+        if self.before_change is not None and sql.lstrip().startswith(_CHANGES):
+            self.before_change()
+            self.before_change = None
         looks = 0
         while True:
             try:
@@ -51,14 +65,14 @@ class _Patient(sqlite3.Connection):
             time.sleep(_SHORT if looks <= _SHORTS else _LONG)
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> PatientConnection:
     """Open the file, or make it. Transactions are as the caller begins and ends them, on any thread, one at a time.
 
     Raises :class:`sqlite3.Error`; one of its kinds after a minute in which others held the lock; and
     :class:`CatalogError` for a journal that cachetool did not write.
     """
     _refuse_foreign(path.with_name(f"{path.name}-journal"))
-    opened = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=_Patient)
+    opened = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=PatientConnection)
     opened.execute("PRAGMA trusted_schema = OFF")  # views and triggers, of which ours has none, may call nothing
     return opened
 
@@ -89,6 +103,8 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
         return CatalogError(f"catalog {path} was closed in the middle of a call; open the cache again")
+    if name.startswith("SQLITE_BUSY"):
+        return locked(path, path)
     if os.path.isdir(path):
         return CatalogError(f"catalog {path} is a folder; remove it, then {mend}")
     if name == "SQLITE_FULL":

@@ -1,8 +1,7 @@
 """Which processes are alive: one lock file each, judged by the kernel and never by a pid.
 
-A POSIX record lock (``fcntl.lockf``) is gone the moment its process is, however it ended, and a forked child does not
-inherit it, while it would keep a ``flock`` alive. Its one trap: closing *any* descriptor of the file in the owning
-process drops the lock. So the file is opened once per process, here, and a process never tests its own.
+The lock (:class:`~cachetool.locks.OwnLock`) ends with its process, however that ended and whatever it forked, and with
+nothing else: neither a program that copies or hashes its cache nor one that closes all its descriptors loses it.
 
 All open :class:`~cachetool.cache.root.CacheDir` of a process share one holder of a cache; the last one that is closed
 takes it out. Whatever of that may happen in two threads at once, or in a signal's handler, happens in :func:`leave`.
@@ -12,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +22,7 @@ from pathlib import Path
 from cachetool.cache.catalog import Connection
 from cachetool.disk import disk_error, permission_denied
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.locks import OwnLock, lock_owners, try_lock
 from cachetool.names import Id
 from cachetool.text import program
 
@@ -34,7 +32,7 @@ __all__ = ["Holder", "dead_holders", "holder_of"]
 class Holder:
     """This process, as one cache knows it."""
 
-    __slots__ = ("_fd", "id", "path", "pid", "retired")
+    __slots__ = ("_lock", "id", "path", "pid", "retired")
 
     def __init__(self, folder: Path) -> None:
         self.pid = os.getpid()
@@ -42,9 +40,9 @@ class Holder:
         while True:
             self.id = Id.new()
             self.path = folder / f"{self.id}.lock"
-            fd = _make_locked(self.path)
-            if fd is not None:
-                self._fd = fd
+            lock = _make_locked(self.path)
+            if lock is not None:
+                self._lock = lock
                 _ours.add((self.pid, self.id))
                 return
 
@@ -56,9 +54,9 @@ class Holder:
         with _lock:
             if self.retired:  # by another thread or a signal's handler, in the middle of the call
                 raise _closed(self.path.parent)
-            if not self.path.exists() and (fd := _make_locked(self.path)) is not None:
-                self._fd, gone = fd, self._fd
-                os.close(gone)
+            if not self.path.exists() and (lock := _make_locked(self.path)) is not None:
+                self._lock, gone = lock, self._lock
+                gone.release()
         connection.execute(
             "INSERT OR IGNORE INTO holders VALUES (?, ?, ?, ?, ?)",
             (self.id, self.pid, socket.gethostname(), program(), time.time()),
@@ -72,11 +70,11 @@ class Holder:
             if signed_out:
                 with contextlib.suppress(OSError):  # on a disk that cannot be written the free lock must do
                     self.path.unlink()
-            os.close(self._fd)
+            self._lock.release()
             _ours.discard((self.pid, self.id))
 
 
-def _make_locked(path: Path) -> int | None:
+def _make_locked(path: Path) -> OwnLock | None:
     """A new lock file, locked; None when a recovery elsewhere took it for that of a dead process before it was."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -85,17 +83,15 @@ def _make_locked(path: Path) -> int | None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path, flags, 0o600)
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.exists():
-            return fd
-    except _TAKEN:
-        pass
+        if try_lock(fd) and path.exists():
+            return OwnLock(fd)
+    except OSError:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
     os.close(fd)
     return None
 
-
-_TAKEN = (BlockingIOError, PermissionError)
-"""What POSIX lets ``fcntl`` answer when another process has the lock: EAGAIN or EACCES."""
 
 _Key = tuple[int, str]
 _holders: dict[_Key, Holder] = {}
@@ -115,7 +111,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _key(folder: Path) -> _Key:
-    return os.getpid(), str(folder.resolve())
+    return os.getpid(), str(folder)
 
 
 class User:
@@ -222,7 +218,7 @@ def _runs(pid: int, since: float) -> bool:
 
 def remove_stale_locks(connection: Connection, folder: Path) -> None:
     """Remove lock files of processes that died before they came into the catalog; inside ``BEGIN IMMEDIATE``."""
-    with _lock:  # no other thread makes a holder now, whose lock our test of its file would drop
+    with _lock:  # no other thread makes a holder now, whose file our test of its lock would remove
         known = {row["id"] for row in connection.execute("SELECT id FROM holders")}
         for path in _others(folder):
             if path.stem not in known:
@@ -232,7 +228,7 @@ def remove_stale_locks(connection: Connection, folder: Path) -> None:
 def live_locks(folder: Path) -> list[int]:
     """Pids of the other processes that hold a lock here, whether or not a catalog knows them; 0 where it is unknown."""
     with _lock:
-        return [pid for pid in map(_owner, _others(folder)) if pid is not None]
+        return [(*lock_owners(path), 0)[0] for path in _others(folder) if _alive(path)]
 
 
 def lock_states(folder: Path) -> dict[str, bool]:
@@ -248,20 +244,20 @@ def locks_work(folder: Path) -> bool:
     """
     for _ in range(_LOOKS):
         path = folder / f"{Id.new()}.lock"
-        fd = _make_locked(path)
-        if fd is None:
+        lock = _make_locked(path)
+        if lock is None:
             continue
         try:
             if _other_gets(path):
                 return False
             if not path.exists():  # whoever removed it got past the lock, or deletes by hand
                 continue
-            fcntl.lockf(fd, fcntl.LOCK_UN)
+            lock.release()
             # Gone: a recovery removes what it could lock, so the lock did let it in.
             if _other_gets(path) or not path.exists():
                 return True
         finally:
-            os.close(fd)
+            lock.release()
             path.unlink(missing_ok=True)
     return False
 
@@ -272,7 +268,7 @@ _LOOKS = 5
 
 def _other_gets(path: Path) -> bool:
     """Whether a process of its own can lock the file now."""
-    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    code = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     return subprocess.run([sys.executable, "-c", code, path], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
@@ -288,37 +284,18 @@ def is_ours(id: str) -> bool:
 def _alive(path: Path, *, remove: bool = False) -> bool:
     """Whether a process holds the lock; ``remove`` the file while it is certain that none does."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # of a FIFO it would wait
     except FileNotFoundError:
         return False
     except OSError as error:
         if error.errno == errno.ELOOP:
             return False  # a link, which no process of ours makes
-        if error.errno != errno.EROFS:
-            raise
-        return _locker(path) is not None  # a lock cannot be tried for there, but asked after
+        raise
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(fd, shared=True):  # shared: several may look at once
+            return True
         if remove:
             path.unlink(missing_ok=True)
-    except _TAKEN:
-        return True
-    else:
         return False
     finally:
         os.close(fd)
-
-
-def _owner(path: Path) -> int | None:
-    """Pid of the process that holds the lock, 0 when the kernel does not say (another machine, a container)."""
-    return _locker(path) if _alive(path) else None
-
-
-def _locker(path: Path) -> int | None:
-    if sys.platform != "linux":
-        return 0
-    with open(path, "rb") as file:
-        # struct flock on 64-bit Linux: short type, short whence, long start, long length, int pid
-        asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        found = struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))
-        return int(found[4]) if found[0] != fcntl.F_UNLCK else None

@@ -5,7 +5,7 @@
     ROOT/                0700
       CACHEDIR.TAG       backup tools leave the folder out
       cachetool.json     layout version: a newer one is refused; the cap, for when the catalog is lost
-      catalog.sqlite3    the truth, and its journal beside it
+      catalog.sqlite3    the truth; beside it its journal, and the file that a transaction locks
       holders/<id>.lock  one per live process
       shards/<id>/       one immutable shard each
       listings/<id>/     what a source holds
@@ -38,6 +38,7 @@ __all__ = [
     "Layout",
     "cache_option",
     "default_root",
+    "place_of",
     "refuse_in_cache",
     "root_of",
 ]
@@ -78,6 +79,11 @@ def root_of(named: str | Path | None) -> Path:
     return root
 
 
+def place_of(root: Path) -> Path:
+    """The folder to which a name leads now: a link in it may be switched to another cache while this one is used."""
+    return Path(os.path.realpath(root))
+
+
 def cache_option(root: Path) -> str:
     """`` --cache DIR`` for a command in a message; empty where the command takes that cache by itself."""
     return "" if root.resolve() == default_root().resolve() else f" --cache {shlex.quote(str(root))}"
@@ -105,7 +111,7 @@ class Layout:
         self.marker = root / "cachetool.json"
         self.marker_aside = root / "cachetool.json.new"
         self.catalog = root / "catalog.sqlite3"
-        self.catalog_asides = (root / "catalog.sqlite3.new", root / "catalog.sqlite3.new-journal")
+        self.catalog_asides = tuple(root / f"catalog.sqlite3.new{part}" for part in ("", "-journal", "-lock"))
         self.holders = root / "holders"
         self.shards = root / "shards"
         self.listings = root / "listings"

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
 from cachetool.cache.filesystem import check_file_system
-from cachetool.cache.layout import Layout, cache_option, root_of
+from cachetool.cache.layout import Layout, cache_option, place_of, root_of
 from cachetool.cache.marker import check, settings
 from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.root import CacheDir
+from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import measure
 from cachetool.disk import known_error
 from cachetool.errors import CapacityError, CapTooSmall, CatalogError, UsageError
@@ -23,6 +24,8 @@ __all__ = ["open_cache", "open_root"]
 
 C = TypeVar("C", bound=CacheDir)
 
+_TO_LOOK = 5.0
+"""Seconds that a recovery waits for its turn before a command that only looks does without."""
 _FULL_FIRST = "it will be full before the cap is reached"
 
 
@@ -63,7 +66,7 @@ def open_root(
     if notify is not None and not callable(notify):
         raise UsageError(f"notify={shown(notify)} cannot be used: a function that takes a line of text")
     create = parse_flag(create, what="create=")
-    path = root_of(root)
+    path = place_of(root_of(root))
     check_file_system(path, notify)
     refuse_loose(path)
     layout = Layout(path)
@@ -127,7 +130,7 @@ def _explained(notify: Callable[[str], None] | None, words: str) -> Callable[[st
 
 def _recover(cache: CacheDir, notify: Callable[[str], None] | None, *, create: bool) -> None:
     try:
-        cache.recover()
+        cache.recover(patience=PATIENCE if create else _TO_LOOK)
     except CatalogError as error:
         if create or not error.readable:
             raise

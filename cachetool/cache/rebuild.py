@@ -245,7 +245,7 @@ def _salvage(old: Catalog) -> dict[str, Any]:
 def _write(
     layout: Layout, found: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
 ) -> None:
-    aside, journal = layout.catalog_asides
+    aside, *beside = layout.catalog_asides
     for path in layout.catalog_asides:
         layout.remove(path)
     pages = FIRST_PAGES
@@ -278,7 +278,8 @@ def _write(
             event(connection, at, kind, subject, text, dataset=dataset)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
-    layout.remove(journal)
+    for path in beside:
+        layout.remove(path)
     # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)

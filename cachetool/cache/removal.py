@@ -21,6 +21,7 @@ from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
+from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.errors import CatalogError
 from cachetool.folders import fsync_folder
 from cachetool.names import Id
@@ -250,14 +251,14 @@ def held_back(connection: Connection, *, also: Collection[str] = ()) -> Held:
     return Held(frozenset(row["id"] for row in held), tuple(row["bytes"] for row in held), tuple(who))
 
 
-def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder]) -> int:
+def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, patience: float = PATIENCE) -> int:
     """Finish what dead processes left: leases freed, claims opened, staging and trash deleted. Gives how many died.
 
     Touches only ids of holders whose lock is free, under the cache's lock. What must be deleted becomes this process's
     own trash in the same transaction, so that two recoveries never share work and a crash here is recovered like any.
-    Writes nothing when there is nothing to finish.
+    Writes nothing when there is nothing to finish. Waits so many seconds for its turn.
     """
-    with catalog.write() as connection:
+    with catalog.write(patience=patience) as connection:
         _make_folders(connection, layout)
         dead = dead_holders(connection, layout.holders)
         remove_stale_locks(connection, layout.holders)

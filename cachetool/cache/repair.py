@@ -65,7 +65,7 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
         if not (source in sources and owner in ("", "json", *holders)):
             found.append((path, Id.fits(source)))
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
-    names.add(f"{layout.catalog.name}-journal")
+    names |= {f"{layout.catalog.name}-journal", f"{layout.catalog.name}-lock"}
     for path in layout.root.iterdir():
         if path.name not in names:
             found.append((path, path in (layout.marker_aside, *layout.catalog_asides)))

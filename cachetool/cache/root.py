@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import time
 import weakref
@@ -16,10 +17,11 @@ from cachetool.cache import holders, snapshots
 from cachetool.cache.catalog import Catalog
 from cachetool.cache.forking import members
 from cachetool.cache.holders import Holder
-from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.layout import Layout, cache_option, place_of
 from cachetool.cache.marker import mark
 from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
+from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.names import Id
@@ -61,7 +63,7 @@ class CacheDir:
         min_free: int | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        self.root = root.absolute()  # a program may go to another folder while it is open
+        self.root = place_of(root)  # once: a program may go to another folder, or switch a link, while it is open
         self.layout = Layout(self.root)
         self._wanted = {"max_size": max_size, "min_free": min_free}
         self._exists = exists
@@ -136,13 +138,14 @@ class CacheDir:
         """Write the settings into the marker; inside the transaction that wrote them into the catalog."""
         mark(self.layout, **{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
 
-    def recover(self) -> int:
-        """Finish what dead processes left behind; gives how many died."""
+    def recover(self, *, patience: float = PATIENCE) -> int:
+        """Finish what dead processes left behind; gives how many died. ``patience``: as of :meth:`Catalog.write`."""
         if is_copied(self.catalog, self.layout):
-            with self.catalog.write() as connection:
+            with self.catalog.write(patience=patience) as connection:
                 charge_anew(connection, self.layout)
         # Inside of a transaction, where :attr:`holder` could not put a new cap in force.
-        return recover(self.catalog, self.layout, lambda: holders.holder_of(self.layout.holders, self._user))
+        own = functools.partial(holders.holder_of, self.layout.holders, self._user)
+        return recover(self.catalog, self.layout, own, patience=patience)
 
     # -- what is in it -------------------------------------------------------------------------------------------------
 
@@ -234,10 +237,12 @@ class CacheDir:
         epoch = None if epoch is None else parse_whole(epoch, what="epoch=")
         peek, sparing, empty = (parse_flag(flag, what="snapshot") for flag in (peek, sparing, empty))
         self.recover()
-        return snapshots.take(
+        taken = snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
             peek=peek or empty, sparing=sparing, instead=instead, known=known, empty=empty,
         )  # fmt: skip
+        self._catalog.make_again = None  # nobody takes away a folder in which this process has a lease
+        return taken
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

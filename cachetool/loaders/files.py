@@ -20,7 +20,7 @@ from typing import Any
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.cache.layout import SHARD_FILE, Layout, root_of
+from cachetool.cache.layout import SHARD_FILE, Layout, place_of, root_of
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
@@ -102,9 +102,9 @@ def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tup
     A folder that is empty or not there yet is one of a cache. Raises what :func:`shards_at` raises.
     """
     if isinstance(cache_or_paths, CacheDir):
-        return cache_or_paths.root.absolute(), ()
+        return cache_or_paths.root, ()
     if isinstance(cache_or_paths, str | Path):
-        path = root_of(cache_or_paths).absolute()
+        path = place_of(root_of(cache_or_paths))
         if not is_shards(path):
             try:
                 check(Layout(path))

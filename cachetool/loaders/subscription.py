@@ -110,7 +110,7 @@ class CacheSubscription:
         dataset = None if dataset is None else parse_text(dataset, what="dataset=")
         if cache.exists:
             wait_for_samples(cache, dataset)
-        self.root = cache.root.absolute()
+        self.root = cache.root
         self.dataset = cache.dataset(dataset)
 
     def _forget(self) -> None:

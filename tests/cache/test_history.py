@@ -149,9 +149,9 @@ def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, mon
         begun: list[str] = []
         transaction = type(cache.catalog)._transaction
 
-        def counted(self: object, begin: str) -> object:
+        def counted(self: object, begin: str, *more: float) -> object:
             begun.append(begin)
-            return transaction(self, begin)  # type: ignore[arg-type]
+            return transaction(self, begin, *more)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(type(cache.catalog), "_transaction", counted)

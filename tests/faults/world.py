@@ -391,7 +391,7 @@ class Oracle:
         assert set(os.listdir(cache.layout.shards)) == ids
         assert set(os.listdir(cache.layout.holders)) <= {f"{cache.holder.id}.lock"}
         assert set(os.listdir(cache.layout.listings)) <= {SOURCE.id, f"{SOURCE.id}.json"}
-        names = {"CACHEDIR.TAG", "cachetool.json", "catalog.sqlite3", "catalog.sqlite3-journal"}
+        names = {"CACHEDIR.TAG", "cachetool.json", *(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock"))}
         assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
 
     def _once(self, row: Any) -> None:

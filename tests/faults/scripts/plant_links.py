@@ -12,7 +12,14 @@ import select
 import sys
 from pathlib import Path
 
-OWN = ("CACHEDIR.TAG", "cachetool.json", "cachetool.json.new", "catalog.sqlite3", "catalog.sqlite3-journal")
+OWN = (
+    "CACHEDIR.TAG",
+    "cachetool.json",
+    "cachetool.json.new",
+    "catalog.sqlite3",
+    "catalog.sqlite3-journal",
+    "catalog.sqlite3-lock",
+)
 SHARD = ("data.lmdb", "data.h5", "data.tfrecord", "extents.bin", "shard.json")
 LISTING = ("keys.npy", "key_offsets.npy", "etags.npy", "etag_offsets.npy", "sizes.npy", "units.npy", "listing.json")
 
