@@ -57,6 +57,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cache.records": {"os.replace": CACHE, "os.rename": CACHE},
     "cache.removal": {"mkdir": CACHE},
     "cache.repair": {"os.rename": CACHE},
+    "cache.transaction_lock": {"os.O_CREAT": CACHE},
     "cache.unmaking": {"os.rename": "the root of a cache, to a random name", "rmdir": "folders above it, while empty"},
     "cli.bench": {"tempfile.TemporaryFile": "has no name"},
     "cli.output": {"open w": "/dev/null"},
