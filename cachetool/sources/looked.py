@@ -40,7 +40,7 @@ class LookedAt:
     def kept_of(self, store: Store) -> Store:
         """``store``, of which what comes is kept from now on."""
         with contextlib.suppress(OSError):  # no room for temporary files: it is fetched again
-            self._bodies.parent.mkdir(mode=0o700)
+            make_folder(self._bodies.parent)
             return _Keeping(store, self._bodies, self._places)
         return store
 
