@@ -226,7 +226,7 @@ def test_a_chunk_that_grows_beyond_measure_is_an_error_and_takes_no_memory(tmp_p
     chunk = next((tmp_path / "x.zarr" / "c").iterdir())
     chunk.write_bytes(numcodecs.Zstd(level=1).encode(np.zeros(1_500_000_000, dtype=np.uint8)))
 
-    with pytest.raises(BadObject, match=r"x\.zarr: unpacks to more than the 1049600 bytes that it may have"):
+    with pytest.raises(BadObject, match=r"x\.zarr: .* unpacks to more than the 1049600 bytes that it may have"):
         samples(tmp_path / "x.zarr")
 
 
