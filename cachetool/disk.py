@@ -85,7 +85,8 @@ def limit_error(error: BaseException) -> CacheToolError | None:
             "no more processes or threads may be started (ulimit -u, -v, or a container's limit); raise that limit, or"
             " use fewer --workers"
         )
-    if number == errno.ENOMEM or isinstance(error, MemoryError):
+    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)  # of a library
+    if number == errno.ENOMEM or unmapped or isinstance(error, MemoryError):
         return CacheToolError("out of memory (the machine's, a container's, or ulimit -v); use fewer --workers")
     if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
         return CacheToolError("no folder for temporary files can be written to; set TMPDIR to one that can")

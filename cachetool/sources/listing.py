@@ -17,6 +17,7 @@ merged, so that a hundred million keys take no more memory than a quarter of one
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import heapq
 import json
@@ -33,7 +34,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.disk import limit_error
 from cachetool.errors import BadObject, CorruptError
 from cachetool.folders import make_missing, new_file, remove_path, replacing
 from cachetool.sources.keys import Stem
@@ -229,7 +229,7 @@ def opened(
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
         yield facts, {name: array.view(np.ndarray) for name, array in arrays.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if limit_error(error) is not None:  # too many open files: the listing is well
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it is well
             raise
         why = error if isinstance(error, OSError) else "it is damaged"  # NumPy would advise to allow pickles
         raise CorruptError(f"{what} {str(folder)!r} cannot be read ({why}); remove it to list again") from error
