@@ -464,7 +464,7 @@ def test_values_that_come_in_several_reads_are_whole(cache: CacheDir, monkeypatc
     with opened(cache, workers=0, fields=None) as loader:
         whole = [batch["x"].tobytes() for batch in loader]
     preadv = unmapped.os.preadv
-    monkeypatch.setattr(unmapped.os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:7]], at))
+    monkeypatch.setattr(unmapped.os, "preadv", lambda fd, views, at, *flags: preadv(fd, [views[0][:7]], at, *flags))
     with opened(cache, workers=0, fields=None) as loader:
         assert [batch["x"].tobytes() for batch in loader] == whole
 
