@@ -45,7 +45,7 @@ def command(
 ) -> Iterator[Callable[..., Ran]]:
     """Run a command ``--on ray`` within this process; it finds agents of an earlier one instead of starting some."""
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(engines, "connect", lambda address: contextlib.nullcontext(engine))
+    monkeypatch.setattr(engines, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
 
     def start(*args: object) -> Ran:
         capfd.readouterr()
