@@ -8,6 +8,7 @@ formats' own libraries. ``CACHETOOL_CHAOS_SECONDS`` sets how long the soak takes
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -91,6 +92,9 @@ class Chaos:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.counts: Counter[str] = Counter()
         self.bad: list[str] = []
+        # What loses its starter becomes a child of this process (prctl(2)), and is found again at the end of a round.
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        self._others = set(self.family(os.getpid()))
 
     def commands(self) -> dict[str, list[str]]:
         """A program of each kind, as it is started now."""
@@ -135,12 +139,22 @@ class Chaos:
                     self.send(pid, signal.SIGSTOP)
                     stopped[pid] = now + self.rng.random() * 2
             time.sleep(self.rng.random() * 0.2)  # the moment of the next fault
-        for process in self.running.values():
-            for pid in reversed(self.family(process.pid)):
-                self.send(pid, signal.SIGKILL, count=False)
+        self.end()
         for name, process in list(self.running.items()):
             process.wait()
             self.ended(name, process)
+
+    def end(self) -> None:
+        """Kill all that was started, also what was stopped when its starter was killed, which nobody else continues."""
+        ours = {process.pid for process in self.running.values()}
+        while left := set(self.family(os.getpid())) - self._others:
+            for pid in left:
+                self.send(pid, signal.SIGKILL, count=False)
+            for pid in left - ours:
+                with contextlib.suppress(ChildProcessError):  # its own starter is still there
+                    os.waitpid(pid, os.WNOHANG)
+            if left <= ours and all(process.poll() is not None for process in self.running.values()):
+                break
 
     def start(self, name: str, command: list[str]) -> None:
         errors = (self.place / f"{name}.err").open("wb")
