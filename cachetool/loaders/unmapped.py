@@ -111,17 +111,16 @@ class Unmapped:
         """Read ``sizes[i]`` bytes from ``starts[i]`` of its file to ``out[to[i] :]``, for every i. Raises
         :class:`CorruptError`, naming a file that is cut short, and what :meth:`Descriptors.open` raises."""
         memory, to_, starts_, sizes_ = out.data, to.tolist(), starts.tolist(), sizes.tolist()
-        for i, fd in self._opened():
-            at, stop, start = to_[i], to_[i] + sizes_[i], starts_[i]
-            while at < stop:  # one call brings 2 GiB at most
-                if not (count := self._pread(i, fd, memory[at:stop], start)):
-                    has, path = os.fstat(fd).st_size, self._path(i)
-                    raise CorruptError(f"{path} is cut short: it has {has} bytes, a value reaches out of them")
-                at, start = at + count, start + count
-
-    def _pread(self, i: int, fd: int, into: memoryview, start: int) -> int:
+        preadv, i = os.preadv, 0
         try:
-            return os.preadv(fd, (into,), start)
+            for i, fd in self._opened():
+                at, start = to_[i], starts_[i]
+                stop = at + sizes_[i]
+                while at < stop:  # one call brings 2 GiB at most
+                    if not (count := preadv(fd, (memory[at:stop],), start)):
+                        has, path = os.fstat(fd).st_size, self._path(i)
+                        raise CorruptError(f"{path} is cut short: it has {has} bytes, a value reaches out of them")
+                    at, start = at + count, start + count
         except IsADirectoryError:
             with missing_is_corrupt(self._path(i)):
                 raise
