@@ -80,8 +80,9 @@ def root_of(named: str | Path | None) -> Path:
 
 
 def place_of(root: Path) -> Path:
-    """The folder to which a name leads now: a link in it may be switched to another cache while this one is used."""
-    return Path(os.path.realpath(root))
+    """The folder to which a name leads now: a link in it may be switched to another cache while this one is used. What
+    is no folder yet keeps its name."""
+    return Path(os.path.realpath(root)) if os.path.isdir(root) else root
 
 
 def cache_option(root: Path) -> str:

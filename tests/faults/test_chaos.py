@@ -146,15 +146,13 @@ class Chaos:
 
     def end(self) -> None:
         """Kill all that was started, also what was stopped when its starter was killed, which nobody else continues."""
-        ours = {process.pid for process in self.running.values()}
-        while left := set(self.family(os.getpid())) - self._others:
+        ours = {process.pid: process for process in self.running.values()}
+        while left := set(self.family(os.getpid())) - self._others:  # looked at anew once the last one was reaped
             for pid in left:
                 self.send(pid, signal.SIGKILL, count=False)
-            for pid in left - ours:
+            for pid in left:
                 with contextlib.suppress(ChildProcessError):  # its own starter is still there
-                    os.waitpid(pid, os.WNOHANG)
-            if left <= ours and all(process.poll() is not None for process in self.running.values()):
-                break
+                    ours[pid].poll() if pid in ours else os.waitpid(pid, os.WNOHANG)
 
     def start(self, name: str, command: list[str]) -> None:
         errors = (self.place / f"{name}.err").open("wb")
