@@ -68,6 +68,13 @@ def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
     return int(2.01 * pages * PAGE_BYTES) + 65536 + 5 * (disk_block - DISK_BLOCK)
 
 
+def _foreign_part(connection: Connection) -> str | None:
+    """What the tables have that cachetool never makes: a view in place of a table may have rows without end."""
+    query = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'"
+    row = connection.execute(f"{query} LIMIT 1").fetchone()
+    return None if row is None else f"has a {row[0]} {ascii(row[1])[:80]}, which cachetool never makes"
+
+
 class Catalog:
     """One process's connection to a catalog file, opened again by itself in a forked child.
 
@@ -153,6 +160,8 @@ class Catalog:
                     return None
                 if not schema:
                     return "it is empty"
+                if (foreign := _foreign_part(connection)) is not None:
+                    return f"it {foreign}"
                 found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
                 for table in ("shards", "sources", "holders"):
@@ -329,7 +338,7 @@ class Catalog:
         """Raise :class:`CatalogError` for a file that is another cache's too: SQLite follows a link at the catalog, and
         of two names of one file it locks the file but writes a journal for each, which rolls back the other's writes.
         """
-        for path in (self.path, self.path.with_name(f"{self.path.name}-journal")):
+        for path in (self.path.with_name(f"{self.path.name}{part}") for part in ("", "-journal", "-lock")):
             try:
                 status = path.lstat()
             except OSError:
@@ -351,6 +360,8 @@ class Catalog:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")
             found = connection.execute("PRAGMA user_version").fetchone()[0]
+            if (foreign := _foreign_part(connection)) is not None:
+                raise CatalogError(f"catalog {self.path} {foreign}; {self._mend()}")
             if found == SCHEMA_VERSION:
                 _limit_pages(connection)
         if found > SCHEMA_VERSION:

@@ -22,8 +22,9 @@ from pathlib import Path
 from cachetool.cache.catalog import Connection
 from cachetool.disk import disk_error, permission_denied
 from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.folders import remove as remove_from
 from cachetool.locks import OwnLock, lock_owners, try_lock
-from cachetool.names import Id
+from cachetool.names import Id, Name
 from cachetool.text import program
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
@@ -273,7 +274,7 @@ def _other_gets(path: Path) -> bool:
 
 
 def _others(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*.lock") if not is_ours(path.stem)]
+    return [path for path in folder.glob("*.lock") if Id.fits(path.stem) and not is_ours(path.stem)]
 
 
 def is_ours(id: str) -> bool:
@@ -295,7 +296,7 @@ def _alive(path: Path, *, remove: bool = False) -> bool:
         if not try_lock(fd, shared=True):  # shared: several may look at once
             return True
         if remove:
-            path.unlink(missing_ok=True)
+            remove_from(path.parent.parent, Name(path.parent.name), Name(path.name))
         return False
     finally:
         os.close(fd)

@@ -34,9 +34,21 @@ def check(layout: Layout) -> bool:
     Raises what :func:`look` raises, and :class:`CatalogError` for a cache that lost its ``cachetool.json``.
     """
     there, wrong = look(layout)
+    refuse_links(layout)
     if wrong is not None:
         raise CatalogError(f"{layout.marker} {wrong}; run: cachetool verify --repair{cache_option(layout.root)}")
     return there
+
+
+def refuse_links(layout: Layout) -> None:
+    """Raise :class:`CatalogError` for a cache whose folders are links: what is written and removed there would lie
+    outside of it."""
+    for folder in layout.folders:
+        if folder.is_symlink():
+            raise CatalogError(
+                f"cache {layout.root} is refused: its {folder.name} is a link to {os.readlink(folder)}, which is no"
+                " part of the cache; put the folder itself in its place, or pull into another cache"
+            )
 
 
 def look(layout: Layout) -> tuple[bool, str | None]:

@@ -189,9 +189,18 @@ def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> No
         if newer is not None or _version(path) >= row["since"]:
             continue
         try:
-            os.rename(layout.shard(each) / SHARD_FILE, path)
+            folder = os.open(layout.shard(each), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # it is gone, or somebody put a link in its place: what that leads to is no shard
+        try:
+            os.rename(SHARD_FILE, path, src_dir_fd=folder)
         except FileNotFoundError:
             continue  # killed between this and the end of the deletion: it was done then
+        except OSError as error:
+            error.filename = str(layout.shard(each) / SHARD_FILE)  # not the last part alone
+            raise
+        finally:
+            os.close(folder)
         fsync_folder(layout.listings)
 
 

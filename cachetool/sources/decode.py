@@ -109,6 +109,8 @@ def parse_npy(data: memoryview, *, text: bool = False) -> np.ndarray[Any, Any]:
             f"{len(data) - start} bytes follow the header of a {dtype} array {shape},"
             f" which needs {math.prod(shape) * dtype.itemsize}"
         )
+    if any(side >= 2**63 for side in shape) or math.prod(side for side in shape if side) >= 2**63:
+        raise BadObject(f"its shape {shape} is larger than any array")  # with a 0 in it: of no bytes
     flat = np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 

@@ -224,6 +224,64 @@ def test_a_folder_of_the_cache_that_is_a_link_is_not_cleared_through_it(cache: P
     assert shard.name in {path.name for path in after} or folder != "shards"
 
 
+@pytest.mark.parametrize("folder", ["shards", "listings", "holders"])
+def test_a_cache_whose_folder_is_a_link_is_refused(cache: Path, victim: Path, folder: str) -> None:
+    """Lock files without an owner are removed: here they would be somebody else's."""
+    (victim / "poetry.lock").write_text("precious")
+    twin = victim.parent / "twin"
+    (cache / folder).rename(twin)
+    (cache / folder).symlink_to(victim if folder == "holders" else twin)
+    for verb in ("stats", "ls", "evict"):
+        found = run(verb, "--cache", str(cache), *(["--max-size", "1MB"] if verb == "evict" else []))
+        assert found.returncode == 6
+        assert f"its {folder} is a link to" in found.stderr
+    (victim / "poetry.lock").unlink()
+
+
+def test_lock_files_of_other_programs_in_the_cache_stay(cache: Path) -> None:
+    (cache / "holders" / "poetry.lock").touch()
+    with open_cache(cache):
+        pass
+    assert (cache / "holders" / "poetry.lock").exists()
+
+
+def test_no_record_is_taken_out_of_a_folder_that_a_link_leads_to(cache: Path, victim: Path) -> None:
+    """The newest record of a source is moved out of the shard that goes."""
+    shard = _as_trash(cache)
+    edit(cache, f"UPDATE shards SET since = 999999 WHERE id = '{shard.name}'")
+    shutil.rmtree(shard)
+    shard.symlink_to(victim)
+    with open_cache(cache):
+        pass
+    assert not os.path.lexists(shard)
+    assert not [path for path in (cache / "listings").glob("*.json") if path.read_text() == "precious"]
+
+
+def test_a_view_in_place_of_a_table_is_refused_and_mended(cache: Path) -> None:
+    """One may have rows without end, which SQLite computes and no signal ends."""
+    edit(
+        cache,
+        "ALTER TABLE events RENAME TO before",
+        "CREATE VIEW events AS WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n AS id, 1.0 AS"
+        " at, 'error' AS kind, 'x' AS subject, 't' AS text, 'default' AS dataset FROM r",
+    )
+    for verb in ("stats", "ls"):
+        found = run(verb, "--cache", str(cache))
+        assert found.returncode == 6
+        assert "has a view 'events', which cachetool never makes" in found.stderr
+    assert run("verify", "--repair", "--no-repull", "--cache", str(cache)).returncode in (0, 1)
+    assert run("stats", "--cache", str(cache)).returncode == 0
+
+
+def test_a_lock_file_with_a_second_name_is_not_written(cache: Path, victim: Path) -> None:
+    lock = cache / "catalog.sqlite3-lock"
+    lock.unlink(missing_ok=True)
+    os.link(victim / "thesis.txt", lock)
+    found = run("evict", "--cache", str(cache), "--max-size", "1300000")
+    assert found.returncode == 6
+    assert "hard links" in found.stderr
+
+
 @root_only
 @pytest.mark.parametrize("what", ["bind", "tmpfs"])
 def test_recovery_enters_no_mount(cache: Path, victim: Path, what: str) -> None:

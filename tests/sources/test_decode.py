@@ -312,3 +312,11 @@ GOOD = [
     ("a.json", b'{"a": [1, 2], "b": 1e5}'),
     ("a.png", _png()),
 ]
+
+
+@pytest.mark.parametrize("shape", ["(4294967296, 4294967296, 0)", "(9223372036854775808, 0)"])
+def test_a_shape_larger_than_any_array_is_refused_although_it_has_no_bytes(shape: str) -> None:
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    file = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    with pytest.raises(BadObject, match="larger than any array"):
+        parse_npy(memoryview(file))
