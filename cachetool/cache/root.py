@@ -63,7 +63,8 @@ class CacheDir:
         min_free: int | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
-        self.root = place_of(root)  # once: a program may go to another folder, or switch a link, while it is open
+        # Once: a program may go to another folder, or switch a link, while it is open.
+        self.root = place_of(root.absolute())
         self.layout = Layout(self.root)
         self._wanted = {"max_size": max_size, "min_free": min_free}
         self._exists = exists
