@@ -356,5 +356,5 @@ def _mount(fd: int) -> bytes | None:
     try:
         with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
             return next((line for line in file if line.startswith(b"mnt_id:")), None)
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # nothing else: who has no descriptor left must not call this a mount
         return None

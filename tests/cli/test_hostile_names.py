@@ -13,6 +13,7 @@ import pytest
 from cachetool.cache import SourceRow, open_cache
 from cachetool.errors import BadObject, CacheToolError, UsageError, from_json, to_json
 from cachetool.loaders.waiting import say
+from cachetool.names import Id
 from tests.cache.conftest import SCHEMA, put_shard
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number, name in enumerate(HOSTILE):
             cache.declare(name, SCHEMA)
             (listing := tmp_path / f"listing{number}").mkdir()
-            cache.add_source(SourceRow(f"s{number}", f"s3://b/{name}", {}, name, name, 9, 9, 0, 0, 0, 0), listing)
+            cache.add_source(
+                SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, name, name, 9, 9, 0, 0, 0, 0), listing
+            )
             put_shard(cache, 20_000, dataset=name)
             cache.catalog.note_error(name, name, dataset=name)
         with cache.catalog.write() as connection:

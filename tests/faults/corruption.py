@@ -573,7 +573,7 @@ def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -
         __import__(f"cachetool.sources.{module}")
     guard.CPU_SECONDS = 2
     guard.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+        DEVNULL=subprocess.DEVNULL, Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
     )
     exporting.LocalEngine = Here  # type: ignore[assignment, misc]
     for number, name in enumerate(names):
