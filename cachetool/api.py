@@ -107,7 +107,7 @@ class Cache(CacheDir):
             key=key,
             concurrency=concurrency,
         )
-        source = parse_location(source, what="the source")
+        source = parse_location(source, what="source=")
         if elsewhere(on, self.root, address=address, placement=placement):
             from cachetool.cluster import pull_over
 

@@ -84,7 +84,7 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pid = 0
-        self._file = self._folder = (0, 0)
+        self._file = (0, 0)
         self._among_processes = TransactionLock(path)
         self._connection: PatientConnection | None = None
         self._inherited: list[sqlite3.Connection] = []
@@ -319,11 +319,6 @@ class Catalog:
                 raise CatalogError(f"the cache folder {self.path.parent} is gone; pull again to fill a new one")
             raise CatalogError(f"catalog {self.path} is missing; {self._mend()}")
         self._refuse_links()
-        folder = _identity(self.path.parent)
-        if self._folder not in (folder, (0, 0)) and self.make_again is None:
-            raise CatalogError(
-                f"the cache folder {self.path.parent} was replaced by another while it was used; open the cache again"
-            )
         connection = connect(self.path)
         try:
             self._prepare(connection, meta, patience)
@@ -331,7 +326,7 @@ class Catalog:
             connection.close()
             raise
         self._connection, self._pid = connection, os.getpid()
-        self._file, self._folder = _identity(self.path), folder
+        self._file = _identity(self.path)
         return connection
 
     def _refuse_links(self) -> None:

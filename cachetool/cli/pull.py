@@ -166,7 +166,9 @@ def pull(
       cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
     from cachetool.api import open_cache
+    from cachetool.planning import check_place
 
+    check_place(source)
     out = Output(as_json=as_json, quiet=quiet)
     with (
         open_cache(cache, max_size=max_size, min_free=min_free, notify=out.note) as opened,

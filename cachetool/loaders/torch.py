@@ -47,7 +47,6 @@ from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.view import View
 from cachetool.loaders.views import Check, Views, usable
-from cachetool.permutation import MAX_N
 from cachetool.text import shown
 from cachetool.units import parse_flag, parse_location, parse_text, parse_whole
 
@@ -114,7 +113,7 @@ class _MapDataset(Dataset[Sample]):
         view = self._views.at(version) if version else self._views.plain()
         base = encode(version, 0)
         places = [int(index) - base for index in indices]
-        if any(abs(place) > MAX_N for place in places):  # beyond what any snapshot has, and what NumPy takes
+        if any(abs(place) >= 2**63 for place in places):  # beyond what NumPy takes
             raise IndexError(f"sample {shown(places[0])} of a dataset of {view.samples}")
         at = np.array(places, dtype=np.int64)
         if not version:

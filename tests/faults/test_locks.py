@@ -315,19 +315,6 @@ def test_a_loader_reads_one_cache_when_its_link_is_switched(tmp_path: Path, work
     assert os.listdir(tmp_path / "other" / "holders") == []
 
 
-def test_a_folder_that_is_replaced_under_an_open_cache_is_said_to_be(root: Path, tmp_path: Path) -> None:
-    other = filled(tmp_path / "other")
-    with open_cache(root) as cache:
-        cache.snapshot()
-        root.rename(tmp_path / "aside")
-        other.rename(root)
-        with pytest.raises(CatalogError, match="was replaced by another while it was used; open the cache again"):
-            cache.snapshot()
-    with open_cache(root) as cache:
-        assert len(cache.shards()) == 3
-        assert cache.stats().holders == []
-
-
 @pytest.fixture
 def twin(root: Path, tmp_path: Path) -> Path:
     """A copy of the cache made of hard links."""

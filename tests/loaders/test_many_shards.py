@@ -55,7 +55,7 @@ def read(parts: MappedParts, view: View, batches: list[Any], schema: Schema) -> 
 
 
 def maps_of(root: Path) -> int:
-    return Path("/proc/self/maps").read_text().count(str(root))
+    return Path("/proc/self/maps").read_text().count(f"{root}/shards/")
 
 
 def descriptors_of(root: Path) -> list[str]:

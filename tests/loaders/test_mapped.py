@@ -171,13 +171,13 @@ def test_batches_go_on_after_something_was_unmapped(cache: CacheDir, monkeypatch
 def test_maps_stay_where_they_are_for_parts_of_the_next_view_and_go_with_those_that_leave(cache: CacheDir) -> None:
     old, parts = view_of(cache), MappedParts()
     assert gathered(old, [0, 25, 45], parts) == numbered(0, 25, 45)
-    before = maps(cache.root)
+    before = maps(cache.root / "shards")
     put(cache, range(60, 80))
     new = view_of(cache)
     later = View(new.version, "default", SMALL, new.parts[1:])
 
     assert gathered(later, [0, 59], parts) == numbered(20, 79)
-    after = maps(cache.root)
+    after = maps(cache.root / "shards")
     assert {path for path in before if path not in after} == {path for path in before if old.parts[0].id in path}
     assert all(after[path] == place for path, place in before.items() if path in after)
     assert len(after) == 3  # data of each part; their extents are small, and were copied
@@ -189,7 +189,7 @@ def test_only_the_files_of_the_fields_asked_for_are_mapped(tmp_path: Path) -> No
         view, parts = view_of(cache), MappedParts()
         gather(view, np.array([1]), parts, SMALL.select(["number", "x"]))
 
-        assert [Path(path).parent.name for path in maps(cache.root)] == ["x"]
+        assert [Path(path).parent.name for path in maps(cache.root / "shards")] == ["x"]
         assert gathered(view, [1], parts) == numbered(1)
 
 

@@ -100,10 +100,10 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
     begun: list[str] = []
     transaction = Catalog._transaction
 
-    def counted(self: Catalog, begin: str) -> Iterator[Any]:
+    def counted(self: Catalog, begin: str, patience: float) -> Iterator[Any]:
         if self._whole is None:
             begun.append(begin)
-        return transaction(self, begin)
+        return transaction(self, begin, patience)
 
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "_transaction", counted)

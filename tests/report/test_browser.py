@@ -18,6 +18,7 @@ import pytest
 
 from cachetool.cache import SourceRow, open_cache
 from cachetool.cache.history import Delivered
+from cachetool.names import Id
 from cachetool.report import figures, page
 from tests.cache.conftest import SCHEMA, put_shard
 
@@ -82,7 +83,9 @@ def made(root: Path, names: list[str]) -> str:
             dataset = name.replace("\x00", "")
             cache.declare(dataset, SCHEMA)
             (listing := root.parent / f"listing{number}").mkdir()
-            cache.add_source(SourceRow(f"s{number}", f"s3://b/{name}", {}, "i", dataset, 9, 9, 0, 0, 0, 0), listing)
+            cache.add_source(
+                SourceRow(Id(f"{number:016x}"), f"s3://b/{name}", {}, "i", dataset, 9, 9, 0, 0, 0, 0), listing
+            )
             put_shard(cache, 20_000, dataset=dataset)
             with cache.snapshot(dataset=dataset, run=dataset, epoch=1) as snapshot:
                 snapshot.served(Delivered(1.0, 1, 1, 0.5))
