@@ -17,6 +17,7 @@ import secrets
 from typing import Self
 
 from cachetool.errors import CatalogError
+from cachetool.text import shown
 
 __all__ = ["Id", "Name"]
 
@@ -37,7 +38,7 @@ class Name(str):
             return text
         if not isinstance(text, str) or not cls._fits(text):
             raise CatalogError(
-                f"{_shown(text)} is no name of {cls._what}, and cachetool never wrote it: nothing was changed;\n"
+                f"{shown(text)} is no name of {cls._what}, and cachetool never wrote it: nothing was changed;\n"
                 "a folder from somebody you do not trust is best deleted; one of your own: cachetool verify --repair"
             )
         return super().__new__(cls, text)
@@ -70,8 +71,3 @@ class Id(Name):
     def new(cls) -> Self:
         """One that nothing has yet."""
         return cls(secrets.token_hex(8))
-
-
-def _shown(text: object) -> str:
-    shown = ascii(text)
-    return shown if len(shown) <= 100 else f"{shown[:100]}..."

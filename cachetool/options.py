@@ -131,7 +131,7 @@ class PullOptions:
                 raise UsageError("--shard-size must be at least 1 byte")
         if self.min_epochs < 0:
             raise UsageError(f"--min-epochs must be at least 0, got {self.min_epochs}")
-        _ = self.first_shard_seconds
+        object.__setattr__(self, "first_shard_after", self.first_shard_seconds or "none")
         object.__setattr__(self, "wait", parse_duration(self.wait, what="--wait"))
         object.__setattr__(self, "renew", parse_fraction(self.renew, what="--renew"))
 

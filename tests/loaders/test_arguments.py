@@ -123,7 +123,7 @@ def test_more_workers_than_there_are_addresses_for_are_refused(
     monkeypatch.setattr(processes, "Ring", ring)
     with (
         Loader(cache, batch_size=4, workers=3) as loader,
-        pytest.raises(CacheToolError, match="workers=3 cannot be had: Cannot allocate memory after 2 .*; two to four"),
+        pytest.raises(CacheToolError, match=r"workers=3 cannot be had: Cannot allocate memory after 2 .*; two to four"),
     ):
         iter(loader)
     assert [each.fd for each in made] == [-1, -1]
