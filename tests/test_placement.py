@@ -164,7 +164,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     engine = Threads("ab")
-    monkeypatch.setattr(cluster, "connect", lambda address: contextlib.nullcontext(engine))
+    monkeypatch.setattr(cluster, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
     hasty = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.02))
     monkeypatch.setattr(member, "time", hasty)
     return World(tmp_path, engine)

@@ -437,7 +437,7 @@ def test_chunks_are_joined_and_bad_ones_refused() -> None:
         get(lambda h: raw(h, head + chunks), limits=QUICK)
     with pytest.raises(Unreachable):
         get(lambda h: raw(h, head + b"zz\r\n" + BODY), limits=QUICK)
-    with pytest.raises(BadObject, match=r"more than the 102400|102403 bytes"):
+    with pytest.raises(BadObject, match="more than 102400 bytes"):
         get(lambda h: raw(h, head + chunks + b"3\r\nabc\r\n0\r\n\r\n"))
 
 
