@@ -173,7 +173,10 @@ class BackgroundPull:
         if self._child is None or os.getpid() != self._pid:
             return
         unseen = self._failed is None
-        self._look()
+        try:
+            self._look()
+        except CacheToolError as error:  # the catalog cannot be read; the puller ends all the same
+            self._failed = error
         self._end()
         if self._failed is not None and unseen:
             warnings.warn(f"the background pull of {self.url} had failed: {self._failed}", RuntimeWarning, stacklevel=3)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from cachetool.arrays import load_array
 from cachetool.cache import CacheDir
 from cachetool.cache.growth import grow_source
 from cachetool.engines.task import Channel, Message
@@ -78,7 +79,7 @@ def prepare(
             raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
         fresh = list_source(url, Path(refresh, "fresh"), parsed, progress=progress)
         change = _changes(SegmentedListing.open(folder, units=units), fresh, Path(refresh, "segment"))
-        gone = np.load(Path(refresh, "segment", "vanished.npy")).tolist()
+        gone = load_array(Path(refresh, "segment", "vanished.npy")).tolist()
     through = (lambda store: store) if looked is None else LookedAt(Path(looked)).kept_of
     source = open_source(url, folder, parsed, units=units, pace=pace_of(pace), through=through)
     probing = source

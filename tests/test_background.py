@@ -21,6 +21,7 @@ import cachetool
 from cachetool import background as module
 from cachetool.api import read_sample
 from cachetool.cache import CacheDir
+from cachetool.errors import CatalogError
 from cachetool.lister import PROBED
 from cachetool.loaders.waiting import wait_for_samples
 from cachetool.options import PullOptions
@@ -293,3 +294,20 @@ def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path:
         cache.evict(cache.usage().total - 1)
         until(lambda: done(2) or done(3))
         assert cache.stats().samples == 97
+
+
+def test_the_puller_ends_with_its_pull_although_the_catalog_cannot_be_read(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a process that was stopped in the middle of a transaction."""
+
+    def locked(pull: cachetool.BackgroundPull) -> None:
+        raise CatalogError("catalog is locked by pid 1, which is stopped")
+
+    background = cachetool.BackgroundPull(tmp_path / "cache", str(digits))
+    child = background._child
+    assert child is not None
+    monkeypatch.setattr(cachetool.BackgroundPull, "_look", locked)
+    with pytest.warns(RuntimeWarning, match="locked by pid 1"):
+        background.close()
+    assert child.process.returncode is not None

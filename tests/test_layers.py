@@ -35,10 +35,11 @@ BELOW = {
     "scratch": VALUES | {"disk", "folders"},
     "streams": VALUES,
     "boot": VALUES,
+    "arrays": VALUES,
     "cache": VALUES | {"disk", "folders", "locks"},
-    "formats": VALUES | {"disk", "folders"},
+    "formats": VALUES | {"arrays", "disk", "folders"},
     "stores": VALUES,
-    "sources": VALUES | {"stores", "formats", "streams", "boot", "disk", "folders", "scratch"},
+    "sources": VALUES | {"arrays", "stores", "formats", "streams", "boot", "disk", "folders", "scratch"},
     "loaders": VALUES | {"cache", "formats", "streams", "boot", "disk", "folders"},
 }
 VERBS = VALUES | {"cache", "formats", "stores", "sources"}

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.arrays import load_array
 from cachetool.block import BLOCK_BYTES, Block
 from cachetool.disk import DISK_BLOCK
 from cachetool.errors import CorruptError
@@ -207,7 +208,7 @@ def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
     path = side / CHECKSUMS_FILE
     with corrupt_errors(f"{path} cannot be read"):
         # Mapped: a header that claims more than the file has is an error before anything is allocated for it.
-        found = np.load(path, allow_pickle=False, mmap_mode="r")
+        found = load_array(path, mapped=True)
         if found.dtype != np.uint64 or found.ndim != 2 or len(found) != len(schema):
             raise CorruptError(f"{path} holds {found.dtype} {found.shape}, not the checksums of {len(schema)} fields")
         return np.array(found, dtype=np.uint64)

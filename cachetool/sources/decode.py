@@ -14,7 +14,6 @@ the rest      bytes
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import io
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from cachetool.arrays import literal
 from cachetool.errors import BadObject, UsageError
 from cachetool.schema import MAX_RANK, storage_dtype
 from cachetool.sources.keys import Part
@@ -51,8 +51,6 @@ MAX_JSON = 16 * 2**20
 _OWN_MEMORY = 2**20
 """...so that of larger ones than this one thread alone has one."""
 _LARGE = threading.Lock()
-_PARSING = threading.Lock()
-"""Python 3.11 counts the depth of what is parsed for all threads together, and now and then raises SystemError."""
 
 
 class Unusable:
@@ -135,8 +133,7 @@ def npy_layout(head: memoryview, *, text: bool = False) -> tuple[np.dtype[Any], 
 @functools.lru_cache(maxsize=256)
 def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     try:
-        with _PARSING:
-            header = ast.literal_eval(raw.decode("latin-1").strip())
+        header = literal(raw.decode("latin-1").strip())
         descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
         sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if isinstance(descr, list):

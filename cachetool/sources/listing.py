@@ -34,6 +34,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.arrays import load_array
 from cachetool.errors import BadObject, CorruptError
 from cachetool.folders import make_missing, new_file, remove_path, replacing
 from cachetool.sources.keys import Stem
@@ -226,8 +227,8 @@ def opened(
         facts = json.loads(about.read_text(encoding="utf-8"))
         if facts["version"] != version:
             raise CorruptError(f"{what} {str(folder)!r} has version {facts['version']}, known is {version}")
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
-        yield facts, {name: array.view(np.ndarray) for name, array in arrays.items()}
+        arrays = {name: load_array(folder / f"{name}.npy", mapped=True) for name in names}
+        yield facts, arrays
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # it is well
             raise

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.arrays import load_array
 from cachetool.errors import CorruptError
 from cachetool.folders import new_file
 from cachetool.sources.keys import Stem
@@ -111,8 +112,7 @@ def _vanished(folder: Path) -> _Units:
     path = folder / _VANISHED
     if not path.exists():
         return np.zeros(0, dtype=np.int64)
-    found: _Units = np.load(path, allow_pickle=False)
-    return found
+    return load_array(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 import cachetool
+from cachetool.cache.transaction_lock import TransactionLock
 from cachetool.cache.usage import measure
+from cachetool.errors import CatalogError
 
 kind, source, root, cap, renew, share, epochs = sys.argv[1:]
 FROZEN = 3
@@ -71,18 +73,20 @@ def processes(pid: int) -> list[int]:
 
 def freeze(pids: list[int]) -> None:
     """Stop the processes at a moment at which none of them is inside a transaction, which others would wait for."""
+    catalog = Path(root) / "catalog.sqlite3"
     while True:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        connection = sqlite3.connect(Path(root) / "catalog.sqlite3", timeout=0.2, isolation_level=None)
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("ROLLBACK")
-            return
-        except sqlite3.OperationalError:
+            with (
+                TransactionLock(catalog).held(shared=False, patience=0.2),
+                contextlib.closing(sqlite3.connect(catalog, timeout=0.2, isolation_level=None)) as connection,
+            ):
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("ROLLBACK")
+                return
+        except (CatalogError, sqlite3.OperationalError):
             thaw(pids)
-        finally:
-            connection.close()
 
 
 def thaw(pids: list[int]) -> None:
