@@ -24,10 +24,10 @@ from cachetool.bench.consumer import touched
 from cachetool.bench.samples import drop as forget
 from cachetool.bench.samples import files_of, fill
 from cachetool.cache import CacheDir, open_cache
-from cachetool.extents import EXTENTS_FILE
+from cachetool.core.extents import EXTENTS_FILE
 from cachetool.formats.reading import load_extents
-from cachetool.loaders.arena import open_arena
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.read.arena import open_arena
 
 CASES = {
     "1MiB": Case(1024, 2**20, 32, 16, 0.75, 0),

@@ -41,11 +41,11 @@ from peers.common import samples
 from peers.starting import PEERS, Peer, PeerError
 from tables import finish
 
-from cachetool.block import BLOCK_BYTES, Block
+from cachetool.conversion.inputs import run_of_blocks
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard
-from cachetool.inputs import run_of_blocks
-from cachetool.schema import Field, Schema
 
 CHUNK = 8 * 2**20
 MIB = 2**20

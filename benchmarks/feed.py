@@ -44,11 +44,11 @@ from tables import finish
 
 from cachetool.bench.consumer import PACE, Spinner, rate, touched
 from cachetool.bench.samples import fill
-from cachetool.block import Block
 from cachetool.cache import open_cache
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names
 from cachetool.loaders.numpy import Loader
-from cachetool.schema import Field, Schema
 
 REST = 0.2
 """Seconds before a paced measurement."""

@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 from tables import finish
 
-from cachetool.block import BLOCK_BYTES, Block
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import Part, View
-from cachetool.schema import Field, Schema
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 

@@ -27,15 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.catalog import FIRST_PAGES
 from cachetool.cache.layout import SHARD_FILE, Layout, tree_bytes
 from cachetool.cache.records import seal
-from cachetool.extents import Extents
+from cachetool.core.block import Block
+from cachetool.core.extents import Extents
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, side_folder
-from cachetool.schema import Field, Schema
 
 SCHEMA = Schema((Field("image", "|u1", (3, 16, 16)), Field("number", "<i8")))
 SAMPLES = 16

@@ -35,10 +35,10 @@ RAY = "Ray object store"
 def cachetool_way(steps: int) -> dict[str, Any]:
     """Seeds in a cache, batches made of them by a function in the feeders."""
     from cachetool.bench.samples import fill
-    from cachetool.block import Block
     from cachetool.cache import open_cache
+    from cachetool.core.block import Block
+    from cachetool.core.schema import Field, Schema
     from cachetool.loaders.numpy import Loader
-    from cachetool.schema import Field, Schema
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
         return {"x": produced(int(batch["seed"][0]))}

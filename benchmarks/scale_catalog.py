@@ -22,9 +22,10 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, open_cache
 from cachetool.cache.catalog import FIRST_PAGES
-from cachetool.names import Id
-from cachetool.report import figures, page
-from cachetool.schema import Field, Schema
+from cachetool.core.names import Id
+from cachetool.core.schema import Field, Schema
+from cachetool.report.numbers import figures
+from cachetool.report.page import page
 
 SAMPLES = 5000
 SCHEMA = Schema(tuple(Field(f"field{number}", "<f4", (64, 64)) for number in range(8)))

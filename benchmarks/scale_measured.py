@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, SourceRow, draws, open_cache
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.schema import Field, Schema
 from cachetool.sources import SourceOptions
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import write_listing
@@ -151,7 +151,7 @@ def claims(address: str, folder: Path) -> tuple[float, float, float, float]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from cachetool.engines.ray import connect
+    from cachetool.cluster.engine import connect
 
     root, listing, objects = folder / "whole", folder / "whole.listing", folder / "objects"
     objects.mkdir()
@@ -176,7 +176,7 @@ def claims(address: str, folder: Path) -> tuple[float, float, float, float]:
             "follow": False,
         }
         with connect(address) as engine:
-            server = engine.serve("cachetool.coordinator:Coordinator", arguments)
+            server = engine.serve("cachetool.cluster.coordinator:Coordinator", arguments)
             asking = ray.remote(_ask)
             ray.get(asking.remote(server, "warm", 5))
             tasks = [

@@ -36,10 +36,10 @@ from tables import finish
 
 from cachetool.bench.consumer import rate, touched
 from cachetool.bench.samples import fill
-from cachetool.block import Block, Ragged
 from cachetool.cache import open_cache
+from cachetool.core.block import Block, Ragged
+from cachetool.core.schema import KEY, Field, Schema
 from cachetool.loaders.tensorflow import make_dataset
-from cachetool.schema import KEY, Field, Schema
 
 AUTO = tf.data.AUTOTUNE
 READS = {"one file": None, "two files": 2, "files by AUTOTUNE": AUTO, "interleave": "interleave"}

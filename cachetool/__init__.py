@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cachetool.api import Cache, convert, open_cache
-    from cachetool.background import BackgroundPull
-    from cachetool.errors import (
+    from cachetool.core.errors import (
         AccessDenied,
         BadObject,
         CacheToolError,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         Unreachable,
         UsageError,
     )
+    from cachetool.pull.background import BackgroundPull
 
     __version__: str
 
@@ -54,7 +54,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("Cache", "convert", "open_cache"), "cachetool.api"),
-    "BackgroundPull": "cachetool.background",
+    "BackgroundPull": "cachetool.pull.background",
 }
 
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
         value: Any = version("cachetool")
     elif name in __all__:
-        value = getattr(import_module(_HOMES.get(name, "cachetool.errors")), name)
+        value = getattr(import_module(_HOMES.get(name, "cachetool.core.errors")), name)
     else:
         raise AttributeError(f"module 'cachetool' has no attribute {name!r}")
     globals()[name] = value

@@ -30,9 +30,9 @@ def _first_worker(arguments: Sequence[str]) -> AbstractContextManager[None]:
     second."""
     if arguments[:1] != ["pull"] or {"-h", "--help"} & {*arguments} or sys.platform == "win32":
         return nullcontext()
-    from cachetool.engines.local import begun_early
+    from cachetool.proc.parent import begun_early
 
-    return begun_early("cachetool.sampler")
+    return begun_early("cachetool.pull.worker")
 
 
 if __name__ == "__main__":

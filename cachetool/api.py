@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import cache_option
 from cachetool.cache.opening import open_root
-from cachetool.engines.task import Engine
-from cachetool.errors import UsageError
-from cachetool.nodes import PLACE
-from cachetool.progress import Report, silent
-from cachetool.text import shown
-from cachetool.units import parse_choice, parse_location, parse_text, parse_whole
+from cachetool.core.errors import UsageError
+from cachetool.core.nodes import PLACE
+from cachetool.core.progress import Report, silent
+from cachetool.core.text import shown
+from cachetool.core.units import parse_choice, parse_location, parse_text, parse_whole
+from cachetool.proc.task import Engine
 
 if TYPE_CHECKING:
-    from cachetool.conversion import ConvertResult
-    from cachetool.pull import PullResult
+    from cachetool.conversion.run import ConvertResult
+    from cachetool.pull.run import PullResult
 
 __all__ = ["Cache", "convert", "elsewhere", "find_shard", "open_cache", "read_sample"]
 
@@ -72,11 +72,11 @@ class Cache(CacheDir):
 
         Without ``samples``, ``everything`` or ``follow`` until the cache is full or the source at its end. The draw is
         random, without repeats, decided by ``seed`` alone. Arguments are those of ``cachetool pull``; errors are those
-        of :func:`cachetool.pull.pull`. ``on="ray"`` draws into the caches of all nodes of the Ray cluster at
-        ``address``: :func:`cachetool.cluster.pull_over`.
+        of :func:`cachetool.pull.run.pull`. ``on="ray"`` draws into the caches of all nodes of the Ray cluster at
+        ``address``: :func:`cachetool.cluster.pull.pull_over`.
         """
-        from cachetool.options import PullOptions
-        from cachetool.pull import pull, pull_and_follow
+        from cachetool.pull.options import PullOptions
+        from cachetool.pull.run import pull, pull_and_follow
 
         options = PullOptions.of(
             to=to,
@@ -109,7 +109,7 @@ class Cache(CacheDir):
         )
         source = parse_location(source, what="source=")
         if elsewhere(on, self.root, address=address, placement=placement):
-            from cachetool.cluster import pull_over
+            from cachetool.cluster.pull import pull_over
 
             notify = self.asked["notify"] or (lambda line: None)
             size = {name: self.asked[name] for name in ("max_size", "min_free")}
@@ -140,23 +140,18 @@ class Cache(CacheDir):
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
         ``source``, a file, a folder or a URL, is what is converted instead of the cache's shards: into the cache, or
-        into ``out``. ``files`` are the fields of :class:`~cachetool.sources.files.FileOptions`: fields, rename, stem,
-        decode, resize, key, value_format, samples. Errors are those of :func:`cachetool.conversion.convert`.
+        into ``out``. ``files`` are the fields of :class:`~cachetool.sources.doors.FileOptions`: fields, rename, stem,
+        decode, resize, key, value_format, samples. Errors are those of :func:`cachetool.conversion.run.convert`.
         """
-        from cachetool import conversion
-        from cachetool.sources.files import FileOptions
+        from cachetool.conversion import run as conversion
+        from cachetool.sources.doors import FileOptions
 
         options = conversion.ConvertOptions(
             to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files)
         )
-        return conversion.convert(options, cache=self, source=source, out=_path(out), report=progress)
-
-
-def _path(name: str | Path | None) -> Path | None:
-    """A folder to write. Raises :class:`UsageError` for an empty name, which ``Path`` takes for the present folder."""
-    if name is not None and not str(name).strip():
-        raise UsageError("the name of the folder to write is empty; name one with --out")
-    return None if name is None else Path(parse_location(name, what="--out"))
+        return conversion.convert(
+            options, cache=self, source=source, out=conversion.output_folder(out), report=progress
+        )
 
 
 def open_cache(
@@ -203,7 +198,8 @@ def convert(
     With ``source`` and ``out`` no cache is touched, and none may be named; the files are then written by ``engine``,
     or by processes here. Without ``source`` the cache must exist.
     ``max_size`` is the cap of the cache from now on; ``notify`` hears that which a new cache got. Raises
-    :class:`UsageError` for a cache beside ``out``; otherwise errors are those of :func:`cachetool.conversion.convert`.
+    :class:`UsageError` for a cache beside ``out``; otherwise errors are those of
+    :func:`cachetool.conversion.run.convert`.
     """
     if source is not None and out is not None:
         if cache is not None or max_size is not None:
@@ -211,15 +207,13 @@ def convert(
             raise UsageError(
                 f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
             )
-        out = _path(out)
-        assert out is not None
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
-        from cachetool import conversion
-        from cachetool.sources.files import FileOptions
+        from cachetool.conversion import run as conversion
+        from cachetool.sources.doors import FileOptions
 
         made = conversion.ConvertOptions(to, files=FileOptions(**options), **known)
-        return conversion.convert(made, source=source, out=out, report=report, engine=engine)
+        return conversion.convert(made, source=source, out=conversion.output_folder(out), report=report, engine=engine)
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:

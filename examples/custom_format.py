@@ -41,13 +41,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import ArrayPlan, ColumnarWriter, Held, Place, array_plans, header, parse_header
 from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
 from cachetool.formats.files import BulkFile, allocated_bound, fsync_folder, write_durably
-from cachetool.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["NpyFolder"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.arrays import literal, load_array
+from cachetool.proc.arrays import literal, load_array
 
 
 def test_what_python_fails_to_parse_beside_another_thread_is_parsed_once_more(

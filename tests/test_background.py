@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool import background as module
 from cachetool.api import read_sample
 from cachetool.cache import CacheDir
-from cachetool.errors import CatalogError
-from cachetool.lister import PROBED
-from cachetool.loaders.waiting import wait_for_samples
-from cachetool.options import PullOptions
+from cachetool.core.errors import CatalogError
+from cachetool.loaders.snapshots.waiting import wait_for_samples
+from cachetool.pull import background as module
+from cachetool.pull.listing import PROBED
+from cachetool.pull.options import PullOptions
 
 SCRIPT = Path(__file__).parent / "scripts" / "background.py"
 REPOSITORY = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ def test_an_unguarded_script_trains_on_an_empty_cache_while_no_thread_of_it_pull
 def test_a_program_read_from_stdin_may_pull_too(digits: Path, tmp_path: Path) -> None:
     program = (
         "import cachetool, sys\n"
-        "from cachetool.loaders.subscription import subscribe\n"
+        "from cachetool.loaders.snapshots.follow import subscribe\n"
         "cachetool.BackgroundPull(sys.argv[2], sys.argv[1], shard_size='20kB')\n"
         "print(sum(part.samples for part in subscribe(sys.argv[2], dataset=None, run=None).newest().parts) > 0)\n"
     )
@@ -177,7 +177,7 @@ def test_a_source_that_cannot_be_used_is_refused_at_the_start_as_the_command_doe
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
     """A folder in which all objects that are not looked at beforehand are junk."""
-    from cachetool.permutation import Permutation
+    from cachetool.core.permutation import Permutation
 
     folder = tmp_path / "bad"
     folder.mkdir()
@@ -256,7 +256,7 @@ def test_a_store_that_is_gone_for_a_while_is_tried_again(
         def send(self, message: dict[str, Any]) -> None:
             told.append(message["phase"])
 
-    pulling = sys.modules["cachetool.pull"]
+    pulling = sys.modules["cachetool.pull.run"]
     monkeypatch.setattr(pulling, "pull", unsteady)
     monkeypatch.setattr(pulling, "RETRY", (0.01, 0.01))
     with cachetool.open_cache(tmp_path / "cache", max_size="3MB") as cache:

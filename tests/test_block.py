@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import UsageError
-from cachetool.schema import Field, Schema
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema
 
 SCHEMA = Schema(
     (

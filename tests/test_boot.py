@@ -23,7 +23,7 @@ sum(range(10**14))  # hours in C: no thread of this process gets to run meanwhil
 STARTER = """
 import os, sys, threading, time
 from pathlib import Path
-from cachetool.boot import begin
+from cachetool.proc.boot import begin
 
 def start():
     children.append(begin("stuck", gives_back=sys.argv[2] == "True"))

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from cachetool.api import Cache, convert, open_cache, read_sample
-from cachetool.block import Block
 from cachetool.cache import Facts, Origin
-from cachetool.errors import CapacityError, CapBlocked, CorruptError, UsageError
-from cachetool.folders import tree_bytes
+from cachetool.core.block import Block
+from cachetool.core.errors import CapacityError, CapBlocked, CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
-from cachetool.schema import Field, Schema
+from cachetool.proc.folders import tree_bytes
 
 FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 SCHEMA = Schema(

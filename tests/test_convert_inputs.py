@@ -18,11 +18,11 @@ import pytest
 
 import cachetool
 from cachetool.api import open_cache
-from cachetool.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.shard import open_shard, side_folder, stored_checksums
-from cachetool.loaders.files import shards_at
+from cachetool.loaders.snapshots.plain_files import shards_at
 from tests.formats.samples import EVERY_KIND, block
 from tests.interop.folders import make, whole
 

@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool import member
-from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing, share
-from cachetool.coordinator import Coordinator
-from cachetool.engines.agent import Server
-from cachetool.errors import CacheToolError, Interrupted
-from cachetool.names import Id
-from cachetool.schema import Field, Schema
+from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
+from cachetool.cache import parts as share
+from cachetool.cluster import node as member
+from cachetool.cluster.agent import Server
+from cachetool.cluster.coordinator import Coordinator
+from cachetool.core.errors import CacheToolError, Interrupted
+from cachetool.core.names import Id
+from cachetool.core.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 from tests.loaders.processes import until
 
@@ -188,7 +189,7 @@ def test_what_is_asked_at_once_is_written_at_once_and_an_error_is_that_of_one_qu
     whole.enter("b")
     claim = whole.claim("b")
     assert claim is not None
-    server = Server("cachetool.coordinator:Coordinator", whole.arguments)
+    server = Server("cachetool.cluster.coordinator:Coordinator", whole.arguments)
     questions = [*(asked(whole, "a", f"a{at}") for at in range(3)), asked(whole, "z", "z"), asked(whole, "b", "b0")]
     before = whole.transactions()
     answers = whole.at_once(server, [*questions, ("b", whole.commit("b", claim))])
@@ -209,7 +210,7 @@ def test_what_is_asked_at_once_is_written_at_once_and_an_error_is_that_of_one_qu
 
 def test_answers_that_could_not_be_written_are_given_to_nobody(whole: Whole) -> None:
     whole.enter("a")
-    server = Server("cachetool.coordinator:Coordinator", whole.arguments)
+    server = Server("cachetool.cluster.coordinator:Coordinator", whole.arguments)
     assert "claim" in server.answer(*asked(whole, "a", "first"))
     together = server._served.together
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 import cachetool
-from cachetool.engines import LocalEngine
-from cachetool.engines import agent as agent_module
-from cachetool.engines.agent import Agent, Server, version_here
-from cachetool.engines.local import begun_early
+from cachetool.cluster import agent as agent_module
+from cachetool.cluster.agent import Agent, Server, version_here
+from cachetool.proc.parent import LocalEngine, begun_early
 
 
 def children() -> set[int]:
@@ -25,15 +24,15 @@ def children() -> set[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_begun_early_is_the_first_of_an_engine_and_ends_if_none_takes_it() -> None:
     before = children()
-    with begun_early("cachetool.sampler"):
+    with begun_early("cachetool.pull.worker"):
         early = children() - before
         assert len(early) == 1
         with LocalEngine() as engine:
-            engine.expect(2, "cachetool.sampler")
+            engine.expect(2, "cachetool.pull.worker")
             assert early < children() - before
             assert len(children() - before) == 2
         assert children() == before
-    with begun_early("cachetool.sampler"):
+    with begun_early("cachetool.pull.worker"):
         assert len(children() - before) == 1
     assert children() == before
 
@@ -45,7 +44,7 @@ def heard(agent: Agent) -> dict[str, object]:
 
 def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(sys.argv, "0.0.9")
-    agent.begin(1, "cachetool.sampler:draw", {}, "n7", None)
+    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7", None)
     said = heard(agent)
     assert said["error"] == "UsageError"
     assert said["message"] == (
@@ -56,7 +55,7 @@ def test_a_node_with_another_version_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_task_whose_end_comes_before_its_beginning_does_not_begin() -> None:
     agent = Agent(sys.argv, cachetool.__version__)
     agent.end(1)
-    agent.begin(1, "cachetool.sampler:draw", {}, "n7", None)
+    agent.begin(1, "cachetool.pull.worker:draw", {}, "n7", None)
     assert heard(agent)["error"] == "Interrupted"
 
 
@@ -101,8 +100,8 @@ def test_work_that_missed_its_end_is_stopped_once_more() -> None:
     code = """if True:
         import time
         from cachetool import units
-        from cachetool.engines import child
-        from cachetool.errors import Interrupted
+        from cachetool.proc import child
+        from cachetool.core.errors import Interrupted
 
         def work(channel):
             try:
@@ -114,7 +113,7 @@ def test_work_that_missed_its_end_is_stopped_once_more() -> None:
         child.AGAIN, units.work = 0.1, work
         child.main()
     """
-    task = {"target": "cachetool.units:work", "arguments": {}, "starter": os.getpid()}
+    task = {"target": "cachetool.core.units:work", "arguments": {}, "starter": os.getpid()}
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from cachetool import errors
-from cachetool.errors import CacheToolError, MissingExtra, from_json, to_json
+from cachetool.core import errors
+from cachetool.core.errors import CacheToolError, MissingExtra, from_json, to_json
 
 CLASSES = [getattr(errors, name) for name in errors.__all__ if name[0].isupper()]
 

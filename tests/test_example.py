@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.example import BYTES, EMPTY, FLOAT, INT64, Feature, Gathered, parse_example
+from cachetool.core.tf_example import BYTES, EMPTY, FLOAT, INT64, Feature, Gathered, parse_example
 
 
 def varint(value: int) -> bytes:

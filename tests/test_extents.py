@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachetool.errors import CorruptError
-from cachetool.extents import Extents, FieldExtents
-from cachetool.schema import Field, Schema
+from cachetool.core.errors import CorruptError
+from cachetool.core.extents import Extents, FieldExtents
+from cachetool.core.schema import Field, Schema
 
 SCHEMA = Schema(
     (Field("image", "uint8", (4,)), Field("label", "<i8"), Field("wave", "<f4", (None, None)), Field("name", "str"))

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool import api, planning, pull
+from cachetool import api
 from cachetool.api import read_sample
 from cachetool.cache import CacheDir
-from cachetool.permutation import Permutation, SegmentedOrder
+from cachetool.core.permutation import Permutation, SegmentedOrder
+from cachetool.pull import prepare as planning
+from cachetool.pull import run as pull
 from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, write_listing

@@ -30,11 +30,11 @@ import cachetool
 from cachetool.api import find_shard, read_sample
 from cachetool.cache import CacheDir
 from cachetool.cli.app import program
-from cachetool.conversion import ConvertOptions
-from cachetool.errors import CacheToolError
+from cachetool.conversion.run import ConvertOptions
+from cachetool.core.errors import CacheToolError
 from cachetool.loaders.numpy import Loader
-from cachetool.options import PullOptions
-from cachetool.sources.files import FileOptions
+from cachetool.pull.options import PullOptions
+from cachetool.sources.doors import FileOptions
 from tests.cli.conftest import Run, here
 from tests.loaders.numbered import put
 

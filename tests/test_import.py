@@ -51,7 +51,7 @@ def test_importing_the_library_loads_no_format_store_or_framework() -> None:
 
 def test_what_feeds_a_trainer_loads_nothing_that_fills_or_empties_a_cache() -> None:
     """Each of these is in the time that a loader's feeders need to start."""
-    script = "import cachetool.loaders.feeder, cachetool.loaders.leader, sys; print(*sys.modules)"
+    script = "import cachetool.loaders.feed.feeder, cachetool.loaders.feed.leader, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("cachetool.cache.")}
     assert {"catalog", "snapshots"} <= loaded
@@ -79,7 +79,7 @@ def test_every_public_name_is_there_and_listed() -> None:
 
 
 def test_every_error_class_is_public() -> None:
-    from cachetool import errors
+    from cachetool.core import errors
 
     assert {name for name in errors.__all__ if name[0].isupper()} <= set(cachetool.__all__)
 
@@ -126,7 +126,7 @@ def test_a_loader_without_its_library_names_the_extra(module: str, library: str)
 def test_public_names_stay_what_they_are_when_everything_is_loaded() -> None:
     """A module of the same name would replace a function of the package as soon as it is imported."""
     code = (
-        "import pkgutil, cachetool, cachetool.api, cachetool.pull, cachetool.conversion\n"
+        "import pkgutil, cachetool, cachetool.api, cachetool.pull.run, cachetool.conversion.run\n"
         "modules = {m.name for m in pkgutil.iter_modules(cachetool.__path__)}\n"
         "print(sorted(modules & set(cachetool.__all__)), callable(cachetool.convert))"
     )

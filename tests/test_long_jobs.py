@@ -18,7 +18,7 @@ import pytest
 import cachetool
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
-from cachetool.options import PullOptions
+from cachetool.pull.options import PullOptions
 from cachetool.sources.looked import LookedAt
 from cachetool.stores import Object, open_store
 from tests.servers import Scripted, folder_server, scripted_server, serve_file

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from cachetool import SourceError, open_cache
+from cachetool.core.progress import Progress
+from cachetool.core.schema import Schema
 from cachetool.formats.lmdb import ValueLayout
-from cachetool.progress import Progress
-from cachetool.schema import Schema
 from tests.servers import free_port
 
 PYTHON = sys.executable

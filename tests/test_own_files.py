@@ -14,9 +14,9 @@ import pytest
 from cachetool.api import open_cache
 from cachetool.cache.marker import settings
 from cachetool.cache.rebuild import Found, without_doubles
-from cachetool.doctor import examine
-from cachetool.errors import CatalogError, UsageError
-from cachetool.verify import verify
+from cachetool.check.doctor import examine
+from cachetool.check.verify import verify
+from cachetool.core.errors import CatalogError, UsageError
 from tests.test_verify import damage, keys, run
 
 

@@ -23,19 +23,19 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool import export
-from cachetool import scratch as scratches
 from cachetool.cache import open_cache
 from cachetool.cli.stats import _plain_file
-from cachetool.crew import Crew
-from cachetool.engines.agent import Agent
-from cachetool.errors import CatalogError, CorruptError, Interrupted, UsageError
-from cachetool.folders import remove_held, replacing, write_piece
-from cachetool.loaders.files import shards_at
-from cachetool.names import Name
-from cachetool.parts import read_parts
-from cachetool.schema import Field, Schema
-from cachetool.scratch import WorkFolder, scratch
+from cachetool.cluster.agent import Agent
+from cachetool.cluster.crew import Crew
+from cachetool.conversion import to_files as export
+from cachetool.core.errors import CatalogError, CorruptError, Interrupted, UsageError
+from cachetool.core.names import Name
+from cachetool.core.schema import Field, Schema
+from cachetool.loaders.snapshots.plain_files import shards_at
+from cachetool.proc import scratch as scratches
+from cachetool.proc.folders import remove_held, replacing, write_piece
+from cachetool.proc.scratch import WorkFolder, scratch
+from cachetool.sources.parts import read_parts
 from tests.test_layers import MODULES
 
 OTHER = 65534
@@ -43,12 +43,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 
 # ---------------------------------------------------------------------------------------------------- the walk
 
-WORKING = {"cachetool.folders", "cachetool.scratch"}
+WORKING = {"cachetool.proc.folders", "cachetool.proc.scratch"}
 CACHE = "below the root of a cache, which is this user's alone; what lies there is counted, so names are fixed"
 ALLOWED: dict[str, dict[str, str]] = {
     # module: what it does, and why no helper does it
     "cache.commit": {"mkdir": CACHE},
-    "cache.filesystem": {"tempfile.TemporaryFile": "has no name"},
+    "proc.filesystem": {"tempfile.TemporaryFile": "has no name"},
     "cache.holders": {"os.O_CREAT": CACHE, "mkdir": CACHE, "unlink": CACHE},
     "cache.layout": {"mkdir": CACHE},
     "cache.listings": {"os.O_CREAT": CACHE, "shutil.copytree": CACHE, "shutil.copyfileobj": CACHE, "os.rename": CACHE},
@@ -62,7 +62,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli.bench": {"tempfile.TemporaryFile": "has no name"},
     "cli.output": {"open w": "/dev/null"},
     "formats.hdf5": {"h5py.File w": "into memory"},
-    "sources.remote.reading": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
+    "sources.file_reading": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
 }
 OS = {
     "O_CREAT", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove", "removedirs", "rename", "renames", "replace",
@@ -507,7 +507,8 @@ def test_a_mark_that_is_locked_says_that_another_process_writes(rows: Path, tmp_
 
 def left_by_a_killed_process(parent: Path, prefix: str) -> Path:
     code = (
-        "import os, sys, pathlib, cachetool.scratch as s; held = s.scratch(pathlib.Path(sys.argv[1]), sys.argv[2]);"
+        "import os, sys, pathlib, cachetool.proc.scratch as s;"
+        "held = s.scratch(pathlib.Path(sys.argv[1]), sys.argv[2]);"
         "made = held.__enter__(); (made / 'big').write_text('x'); os._exit(0)"
     )
     before = set(os.listdir(parent))

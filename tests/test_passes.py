@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool import passes
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.copies import Copies, copies
-from cachetool.errors import CapBlocked
-from cachetool.passes import Cached, runs
-from cachetool.permutation import SegmentedOrder
+from cachetool.check.verify import verify
+from cachetool.core.errors import CapBlocked
+from cachetool.core.permutation import SegmentedOrder
+from cachetool.pull import passes
+from cachetool.pull.passes import Cached, runs
 from cachetool.sources import open_source
-from cachetool.verify import verify
 from tests.test_background import until
 from tests.test_growing import drawn, write
 

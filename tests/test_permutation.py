@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.errors import UsageError
-from cachetool.permutation import MAX_N, Permutation
+from cachetool.core.errors import UsageError
+from cachetool.core.permutation import MAX_N, Permutation
 
 
 @given(st.integers(0, 3000), st.integers(0, 2**63), st.integers(0, 1000))

@@ -25,18 +25,19 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool import cluster, crew, member
 from cachetool.cache import CacheDir, Room
 from cachetool.cache.jobs import add_job
-from cachetool.cluster import pull_over
-from cachetool.engines import Task
-from cachetool.engines.child import bug
-from cachetool.engines.ray import Run
-from cachetool.engines.task import Message
-from cachetool.errors import CacheToolError, Interrupted
-from cachetool.nodes import Node
-from cachetool.options import PullOptions
-from cachetool.settled import PullResult
+from cachetool.cluster import crew
+from cachetool.cluster import node as member
+from cachetool.cluster import pull as cluster
+from cachetool.cluster.engine import Run
+from cachetool.cluster.pull import pull_over
+from cachetool.core.errors import CacheToolError, Interrupted
+from cachetool.core.nodes import Node
+from cachetool.proc.child import bug
+from cachetool.proc.task import Message, Task
+from cachetool.pull.job import PullResult
+from cachetool.pull.options import PullOptions
 
 
 class Line:
@@ -55,7 +56,7 @@ class Line:
 
 
 class Threads:
-    """As :class:`cachetool.engines.ray.RayEngine`, of nodes that are threads here."""
+    """As :class:`cachetool.cluster.engine.RayEngine`, of nodes that are threads here."""
 
     def __init__(self, names: str) -> None:
         self.named = [Node(f"id-{name}", name, "127.0.0.1", 1) for name in names]
@@ -239,7 +240,7 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
         assert whole.catalog.path.exists(), "a new one would go again, with all that it knows"
 
     def fail(run: Run) -> None:
-        if run.task.target == "cachetool.sampler:draw":
+        if run.task.target == "cachetool.pull.worker:draw":
             run.error = cachetool.SourceError("it fails")
 
     world.engine.started = fail
@@ -250,7 +251,7 @@ def test_a_first_pull_that_fails_leaves_the_placement_open(world: World) -> None
     assert world.pull(everything=True).samples == 20
 
 
-@pytest.mark.parametrize("target", ["cachetool.member:look", "cachetool.member:attend"])
+@pytest.mark.parametrize("target", ["cachetool.cluster.node:look", "cachetool.cluster.node:attend"])
 def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
@@ -260,7 +261,7 @@ def test_a_node_that_comes_and_cannot_take_part_is_left_out(
     world.engine.named = [first]
 
     def come(run: Run) -> None:
-        if run.task.target == "cachetool.sampler:draw":
+        if run.task.target == "cachetool.pull.worker:draw":
             world.engine.named = [first, second]
         elif run.node == second and run.task.target == target:
             run.error = cachetool.UsageError("its folder cannot be written")
@@ -320,7 +321,7 @@ def pulled_with_a_rate_while_b_comes(
         return path
 
     def come(run: Run) -> None:
-        if run.task.target == "cachetool.sampler:draw":
+        if run.task.target == "cachetool.pull.worker:draw":
             world.engine.named = [first, second]
             drew.append(run)
 

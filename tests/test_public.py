@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool import errors
+from cachetool.core import errors
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = {
@@ -30,13 +30,13 @@ PUBLIC = {
     # what Cache's methods give, and what somebody who writes a format builds on
     "cachetool.cache": "CacheDir Claim Facts Origin Removal Room Shard Snapshot SourceRow Staging Stats Victim"
     " commit_together open_cache policy_names",
-    "cachetool.schema": "KEY Field Kind Schema storage_dtype",
-    "cachetool.block": "BLOCK_BYTES Block Column Ragged",
-    "cachetool.extents": "EXTENTS_FILE Extents FieldExtents",
+    "cachetool.core.schema": "KEY Field Kind Schema storage_dtype",
+    "cachetool.core.block": "BLOCK_BYTES Block Column Ragged",
+    "cachetool.core.extents": "EXTENTS_FILE Extents FieldExtents",
     "cachetool.formats": "Format Reader Writer Written format_for format_names get_format",
     "cachetool.sources": "Listing Pace Piece Probe Skipped Source SourceOptions image_size list_source open_source",
     "cachetool.stores": "Limits Object OrderedStore Store canonical local_path open_store redact scrub split_url",
-    "cachetool.errors": "AccessDenied BadObject CacheToolError CapBlocked CapTooSmall CapacityError CatalogError"
+    "cachetool.core.errors": "AccessDenied BadObject CacheToolError CapBlocked CapTooSmall CapacityError CatalogError"
     " CorruptError Interrupted MissingExtra NotFound SourceError Unreachable UsageError from_json to_json",
 }
 """Module to its names. A name that is added, or goes, is a decision about what users may rely on."""

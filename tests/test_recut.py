@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool import replacement
 from cachetool.api import Cache, open_cache
 from cachetool.cache import CacheDir, Origin
 from cachetool.cache.removal import retire
-from cachetool.conversion import content_digest
-from cachetool.errors import CapacityError, CapTooSmall
+from cachetool.check.verify import verify
+from cachetool.conversion import in_place as replacement
+from cachetool.conversion.groups import Piece, cuts, groups, is_exact, origin_of
+from cachetool.conversion.in_place import replace_groups
+from cachetool.conversion.run import content_digest
+from cachetool.core.errors import CapacityError, CapTooSmall
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard, shard_bound
-from cachetool.regroup import Piece, cuts, groups, is_exact, origin_of
-from cachetool.replacement import replace_groups
-from cachetool.verify import verify
 from tests import test_convert
 from tests.faults import world
 from tests.faults.world import Oracle, Quiet

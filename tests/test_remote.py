@@ -21,15 +21,15 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool import remote
 from cachetool.api import open_cache
-from cachetool.block import Block
-from cachetool.errors import BadObject, CapacityError, NotFound, UsageError
-from cachetool.folders import tree_bytes
-from cachetool.inputs import describe, open_input
-from cachetool.planning import check_place
-from cachetool.scratch import scratch
-from cachetool.sources.files import FileOptions
+from cachetool.conversion import remote
+from cachetool.conversion.inputs import describe, open_input
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, CapacityError, NotFound, UsageError
+from cachetool.proc.folders import tree_bytes
+from cachetool.proc.scratch import scratch
+from cachetool.pull.prepare import check_place
+from cachetool.sources.doors import FileOptions
 from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
 
 KILLED = Path(__file__).parent / "scripts" / "killed_convert.py"
@@ -344,7 +344,7 @@ def test_missing_is_told_as_the_store_says_it(web: Http, tmp_path: Path, name: s
 
 def test_what_a_killed_process_kept_aside_is_swept_by_the_next(tmp_path: Path) -> None:
     """Of its own kind, and nothing of anybody else."""
-    code = "import os, sys, pathlib, cachetool.scratch as s; held = s.scratch(pathlib.Path(sys.argv[1]), 'a-');"
+    code = "import os, sys, pathlib, cachetool.proc.scratch as s; held = s.scratch(pathlib.Path(sys.argv[1]), 'a-');"
     subprocess.run([sys.executable, "-c", code + "held.__enter__(); os._exit(0)", tmp_path], check=True)
     (tmp_path / "b-1").mkdir()
     left = os.listdir(tmp_path)

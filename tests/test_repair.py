@@ -15,9 +15,9 @@ import pytest
 import cachetool
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.losses import losses
+from cachetool.check.verify import verify
 from cachetool.cli.app import run
-from cachetool.options import PullOptions
-from cachetool.verify import verify
+from cachetool.pull.options import PullOptions
 from tests.servers import Scripted, scripted_server
 from tests.test_growing import drawn, write
 
@@ -103,7 +103,9 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
         cache.pull(str(remote), everything=True, shard_size=410_000, workers=1, to="hdf5")
         assert [shard.samples for shard in cache.shards()] == [4] * 5
         used = cache.usage().total
-    monkeypatch.setattr("cachetool.verify.PullOptions", partial(PullOptions, wait=0))  # not a minute for the reader
+    monkeypatch.setattr(
+        "cachetool.check.verify.PullOptions", partial(PullOptions, wait=0)
+    )  # not a minute for the reader
     with cachetool.open_cache(root, max_size=used + 700_000) as cache, cache.snapshot():
         for shard in cache.shards()[1:3]:
             flip(shard.path)

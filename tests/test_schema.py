@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.errors import UsageError
-from cachetool.schema import Field, Schema, storage_dtype
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema, storage_dtype
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cachetool.text import program
+from cachetool.core.text import program
 
 
 @pytest.mark.parametrize(

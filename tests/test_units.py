@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.errors import UsageError
-from cachetool.units import (
+from cachetool.core.errors import UsageError
+from cachetool.core.units import (
     format_duration,
     format_size,
     parse_duration,

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from cachetool.api import open_cache
-from cachetool.cache.migrations import MIGRATIONS
-from cachetool.doctor import examine
-from cachetool.errors import CatalogError, UsageError
-from cachetool.verify import verify
+from cachetool.cache.schema import MIGRATIONS
+from cachetool.check.doctor import examine
+from cachetool.check.verify import verify
+from cachetool.core.errors import CatalogError, UsageError
 
 READER = """
 import sys, time, cachetool

@@ -16,10 +16,10 @@ from cachetool.bench import ceilings, rates
 from cachetool.bench.advice import Found, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache
-from cachetool.errors import CacheToolError, to_json
+from cachetool.core.errors import CacheToolError, to_json
+from cachetool.core.units import format_size
 from cachetool.formats import format_names
-from cachetool.scratch import scratch
-from cachetool.units import format_size
+from cachetool.proc.scratch import scratch
 
 _SMALL = 2**14
 """Samples below so many bytes are slow to read one by one."""

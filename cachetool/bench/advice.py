@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cachetool.units import format_size
+from cachetool.core.units import format_size
 
 __all__ = ["Found", "advice"]
 

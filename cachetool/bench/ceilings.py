@@ -11,7 +11,7 @@ import numpy as np
 
 from cachetool.bench.consumer import rate, touched
 from cachetool.bench.samples import Trial, drop
-from cachetool.block import Ragged
+from cachetool.core.block import Ragged
 
 __all__ = ["available", "disk", "memory"]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
-from cachetool.errors import NotFound, UsageError
-from cachetool.folders import remove_path
+from cachetool.conversion.inputs import describe, open_input
+from cachetool.core.block import Block
+from cachetool.core.errors import NotFound, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.inputs import describe, open_input
-from cachetool.schema import Field, Schema
-from cachetool.sources.files import FileOptions
+from cachetool.proc.folders import remove_path
+from cachetool.sources.doors import FileOptions
 
 __all__ = ["Trial", "drop", "files_of", "fill", "made_up", "of_cache", "of_files", "written"]
 

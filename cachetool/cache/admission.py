@@ -23,8 +23,8 @@ from cachetool.cache.policies import Candidate, choose, protected
 from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.room import Room
 from cachetool.cache.usage import measure
-from cachetool.errors import CapacityError, CapBlocked, CapTooSmall
-from cachetool.units import format_duration, format_size
+from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
+from cachetool.core.units import format_duration, format_size
 
 __all__ = ["admit", "allow_growth", "asked", "folder_slack", "minimum", "refuse_full_disk"]
 

@@ -16,7 +16,7 @@ from cachetool.cache.draws import Claim, SourceRow, source_row
 from cachetool.cache.jobs import job_row
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import without, write_source_record
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 
 __all__ = ["LOST", "OPEN", "TAKEN", "UNDER_WAY", "Wanted", "reserve", "states_of", "take"]
 

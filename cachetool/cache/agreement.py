@@ -17,7 +17,7 @@ from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import Layout
 from cachetool.cache.rebuild import Found, open_draws, scan, without_doubles
 from cachetool.cache.records import Record, without
-from cachetool.errors import CatalogError
+from cachetool.core.errors import CatalogError
 
 __all__ = ["contradiction"]
 

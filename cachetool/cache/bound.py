@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import drawn, source_row
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 
 __all__ = ["PLACEMENTS", "bind", "bound", "refuse_other", "unbind"]
 

@@ -13,9 +13,9 @@ from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.listings import listing_bound
 from cachetool.cache.records import record_bound
 from cachetool.cache.usage import measure
-from cachetool.errors import CapTooSmall, UsageError
-from cachetool.schema import Schema
-from cachetool.units import format_size
+from cachetool.core.errors import CapTooSmall, UsageError
+from cachetool.core.schema import Schema
+from cachetool.core.units import format_size
 
 __all__ = ["change", "least_cap", "refuse"]
 

@@ -32,11 +32,11 @@ from typing import Any
 from cachetool.cache.connection import PatientConnection, connect, failure
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
-from cachetool.cache.migrations import SCHEMA_VERSION, migrate
+from cachetool.cache.schema import SCHEMA_VERSION, migrate
 from cachetool.cache.transaction_lock import PATIENCE, TransactionLock
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CapacityError, CatalogError
-from cachetool.names import Id
+from cachetool.core.errors import CapacityError, CatalogError
+from cachetool.core.names import Id
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
 

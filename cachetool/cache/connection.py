@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.transaction_lock import locked
-from cachetool.disk import refused_in
-from cachetool.errors import CapacityError, CatalogError
+from cachetool.core.errors import CapacityError, CatalogError
+from cachetool.proc.disk import refused_in
 
 __all__ = ["PatientConnection", "connect", "failure", "statements"]
 

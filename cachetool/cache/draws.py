@@ -24,8 +24,8 @@ from cachetool.cache.copies import Pass, still_there
 from cachetool.cache.jobs import add_job, job_row
 from cachetool.cache.kinds import AGAIN, NOT_AGAIN, OVER, let_go
 from cachetool.cache.room import Room
-from cachetool.errors import CatalogError, UsageError
-from cachetool.names import Id
+from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.names import Id
 
 __all__ = [
     "Claim",

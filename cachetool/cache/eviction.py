@@ -12,10 +12,10 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.policies import Victim, check_policy, choose, protected, shards_of
 from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep_all
 from cachetool.cache.usage import measure
-from cachetool.errors import CapBlocked, CapTooSmall
-from cachetool.names import Id
-from cachetool.text import count
-from cachetool.units import format_size
+from cachetool.core.errors import CapBlocked, CapTooSmall
+from cachetool.core.names import Id
+from cachetool.core.text import count
+from cachetool.core.units import format_size
 
 __all__ = ["evict_to"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Connection, bump, event
@@ -21,9 +22,11 @@ from cachetool.cache.draws import SourceRow, add_source, source_row
 from cachetool.cache.listings import append_segment, copy_aside, listing_bound, take_in
 from cachetool.cache.records import record_bound, write_source_record
 from cachetool.cache.room import Room
-from cachetool.cache.root import CacheDir
-from cachetool.errors import UsageError
-from cachetool.names import Name
+from cachetool.core.errors import UsageError
+from cachetool.core.names import Name
+
+if TYPE_CHECKING:
+    from cachetool.cache.root import CacheDir
 
 __all__ = ["bring_in", "grow_source"]
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
-from cachetool.errors import CapacityError
+from cachetool.core.errors import CapacityError
 
 __all__ = [
     "Delivered",

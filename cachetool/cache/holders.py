@@ -1,7 +1,7 @@
 """Which processes are alive: one lock file each, judged by the kernel and never by a pid.
 
-The lock (:class:`~cachetool.locks.OwnLock`) ends with its process, however that ended and whatever it forked, and with
-nothing else: neither a program that copies or hashes its cache nor one that closes all its descriptors loses it.
+The lock (:class:`~cachetool.proc.locks.OwnLock`) ends with its process, however that ended and whatever it forked, and
+with nothing else: neither a program that copies or hashes its cache nor one that closes all its descriptors loses it.
 
 All open :class:`~cachetool.cache.root.CacheDir` of a process share one holder of a cache; the last one that is closed
 takes it out. Whatever of that may happen in two threads at once, or in a signal's handler, happens in :func:`leave`.
@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 
 from cachetool.cache.catalog import Connection
-from cachetool.disk import disk_error, permission_denied
-from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
-from cachetool.folders import remove as remove_from
-from cachetool.locks import OwnLock, lock_owners, try_lock
-from cachetool.names import Id, Name
-from cachetool.text import program
+from cachetool.core.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.core.names import Id, Name
+from cachetool.core.text import program
+from cachetool.proc.disk import disk_error, permission_denied
+from cachetool.proc.folders import remove as remove_from
+from cachetool.proc.locks import OwnLock, lock_owners, try_lock
 
 __all__ = ["Holder", "dead_holders", "holder_of"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cachetool.cache.catalog import Connection
 from cachetool.cache.room import Room
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 
 __all__ = ["Job", "add_job", "close_job", "job_row"]
 

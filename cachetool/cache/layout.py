@@ -24,13 +24,13 @@ import re
 import shlex
 from pathlib import Path
 
-from cachetool.cache.filesystem import disk_block
-from cachetool.disk import cache_around, too_long
-from cachetool.errors import UsageError
-from cachetool.folders import disk_bytes, remove, write_durable
-from cachetool.names import Id, Name
-from cachetool.text import shown
-from cachetool.units import parse_location
+from cachetool.core.errors import UsageError
+from cachetool.core.names import Id, Name
+from cachetool.core.text import shown
+from cachetool.core.units import parse_location
+from cachetool.proc.disk import cache_around, too_long
+from cachetool.proc.filesystem import disk_block
+from cachetool.proc.folders import disk_bytes, remove, write_durable
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -139,7 +139,7 @@ class Layout:
 
     def remove(self, path: Path, *, first: Name | None = None) -> None:
         """Delete a file or folder of this cache that lies in its root or right in one of its folders, with
-        :func:`cachetool.folders.remove`; ``first`` of what is in it."""
+        :func:`cachetool.proc.folders.remove`; ``first`` of what is in it."""
         names = path.relative_to(self.root).parts
         if len(names) == 2 and self.root / names[0] not in self.folders:
             raise ValueError(f"{path} is no place of a cache")

@@ -17,9 +17,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from cachetool.cache.layout import Layout
-from cachetool.disk import MAP_SHARE, whole_blocks
-from cachetool.folders import fsync_folder, remove, tree_bytes
-from cachetool.names import Id, Name
+from cachetool.core.names import Id, Name
+from cachetool.proc.disk import MAP_SHARE, whole_blocks
+from cachetool.proc.folders import fsync_folder, remove, tree_bytes
 
 __all__ = ["append_segment", "copy_aside", "listing_bound", "remove_unfinished", "segments", "take_in"]
 

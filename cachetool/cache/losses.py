@@ -24,7 +24,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import write_source_record
 from cachetool.cache.removal import delete_trash
-from cachetool.names import Id
+from cachetool.core.names import Id
 
 __all__ = ["Loss", "accept", "losses", "purge", "quarantined", "regain", "reopen"]
 

@@ -18,10 +18,10 @@ from collections.abc import Collection
 
 from cachetool.cache.catalog import Catalog
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, cache_option
-from cachetool.disk import permission_denied
-from cachetool.errors import CatalogError, UsageError
-from cachetool.folders import fsync_folder, write_durable
-from cachetool.names import Id
+from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.names import Id
+from cachetool.proc.disk import permission_denied
+from cachetool.proc.folders import fsync_folder, write_durable
 
 __all__ = ["check", "look", "mark", "settings"]
 

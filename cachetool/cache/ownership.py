@@ -11,8 +11,8 @@ import shlex
 import stat
 from pathlib import Path
 
-from cachetool.errors import UsageError
-from cachetool.folders import ALLOW_SHARED
+from cachetool.core.errors import UsageError
+from cachetool.proc.folders import ALLOW_SHARED
 
 __all__ = ["ALLOW_SHARED", "loose", "refuse_loose"]
 

@@ -10,7 +10,7 @@
 
 What a node has committed is true, whatever the whole knows: a node that begins tells all its shards (:func:`take_in`).
 What it lost sight of is open again (:func:`lose`): then the same draws may come to lie in two caches, until the node
-comes back and tells. What a node's own catalog keeps: :mod:`cachetool.cache.share`.
+comes back and tells. What a node's own catalog keeps: :mod:`cachetool.cache.parts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from cachetool.cache.admission import allow_growth
 from cachetool.cache.catalog import Connection, bump, next_seq
 from cachetool.cache.draws import Claim, SourceRow, finish, source_row
-from cachetool.errors import CatalogError, UsageError
+from cachetool.core.errors import CatalogError, UsageError
 
 __all__ = [
     "Placed",

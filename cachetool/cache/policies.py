@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachetool.errors import UsageError
-from cachetool.text import shown
-from cachetool.units import format_size, is_one_of
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import format_size, is_one_of
 
 __all__ = [
     "POLICIES",

@@ -31,10 +31,10 @@ from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
 from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
-from cachetool.errors import CacheToolError, CatalogError, UsageError
-from cachetool.folders import fsync_folder, tree_bytes
-from cachetool.names import Id
-from cachetool.schema import Schema
+from cachetool.core.errors import CacheToolError, CatalogError, UsageError
+from cachetool.core.names import Id
+from cachetool.core.schema import Schema
+from cachetool.proc.folders import fsync_folder, tree_bytes
 
 __all__ = [
     "Found",

@@ -21,8 +21,8 @@ from typing import Any
 from cachetool.cache.catalog import Connection
 from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout
-from cachetool.folders import fsync_folder, write_durable
-from cachetool.names import Id, Name
+from cachetool.core.names import Id, Name
+from cachetool.proc.folders import fsync_folder, write_durable
 
 __all__ = [
     "RANGE_BYTES",

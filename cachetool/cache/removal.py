@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
-from cachetool.cache.filesystem import holds_open_files
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.kinds import let_go
@@ -22,9 +21,10 @@ from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
 from cachetool.cache.records import keep_newest
 from cachetool.cache.transaction_lock import PATIENCE
-from cachetool.errors import CatalogError
-from cachetool.folders import fsync_folder
-from cachetool.names import Id
+from cachetool.core.errors import CatalogError
+from cachetool.core.names import Id
+from cachetool.proc.filesystem import holds_open_files
+from cachetool.proc.folders import fsync_folder
 
 __all__ = [
     "Held",

@@ -21,8 +21,8 @@ from cachetool.cache.losses import reopen
 from cachetool.cache.rebuild import quarantine_folder
 from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
-from cachetool.folders import disk_bytes, fsync_folder, tree_bytes
-from cachetool.names import Id
+from cachetool.core.names import Id
+from cachetool.proc.folders import disk_bytes, fsync_folder, tree_bytes
 
 __all__ = [
     "GivenUp",

@@ -23,11 +23,11 @@ from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
-from cachetool.errors import CacheToolError, CapacityError, CatalogError, UsageError
-from cachetool.names import Id
-from cachetool.schema import KEY, Schema
-from cachetool.text import plain, shown
-from cachetool.units import format_size, parse_duration, parse_flag, parse_size, parse_text, parse_whole
+from cachetool.core.errors import CacheToolError, CapacityError, CatalogError, UsageError
+from cachetool.core.names import Id
+from cachetool.core.schema import KEY, Schema
+from cachetool.core.text import plain, shown
+from cachetool.core.units import format_size, parse_duration, parse_flag, parse_size, parse_text, parse_whole
 
 if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a feeder only reads
     from cachetool.cache.commit import Staging

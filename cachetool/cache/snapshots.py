@@ -25,9 +25,9 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.renewal import top_up
-from cachetool.errors import CacheToolError, CapacityError
-from cachetool.names import Id
-from cachetool.schema import Schema
+from cachetool.core.errors import CacheToolError, CapacityError
+from cachetool.core.names import Id
+from cachetool.core.schema import Schema
 
 __all__ = ["Shard", "Snapshot", "take", "visible"]
 

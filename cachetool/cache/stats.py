@@ -16,7 +16,7 @@ from cachetool.cache.layout import Layout
 from cachetool.cache.losses import losses, quarantined
 from cachetool.cache.pullers import STOPPED, pull_states
 from cachetool.cache.usage import measure
-from cachetool.schema import Schema
+from cachetool.core.schema import Schema
 
 __all__ = ["Stats", "collect"]
 

@@ -7,8 +7,8 @@
 
 SQLite locks the catalog itself by ``fcntl.lockf``, so a process loses those locks in the middle of a transaction when
 it closes the file anywhere: its user copies or hashes the cache's folder. Two writers beside such threads lost 49 of
-656 commits that SQLite had acknowledged. This lock is not lost by that (:mod:`cachetool.locks`). SQLite keeps its own,
-for programs that read a catalog without us.
+656 commits that SQLite had acknowledged. This lock is not lost by that (:mod:`cachetool.proc.locks`). SQLite keeps its
+own, for programs that read a catalog without us.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cachetool.errors import CapacityError, CatalogError
-from cachetool.locks import close_in_children, close_kept, is_wanted, lock_owners, try_lock, want
-from cachetool.text import plain, program
+from cachetool.core.errors import CapacityError, CatalogError
+from cachetool.core.text import plain, program
+from cachetool.proc.locks import close_in_children, close_kept, is_wanted, lock_owners, try_lock, want
 
 __all__ = ["PATIENCE", "TransactionLock", "locked"]
 

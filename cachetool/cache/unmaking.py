@@ -20,8 +20,8 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import drawn, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
-from cachetool.errors import CacheToolError
-from cachetool.folders import remove_held
+from cachetool.core.errors import CacheToolError
+from cachetool.proc.folders import remove_held
 
 __all__ = ["leaving_nothing", "withdraw_unused"]
 

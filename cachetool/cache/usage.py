@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import record_bound
-from cachetool.folders import tree_bytes
+from cachetool.proc.folders import tree_bytes
 
 __all__ = ["Usage", "charge_anew", "is_copied", "measure"]
 

@@ -19,8 +19,8 @@ import typer
 
 import cachetool
 from cachetool.cli.output import fail, fail_with, prepare_streams, wants_json
-from cachetool.disk import known_error
-from cachetool.errors import CacheToolError, Interrupted
+from cachetool.core.errors import CacheToolError, Interrupted
+from cachetool.proc.disk import known_error
 
 __all__ = ["VERBS", "program", "run"]
 

@@ -14,7 +14,7 @@ import typer
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption, WorkersOption
 from cachetool.cli.output import Output
-from cachetool.errors import CacheToolError, from_json
+from cachetool.core.errors import CacheToolError, from_json
 
 __all__ = ["bench"]
 

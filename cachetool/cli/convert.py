@@ -24,11 +24,11 @@ from cachetool.cli.options import (
     renames,
 )
 from cachetool.cli.output import Output, count, left_out
-from cachetool.errors import UsageError
-from cachetool.units import format_duration, format_size
+from cachetool.core.errors import UsageError
+from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from cachetool.conversion import Preview
+    from cachetool.conversion.run import Preview
 
 __all__ = ["convert"]
 
@@ -114,7 +114,7 @@ def convert(
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool import api
-    from cachetool.sources.filebase import NOT_ASKED
+    from cachetool.sources.readers import NOT_ASKED
 
     output = Output(as_json=as_json, quiet=quiet)
     made: dict[str, Any] = {
@@ -129,8 +129,8 @@ def convert(
     if source is None and (dry_run or any((fields, rename, decode, resize, value_format))):
         raise UsageError("--dry-run, --fields, --rename, --decode, --resize and --value-format go with an INPUT")
     if source is not None and dry_run:
-        from cachetool.conversion import preview
-        from cachetool.sources.files import FileOptions
+        from cachetool.conversion.run import preview
+        from cachetool.sources.doors import FileOptions
 
         with output.progress() as report:
             found = preview(source, FileOptions(**made), report=report)

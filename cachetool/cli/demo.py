@@ -22,10 +22,10 @@ import typer
 
 from cachetool.cli.options import JsonOption, QuietOption
 from cachetool.cli.output import Output, count
-from cachetool.errors import CacheToolError, UsageError, from_json
-from cachetool.folders import make_folder, make_missing, new_file
-from cachetool.scratch import scratch
-from cachetool.units import format_duration, format_size
+from cachetool.core.errors import CacheToolError, UsageError, from_json
+from cachetool.core.units import format_duration, format_size
+from cachetool.proc.folders import make_folder, make_missing, new_file
+from cachetool.proc.scratch import scratch
 
 if TYPE_CHECKING:
     from cachetool.api import Cache

@@ -6,7 +6,7 @@ import typer
 
 from cachetool.cli.options import CacheOption, JsonOption, QuietOption
 from cachetool.cli.output import Output
-from cachetool.errors import CatalogError
+from cachetool.core.errors import CatalogError
 
 __all__ = ["doctor"]
 
@@ -22,7 +22,7 @@ def doctor(cache: CacheOption = None, as_json: JsonOption = False, quiet: QuietO
       cachetool doctor
       cachetool doctor --cache /data/cache --json
     """
-    from cachetool.doctor import examine
+    from cachetool.check.doctor import examine
 
     out = Output(as_json=as_json, quiet=quiet)
     found = examine(cache)

@@ -17,8 +17,8 @@ from cachetool.cli.options import (
     QuietOption,
 )
 from cachetool.cli.output import Output, count, fail
-from cachetool.errors import CapacityError
-from cachetool.units import format_size, parse_duration
+from cachetool.core.errors import CapacityError
+from cachetool.core.units import format_size, parse_duration
 
 if TYPE_CHECKING:
     from cachetool.cache import Removal

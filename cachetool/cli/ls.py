@@ -6,7 +6,7 @@ import time
 
 from cachetool.cli.options import CacheOption, DatasetOption, JsonOption, QuietOption
 from cachetool.cli.output import Output
-from cachetool.units import format_duration, format_size
+from cachetool.core.units import format_duration, format_size
 
 __all__ = ["ls"]
 

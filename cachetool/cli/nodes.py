@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from cachetool.cli.output import Output, count, fail
-from cachetool.errors import CapacityError, CorruptError, UsageError
-from cachetool.units import format_size
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.units import format_size
 
 if TYPE_CHECKING:
-    from cachetool.conversion import ConvertResult
-    from cachetool.fleet import Fleet
+    from cachetool.cluster.verbs import Fleet
+    from cachetool.conversion.run import ConvertResult
 
 __all__ = ["convert_caches", "convert_files", "evict", "stats", "verify"]
 
@@ -28,7 +28,7 @@ Cells = Callable[[Mapping[str, Any]], Sequence[object]]
 def stats(out: Output, cache: str | None, dataset: str | None, address: str | None) -> None:
     """How full the cache of each node is."""
     from cachetool.cache.stats import newest_pass
-    from cachetool.fleet import on_nodes, sources
+    from cachetool.cluster.verbs import on_nodes, sources
 
     found = on_nodes("stats", cache, {"dataset": dataset}, address=address, notify=out.note)
     drawn = sources(cache, dataset)
@@ -62,7 +62,7 @@ def _drawn(found: tuple[int, float, int]) -> tuple[int, str, int]:
 
 def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
     """Make the cache of each node smaller."""
-    from cachetool.fleet import on_nodes
+    from cachetool.cluster.verbs import on_nodes
 
     found = on_nodes("evict", cache, arguments, address=address, notify=out.note)
     planned = bool(arguments["dry_run"])
@@ -95,7 +95,7 @@ def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address:
 
 def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
     """Check the cache of each node."""
-    from cachetool.fleet import on_nodes
+    from cachetool.cluster.verbs import on_nodes
 
     with out.progress() as report:
         found = on_nodes("verify", cache, arguments, address=address, report=report, notify=out.note)
@@ -126,7 +126,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
 
 def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
     """The samples of each node's cache in another format: there, or as files of the node."""
-    from cachetool.fleet import on_nodes
+    from cachetool.cluster.verbs import on_nodes
 
     folder = arguments["out"]
     if folder is not None and "{node}" not in folder:
@@ -150,8 +150,8 @@ def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any],
 def convert_files(out: Output, source: str, arguments: Mapping[str, Any], address: str | None) -> ConvertResult:
     """An input that all nodes see, as plain files in a folder that all see: its parts are written by all nodes."""
     from cachetool import api
-    from cachetool.engines.ray import connect
-    from cachetool.spreading import Spread
+    from cachetool.cluster.engine import connect
+    from cachetool.cluster.spread import Spread
 
     if arguments["out"] is None:
         raise UsageError(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 
 __all__ = [
     "AddressOption",

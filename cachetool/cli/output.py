@@ -24,10 +24,10 @@ from typing import Any
 
 import typer
 
-from cachetool.errors import CacheToolError, CapacityError, to_json
-from cachetool.progress import Report, silent
-from cachetool.streams import keep_standard_streams
-from cachetool.text import count, plain
+from cachetool.core.errors import CacheToolError, CapacityError, to_json
+from cachetool.core.progress import Report, silent
+from cachetool.core.text import count, plain
+from cachetool.proc.streams import keep_standard_streams
 
 __all__ = ["PIPE_CLOSED", "Output", "count", "fail", "fail_with", "left_out", "plain", "prepare_streams", "wants_json"]
 

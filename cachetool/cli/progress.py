@@ -8,9 +8,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cachetool.progress import Progress, Report
-from cachetool.text import count, plain
-from cachetool.units import format_duration, format_size
+from cachetool.core.progress import Progress, Report
+from cachetool.core.text import count, plain
+from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

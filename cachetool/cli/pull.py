@@ -27,7 +27,7 @@ from cachetool.cli.options import (
     renames,
 )
 from cachetool.cli.output import Output, count, left_out
-from cachetool.units import format_duration, format_size
+from cachetool.core.units import format_duration, format_size
 
 __all__ = ["pull"]
 
@@ -166,7 +166,7 @@ def pull(
       cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
     from cachetool.api import open_cache
-    from cachetool.planning import check_place
+    from cachetool.pull.prepare import check_place
 
     check_place(source)
     out = Output(as_json=as_json, quiet=quiet)

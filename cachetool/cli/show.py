@@ -9,12 +9,12 @@ import typer
 
 from cachetool.cli.options import CacheOption, JsonOption, QuietOption
 from cachetool.cli.output import Output, count
-from cachetool.errors import UsageError
-from cachetool.units import format_size
+from cachetool.core.errors import UsageError
+from cachetool.core.units import format_size
 
 if TYPE_CHECKING:
     from cachetool.cache import Shard
-    from cachetool.schema import Field
+    from cachetool.core.schema import Field
 
 __all__ = ["show"]
 

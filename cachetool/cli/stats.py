@@ -12,10 +12,10 @@ import typer
 
 from cachetool.cli.options import AddressOption, CacheOption, DatasetOption, JsonOption, OnOption, QuietOption
 from cachetool.cli.output import Output, count
-from cachetool.disk import disk_error
-from cachetool.errors import UsageError
-from cachetool.folders import replacing, resolved
-from cachetool.units import format_size, parse_location
+from cachetool.core.errors import UsageError
+from cachetool.core.units import format_size, parse_location
+from cachetool.proc.disk import disk_error
+from cachetool.proc.folders import replacing, resolved
 
 if TYPE_CHECKING:
     from cachetool.cache import CacheDir
@@ -90,7 +90,8 @@ def stats(
 def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, Any]:
     """Write the page, whole or not at all; gives the figures of ``stats``."""
     from cachetool.cache.layout import refuse_in_cache
-    from cachetool.report import figures, page
+    from cachetool.report.numbers import figures
+    from cachetool.report.page import page
 
     target = _plain_file(path)
     refuse_in_cache(target, "--html")

@@ -9,11 +9,11 @@ import typer
 
 from cachetool.cli.options import AddressOption, CacheOption, JsonOption, OnOption, QuietOption
 from cachetool.cli.output import Output, count
-from cachetool.errors import CorruptError
-from cachetool.units import format_size, parse_fraction
+from cachetool.core.errors import CorruptError
+from cachetool.core.units import format_size, parse_fraction
 
 if TYPE_CHECKING:
-    from cachetool.verify import Missing, Verified
+    from cachetool.check.verify import Missing, Verified
 
 __all__ = ["verify"]
 
@@ -63,7 +63,7 @@ def verify(
       cachetool verify --repair --purge
     """
     from cachetool.api import elsewhere
-    from cachetool.verify import verify as check
+    from cachetool.check.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
     share = parse_fraction(sample, what="--sample")

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cachetool.cli.output import Output
-from cachetool.text import count, plain
-from cachetool.units import format_duration, format_size
+from cachetool.core.text import count, plain
+from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -15,10 +15,10 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block
-from cachetool.disk import DISK_BLOCK
-from cachetool.extents import Extents
-from cachetool.schema import Schema
+from cachetool.core.block import Block
+from cachetool.core.extents import Extents
+from cachetool.core.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["Format", "Reader", "Writer", "Written"]
 

@@ -25,13 +25,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError
-from cachetool.extents import FieldExtents
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CorruptError
+from cachetool.core.extents import FieldExtents
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.reading import field_extents
 from cachetool.formats.runs import Bytes, as_bytes
 from cachetool.formats.writing import ShardWriter
-from cachetool.schema import Field, Schema
 
 __all__ = [
     "ATTRIBUTE",
@@ -93,7 +93,7 @@ class ArrayPlan:
 def array_plans(schema: Schema) -> tuple[ArrayPlan, ...]:
     """The arrays of a shard of ``schema``, field by field, the values before their offsets and shapes.
 
-    None of them lies where another one's folder is: :class:`~cachetool.schema.Field` keeps their names free.
+    None of them lies where another one's folder is: :class:`~cachetool.core.schema.Field` keeps their names free.
     """
     plans: list[ArrayPlan] = []
     int64 = np.dtype("<i8")

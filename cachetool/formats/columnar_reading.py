@@ -18,12 +18,12 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import CacheToolError, CorruptError
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import CacheToolError, CorruptError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.columnar import ArrayPlan, array_plans
 from cachetool.formats.reading import check_indices, check_range
 from cachetool.formats.runs import Int64s, as_bytes, copy_runs, ends
-from cachetool.schema import Field, Schema
 
 __all__ = ["ColumnarReader", "corrupt_errors"]
 

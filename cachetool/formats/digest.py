@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.runs import as_bytes
-from cachetool.schema import Field, Schema
 
 __all__ = ["ContentDigest", "canonical", "checksums", "file_digest", "file_digests", "joined_digest"]
 

@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import UsageError
-from cachetool.example import BYTES, FLOAT, INT64
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.core.tf_example import BYTES, FLOAT, INT64
 from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, windows
 from cachetool.formats.varints import unpad_varints, varint, varints
-from cachetool.schema import Field, Schema
 
 __all__ = ["MAX_RECORD", "ExampleLayout", "StorageKind", "shape_name", "storage_kind"]
 

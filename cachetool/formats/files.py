@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.disk import DISK_BLOCK, MAP_SHARE, naming_inodes, whole_blocks
-from cachetool.errors import CapacityError, CorruptError, UsageError
-from cachetool.folders import new_descriptor, remove_path
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.units import format_size
 from cachetool.formats.runs import Bytes, as_bytes
-from cachetool.units import format_size
+from cachetool.proc.disk import DISK_BLOCK, MAP_SHARE, naming_inodes, whole_blocks
+from cachetool.proc.folders import new_descriptor, remove_path
 
 __all__ = [
     "BulkFile",

@@ -16,7 +16,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import CorruptError
+from cachetool.core.errors import CorruptError
 from cachetool.formats.runs import Bytes, Int64s, as_bytes, windows
 
 __all__ = ["AFTER", "BEFORE", "check_records", "frame_records", "frame_size", "mask", "scan_records"]

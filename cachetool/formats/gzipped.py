@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from cachetool.errors import CorruptError
+from cachetool.core.errors import CorruptError
 
 __all__ = ["GZIP_MAGIC", "GZIP_WBITS", "GzipFile"]
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
     ATTRIBUTE,
@@ -38,7 +38,7 @@ from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
 from cachetool.formats.files import BulkFile, allocated_bound
 from cachetool.formats.recorder import Recorder, SparseImage
 from cachetool.formats.runs import as_bytes
-from cachetool.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["HDF5"]
 

@@ -21,10 +21,10 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import FieldExtents
+from cachetool.core.block import Block
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import FieldExtents
+from cachetool.core.schema import Schema
 from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
 from cachetool.formats.lmdb_file import KEY, LEN_KEY, SCHEMA_KEY, file_bound, keys_of, read_header, schema_json
 from cachetool.formats.lmdb_tree import TreeWriter
@@ -32,7 +32,7 @@ from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.reading import check_indices, check_range, field_extents
 from cachetool.formats.runs import Bytes, Int64s, Placed, ends
 from cachetool.formats.writing import ShardWriter
-from cachetool.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["LMDB", "Environment", "ValueLayout", "open_environment"]
 

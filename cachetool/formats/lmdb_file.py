@@ -10,11 +10,11 @@ import json
 
 import numpy as np
 
-from cachetool.errors import CorruptError
+from cachetool.core.errors import CorruptError
+from cachetool.core.schema import Schema
 from cachetool.formats.lmdb_pages import LARGEST_NODE, NODE_HEADER, PAGE, PAGE_HEADER, last_keys, read_leaves
 from cachetool.formats.lmdb_values import ValueLayout
 from cachetool.formats.runs import Bytes, Int64s, windows
-from cachetool.schema import Schema
 
 __all__ = ["KEY", "LEN_KEY", "SCHEMA_KEY", "file_bound", "is_ours", "keys_of", "read_header", "schema_json"]
 

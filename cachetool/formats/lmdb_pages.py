@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import CorruptError
+from cachetool.core.errors import CorruptError
 from cachetool.formats.runs import Bytes, Int64s, ends, windows
 
 __all__ = [

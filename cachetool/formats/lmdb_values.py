@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import CorruptError
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import CorruptError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.runs import Bytes, Int64s, Placed, as_bytes, copy_runs, ends, place_runs, put_rows, windows
-from cachetool.schema import Field, Schema
 
 __all__ = ["ValueLayout"]
 

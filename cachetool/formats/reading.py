@@ -1,7 +1,7 @@
 """Extents on disk, and the reader that needs nothing but them: every uncompressed shard of every format, one code.
 
 This is the plain form, a :class:`~cachetool.formats.base.Reader` for conversion, verification and tests. The loaders'
-gather engine builds on the same :class:`~cachetool.extents.Extents`.
+gather engine builds on the same :class:`~cachetool.core.extents.Extents`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import EXTENTS_FILE, Extents, FieldExtents
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import EXTENTS_FILE, Extents, FieldExtents
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file, missing_is_corrupt, write_durably
 from cachetool.formats.runs import Bytes, Int64s, copy_rows, copy_runs, ends, inside
-from cachetool.schema import Field, Schema
 
 __all__ = [
     "ExtentsReader",

@@ -13,9 +13,9 @@ import importlib
 from pathlib import Path
 from typing import cast
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
 from cachetool.formats.base import Format
-from cachetool.text import shown
 
 __all__ = ["ENTRY_POINTS", "format_for", "format_names", "get_format"]
 

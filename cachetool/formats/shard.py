@@ -16,12 +16,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.arrays import load_array
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError
-from cachetool.extents import EXTENTS_FILE
-from cachetool.folders import make_folder
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import CorruptError
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar_reading import corrupt_errors
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
@@ -34,7 +32,9 @@ from cachetool.formats.reading import (
     load_extents,
     write_extents,
 )
-from cachetool.schema import Schema
+from cachetool.proc.arrays import load_array
+from cachetool.proc.disk import DISK_BLOCK
+from cachetool.proc.folders import make_folder
 
 __all__ = [
     "CHECKSUMS_FILE",

@@ -18,10 +18,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import FieldExtents
+from cachetool.core.block import Block
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import FieldExtents
+from cachetool.core.schema import Schema
 from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
 from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
 from cachetool.formats.framing import AFTER, BEFORE, check_records, frame_records, frame_size, scan_records
@@ -29,7 +29,7 @@ from cachetool.formats.gzipped import GZIP_MAGIC, GZIP_WBITS, GzipFile
 from cachetool.formats.reading import check_indices, check_range, field_extents
 from cachetool.formats.runs import Bytes, Int64s, ends
 from cachetool.formats.writing import ShardWriter
-from cachetool.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
 
 __all__ = ["StorageKind", "TFRecord", "shape_name", "storage_kind"]
 

@@ -1,7 +1,7 @@
 """Writing varints, the numbers of protocol buffers, padded with zero groups to a width that is the same in all records.
 
 Readers of protocol buffers take any width up to ten bytes. Reading records that anybody wrote is
-:mod:`cachetool.example`'s job.
+:mod:`cachetool.core.tf_example`'s job.
 """
 
 from __future__ import annotations

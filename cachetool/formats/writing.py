@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Block
-from cachetool.errors import UsageError
-from cachetool.extents import Extents, FieldExtents
+from cachetool.core.block import Block
+from cachetool.core.errors import UsageError
+from cachetool.core.extents import Extents, FieldExtents
+from cachetool.core.schema import Schema
 from cachetool.formats.base import Written
 from cachetool.formats.digest import canonical, checksums
 from cachetool.formats.files import fsync_folder
 from cachetool.formats.reading import ExtentsReader, check_values
-from cachetool.schema import Schema
 
 __all__ = ["ShardWriter"]
 
@@ -50,7 +50,7 @@ class ShardWriter(ABC):
         """Append the samples of ``block``.
 
         Raises :class:`UsageError` when it is of another schema or more than was announced, and
-        :class:`~cachetool.errors.CapacityError` when the disk is full.
+        :class:`~cachetool.core.errors.CapacityError` when the disk is full.
         """
         if block.schema != self.schema:
             raise UsageError(f"{self.path.name}: a block of another schema: {', '.join(block.schema.names)}")

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CorruptError, UsageError
-from cachetool.folders import remove_path
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
 from cachetool.formats.columnar import (
     ATTRIBUTE,
@@ -50,7 +49,8 @@ from cachetool.formats.zarr_files import (
     plain_file_bytes,
     plain_index,
 )
-from cachetool.schema import Schema
+from cachetool.proc.disk import DISK_BLOCK
+from cachetool.proc.folders import remove_path
 
 __all__ = ["Zarr"]
 

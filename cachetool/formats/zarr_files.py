@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.disk import DISK_BLOCK, whole_blocks
-from cachetool.errors import CorruptError, UsageError
-from cachetool.folders import make_folder
+from cachetool.core.errors import CorruptError, UsageError
 from cachetool.formats.columnar import ArrayPlan
 from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors, fsync_folder
 from cachetool.formats.runs import Bytes
+from cachetool.proc.disk import DISK_BLOCK, whole_blocks
+from cachetool.proc.folders import make_folder
 
 __all__ = [
     "INNER_BYTES",

@@ -1,4 +1,4 @@
-"""The arguments of a loader, checked once and kept as :class:`~cachetool.loaders.plan.Settings`."""
+"""The arguments of a loader, checked once and kept as :class:`~cachetool.loaders.settings.Settings`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
-from cachetool.loaders.files import located
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import names_of
+from cachetool.core.text import shown
+from cachetool.core.units import is_one_of, parse_duration, parse_flag, parse_text, parse_whole
 from cachetool.loaders.order import SHUFFLES
-from cachetool.loaders.plan import Settings
 from cachetool.loaders.ranks import given
-from cachetool.loaders.ring_memory import MOST_KEPT
+from cachetool.loaders.ring.memory import MOST_KEPT
+from cachetool.loaders.settings import Settings
+from cachetool.loaders.snapshots.plain_files import located
 from cachetool.loaders.split import parse_split
-from cachetool.schema import names_of
-from cachetool.text import shown
-from cachetool.units import is_one_of, parse_duration, parse_flag, parse_text, parse_whole
 
 __all__ = ["parse_arguments", "parse_place"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from cachetool.block import Ragged
+from cachetool.core.block import Ragged
 
 __all__ = ["texts"]
 

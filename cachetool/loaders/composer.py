@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from cachetool.errors import UsageError
-from cachetool.loaders.base import BaseLoader
+from cachetool.core.errors import UsageError
 from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
+from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.torch import Loader
 
 try:

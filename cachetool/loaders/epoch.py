@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders.failure import closed
-from cachetool.loaders.feed import Feed
-from cachetool.loaders.forks import drop_in_child
-from cachetool.loaders.plan import Begun
-from cachetool.loaders.slot import Batch
+from cachetool.core.errors import CacheToolError, UsageError
+from cachetool.loaders.feed.protocol import Feed
+from cachetool.loaders.ring.forks import drop_in_child
+from cachetool.loaders.ring.slot import Batch
+from cachetool.loaders.settings import Begun
+from cachetool.proc.failure import closed
 
 if TYPE_CHECKING:
-    from cachetool.loaders.base import BaseLoader
+    from cachetool.loaders.loader import BaseLoader
 
 __all__ = ["Epoch", "Progress", "check_batches"]
 

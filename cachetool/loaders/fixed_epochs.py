@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
+from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Progress
-from cachetool.loaders.resume import is_whole, require_state
-from cachetool.units import parse_whole
+from cachetool.loaders.snapshots.resume import is_whole, require_state
 
 if TYPE_CHECKING:
-    from cachetool.loaders.base import BaseLoader
+    from cachetool.loaders.loader import BaseLoader
 
 __all__ = ["FixedEpochs", "require_one_epoch"]
 

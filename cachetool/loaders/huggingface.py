@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 
-from cachetool.errors import UsageError, without
+from cachetool.core.errors import UsageError, without
 
 try:
     from transformers import TrainerCallback
@@ -34,10 +34,10 @@ try:
 except ModuleNotFoundError as error:
     raise without("transformers", "huggingface", error) from None
 
-from cachetool.loaders.base import BaseLoader
 from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.loader import BaseLoader
+from cachetool.loaders.snapshots.waiting import say
 from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, LMDBDataset, TensorList
-from cachetool.loaders.waiting import say
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.errors import UsageError, without
+from cachetool.core.errors import UsageError, without
+from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
-from cachetool.units import parse_whole
 
 try:
     import jax

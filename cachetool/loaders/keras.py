@@ -32,12 +32,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from cachetool.errors import UsageError, without
-from cachetool.folders import make_missing, replacing
-from cachetool.loaders.base import BaseLoader
+from cachetool.core.errors import UsageError, without
+from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.fixed_epochs import FixedEpochs
-from cachetool.units import parse_whole
+from cachetool.loaders.loader import BaseLoader
+from cachetool.proc.folders import make_missing, replacing
 
 try:
     import keras

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from cachetool.loaders.epoch import Progress
-from cachetool.loaders.waiting import say
+from cachetool.loaders.snapshots.waiting import say
 
 __all__ = ["Lengths"]
 

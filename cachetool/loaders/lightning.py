@@ -18,11 +18,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from cachetool.errors import CacheToolError, UsageError, without
-from cachetool.loaders.base import BaseLoader, CacheOrPaths
+from cachetool.core.errors import CacheToolError, UsageError, without
+from cachetool.core.text import shown
 from cachetool.loaders.fixed_epochs import FixedEpochs, require_one_epoch
+from cachetool.loaders.loader import BaseLoader, CacheOrPaths
 from cachetool.loaders.torch import Loader
-from cachetool.text import shown
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule

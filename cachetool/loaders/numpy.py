@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cachetool.block import Ragged
-from cachetool.loaders.base import BaseLoader
+from cachetool.core.block import Ragged
 from cachetool.loaders.columns import texts
-from cachetool.loaders.slot import Batch
+from cachetool.loaders.loader import BaseLoader
+from cachetool.loaders.ring.slot import Batch
 
 __all__ = ["Loader"]
 
@@ -23,9 +23,9 @@ __all__ = ["Loader"]
 class Loader(BaseLoader[dict[str, Any]]):
     """Batches of a cache as dicts of NumPy arrays, made by ``workers`` feeder processes into shared memory.
 
-    A batch has an array (k, *shape) for each numeric field, a :class:`~cachetool.block.Ragged` column for each ragged
-    one, a list for str and bytes; k is at most ``batch_size``. Arrays are not copied in this process; their memory is
-    used again once nothing sees it any more.
+    A batch has an array (k, *shape) for each numeric field, a :class:`~cachetool.core.block.Ragged` column for each
+    ragged one, a list for str and bytes; k is at most ``batch_size``. Arrays are not copied in this process; their
+    memory is used again once nothing sees it any more.
 
     - ``cache_or_paths``: a cache or its folder; or a folder that ``cachetool convert --out`` wrote, one of its files,
       or a list of such: a fixed set, no lease. ``dataset`` names one of several of a cache, ``fields`` chooses and

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import UsageError
-from cachetool.permutation import MAX_N, Permutation
-from cachetool.units import parse_whole
+from cachetool.core.errors import UsageError
+from cachetool.core.permutation import MAX_N, Permutation
+from cachetool.core.units import parse_whole
 
 __all__ = ["RUN_BYTES", "SHUFFLES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "parse_epoch", "share"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from cachetool.errors import UsageError
-from cachetool.text import shown
-from cachetool.units import parse_whole
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import parse_whole
 
 __all__ = ["given", "launched"]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cachetool.errors import CacheToolError, UsageError, without
+from cachetool.core.errors import CacheToolError, UsageError, without
 
 try:
     import ray
@@ -35,8 +35,8 @@ from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cachetool.cache import CacheDir
+from cachetool.core.nodes import Node, cache_of, node_of
 from cachetool.loaders.numpy import Loader
-from cachetool.nodes import Node, cache_of, node_of
 
 __all__ = ["Batches", "batches", "cache_here"]
 
@@ -66,8 +66,8 @@ def batches(
 
     - ``cache``: a cache's folder on that node, in which ``{node}`` stands for the node's name; or plain files there.
     - ``fields``: names of fields, whose batches are dicts: an array (k, *shape) for each numeric field, a list for str
-      and bytes, a :class:`~cachetool.block.Ragged` for a ragged one. One name alone gives its bare arrays, which is
-      what ``ray.data.from_numpy_refs`` takes.
+      and bytes, a :class:`~cachetool.core.block.Ragged` for a ragged one. One name alone gives its bare arrays, which
+      is what ``ray.data.from_numpy_refs`` takes.
     - ``node``: name or id of the node; by default that of the caller.
     - ``in_flight``: how many batches are made that were not asked for yet, at least 1.
     - ``options``: those of :class:`cachetool.loaders.numpy.Loader`: shuffle, seed, drop_last, split, transform, ...;

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from cachetool.errors import UsageError
-from cachetool.loaders.waiting import say
+from cachetool.core.errors import UsageError
+from cachetool.loaders.snapshots.waiting import say
 
 __all__ = ["check_sharded_once"]
 

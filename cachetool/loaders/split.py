@@ -10,15 +10,15 @@ import itertools
 
 import numpy as np
 
-from cachetool.errors import UsageError
-from cachetool.loaders.gather import gather
-from cachetool.loaders.mapped import MappedParts
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import KEY, Schema
+from cachetool.core.text import shown
+from cachetool.core.units import is_one_of, parse_fraction
 from cachetool.loaders.order import Int64s
-from cachetool.loaders.plan import SHARE
+from cachetool.loaders.read.gather import gather
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.settings import SHARE
 from cachetool.loaders.view import Part, View
-from cachetool.schema import KEY, Schema
-from cachetool.text import shown
-from cachetool.units import is_one_of, parse_fraction
 
 __all__ = ["Split", "parse_split"]
 

@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError, without
+from cachetool.core.errors import UsageError, without
+from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout
 from cachetool.loaders.order import order
+from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
-from cachetool.loaders.subscription import CacheSubscription, beside, subscribe
 from cachetool.loaders.view import View
-from cachetool.units import parse_flag, parse_text, parse_whole
 
 try:
     import tensorflow as tf

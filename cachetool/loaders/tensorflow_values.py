@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
-from cachetool.schema import Field, Schema
 
 __all__ = ["feature_spec", "fields_of", "parse_batch"]
 

@@ -9,7 +9,8 @@
 
 A sample is a dict: numbers and arrays as tensors (datetime64 as int64), bytes and str as such. Files are opened at
 first use, by each process for itself, so any start method of workers does. Snapshots and their leases stay in the
-process that made the dataset; workers look up the list of shards that an index means (:mod:`cachetool.loaders.views`).
+process that made the dataset; workers look up the list of shards that an index means
+(:mod:`cachetool.loaders.snapshots.indexed`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError, without
+from cachetool.core.errors import UsageError, without
 
 try:
     import torch
@@ -32,23 +33,31 @@ except ModuleNotFoundError as error:
     raise without("torch", "torch", error) from None
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from cachetool.loaders.base import CacheOrPaths
-from cachetool.loaders.gather import Parts, Places, gather
-from cachetool.loaders.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
-from cachetool.loaders.mapped import MappedParts
+from cachetool.core.text import shown
+from cachetool.core.units import parse_flag, parse_location, parse_text, parse_whole
+from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import decode, encode, order, parse_epoch, share
-from cachetool.loaders.plan import rows
-from cachetool.loaders.resume import Resume, are_rows, found_again, is_resume, is_whole, require_order, require_state
+from cachetool.loaders.read.gather import Parts, Places, gather
+from cachetool.loaders.read.lmdb_file import is_lmdb, only_lmdb, open_lmdb, subscribe_file
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.settings import rows
 from cachetool.loaders.sharded_twice import check_sharded_once
-from cachetool.loaders.subscription import Subscription, launched_run, subscribe
+from cachetool.loaders.snapshots.follow import Subscription, launched_run, subscribe
+from cachetool.loaders.snapshots.indexed import Check, Views, usable
+from cachetool.loaders.snapshots.resume import (
+    Resume,
+    are_rows,
+    found_again,
+    is_resume,
+    is_whole,
+    require_order,
+    require_state,
+)
 from cachetool.loaders.torch_device import DevicePrefetcher
 from cachetool.loaders.torch_iterable import CacheIterableDataset
 from cachetool.loaders.torch_loader import Loader
 from cachetool.loaders.torch_values import Sample, Samples, TensorList, empty_tensors, finished, world
 from cachetool.loaders.view import View
-from cachetool.loaders.views import Check, Views, usable
-from cachetool.text import shown
-from cachetool.units import parse_flag, parse_location, parse_text, parse_whole
 
 __all__ = [
     "CacheDataset",

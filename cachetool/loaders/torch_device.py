@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import parse_whole
 from cachetool.loaders.epoch import Epoch, check_batches
 from cachetool.loaders.fixed_epochs import FixedEpochs
 from cachetool.loaders.torch_pages import page_lock
 from cachetool.loaders.torch_values import TensorList
-from cachetool.text import shown
-from cachetool.units import parse_whole
 
 __all__ = ["DevicePrefetcher", "parse_device", "prefetched"]
 

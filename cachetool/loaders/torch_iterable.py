@@ -11,9 +11,9 @@ One order of all samples is cut into batches; batch i of a rank is made by worke
 order in which they come does not depend on it. With ``batch_size=None`` it gives single samples, some dozens in a row
 from one worker, for a DataLoader that makes the batches.
 
-Snapshots: every iteration takes the newest one, which its workers agree on (:mod:`cachetool.loaders.rollcall`) and
-lease themselves. With several ranks all must read the same one: there it is taken, and kept, in the process that made
-the dataset, by :meth:`CacheIterableDataset.set_epoch`.
+Snapshots: every iteration takes the newest one, which its workers agree on
+(:mod:`cachetool.loaders.snapshots.rollcall`) and lease themselves. With several ranks all must read the same one: there
+it is taken, and kept, in the process that made the dataset, by :meth:`CacheIterableDataset.set_epoch`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,27 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cachetool.errors import UsageError
-from cachetool.loaders.base import CacheOrPaths
-from cachetool.loaders.mapped import MappedParts
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import is_one_of, parse_flag, parse_text, parse_whole
+from cachetool.loaders.feed.batches import announced
+from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
-from cachetool.loaders.plan import Plan, Settings, rows
-from cachetool.loaders.produce import announced
-from cachetool.loaders.resume import Resume, are_rows, found_again, is_whole, require_order, require_seed, require_state
-from cachetool.loaders.rollcall import Call, RollCall
-from cachetool.loaders.subscription import launched_run, subscribe
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.settings import Plan, Settings, rows
+from cachetool.loaders.snapshots.follow import launched_run, subscribe
+from cachetool.loaders.snapshots.resume import (
+    Resume,
+    are_rows,
+    found_again,
+    is_whole,
+    require_order,
+    require_seed,
+    require_state,
+)
+from cachetool.loaders.snapshots.rollcall import Call, RollCall
 from cachetool.loaders.torch_values import Sample, Samples, empty_tensors, finished, world
 from cachetool.loaders.view import View
-from cachetool.text import shown
-from cachetool.units import is_one_of, parse_flag, parse_text, parse_whole
 
 __all__ = ["CacheIterableDataset"]
 

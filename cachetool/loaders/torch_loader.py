@@ -9,15 +9,15 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import distributed
 
-from cachetool.block import Ragged
-from cachetool.errors import UsageError
-from cachetool.loaders.base import BaseLoader, CacheOrPaths
+from cachetool.core.block import Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.units import parse_flag
 from cachetool.loaders.columns import texts
+from cachetool.loaders.loader import BaseLoader, CacheOrPaths
 from cachetool.loaders.ranks import launched
-from cachetool.loaders.slot import Batch
+from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.torch_device import parse_device, prefetched
 from cachetool.loaders.torch_values import TensorList, shared_run, world
-from cachetool.units import parse_flag
 
 __all__ = ["Loader"]
 

@@ -34,8 +34,8 @@ def _page_lock(index: int) -> PageLock:
 
 
 class PageLock:
-    """Locks memory for copies to one CUDA device (:data:`~cachetool.loaders.ring.Lock`). Where the driver refuses, the
-    memory stays as it is, which is slower and no less right; it is then not asked again."""
+    """Locks memory for copies to one CUDA device (:data:`~cachetool.loaders.ring.ring.Lock`). Where the driver refuses,
+    the memory stays as it is, which is slower and no less right; it is then not asked again."""
 
     def __init__(self, index: int) -> None:
         self._index, self._runtime = index, torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cachetool.block import Column, Ragged
+from cachetool.core.block import Column, Ragged
+from cachetool.core.schema import Field
 from cachetool.loaders.columns import texts
-from cachetool.loaders.gather import Empty
 from cachetool.loaders.ranks import given, launched
-from cachetool.schema import Field
+from cachetool.loaders.read.gather import Empty
 
 __all__ = ["Sample", "Samples", "TensorList", "dtype_of", "empty_tensors", "finished", "shared_run", "world"]
 
@@ -138,7 +138,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def empty_tensors(made: dict[str, torch.Tensor]) -> Empty:
-    """For :func:`~cachetool.loaders.gather.gather`: columns that are tensors, which are put into ``made`` by name."""
+    """For :func:`~cachetool.loaders.read.gather.gather`: columns that are tensors, which are put into ``made`` by
+    name."""
 
     def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if field.kind in ("bytes", "str"):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.extents import EXTENTS_FILE
-from cachetool.schema import Schema
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.schema import Schema
 
 if TYPE_CHECKING:
     from cachetool.cache import Shard, Snapshot

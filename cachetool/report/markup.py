@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from cachetool.text import plain
+from cachetool.core.text import plain
 
 __all__ = ["Markup", "element", "joined"]
 

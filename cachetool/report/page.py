@@ -10,12 +10,12 @@ import os
 import time
 from importlib.metadata import version
 
+from cachetool.core.text import counted
+from cachetool.core.units import format_size
 from cachetool.report import sections
 from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Figures, waiting
 from cachetool.report.style import STYLE
-from cachetool.text import counted
-from cachetool.units import format_size
 
 __all__ = ["page"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from cachetool.cache.history import MOST_EPOCHS
 from cachetool.cache.stats import newest_pass
+from cachetool.core.text import counted
+from cachetool.core.units import format_duration, format_size
 from cachetool.report import axes, charts
 from cachetool.report.markup import Markup, element, joined
 from cachetool.report.numbers import Bins, Figures
-from cachetool.text import counted
-from cachetool.units import format_duration, format_size
 
 __all__ = ["all_of"]
 

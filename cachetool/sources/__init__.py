@@ -3,7 +3,7 @@
 from cachetool.sources.base import Piece, Probe, Skipped, Source
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions, image_size
-from cachetool.sources.pace import Pace
+from cachetool.sources.rate_limit import Pace
 from cachetool.sources.registry import list_source, open_source
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cachetool.errors import BadObject
-from cachetool.schema import KEY, MAX_FIELDS
+from cachetool.core.errors import BadObject
+from cachetool.core.schema import KEY, MAX_FIELDS
 from cachetool.sources.decode import Unusable
 from cachetool.sources.keys import CONTAINERS, Part
 from cachetool.sources.options import SourceOptions

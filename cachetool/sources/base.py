@@ -15,8 +15,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.schema import Schema
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.schema import Schema
 from cachetool.sources.fetch import Fetching
 from cachetool.sources.order import Order
 
@@ -112,8 +112,8 @@ class Source(Protocol):
     """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
     def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
-        """The order of pass number ``turn``, as :class:`cachetool.permutation.SegmentedOrder` has it; kept, so that it
-        may be asked for often."""
+        """The order of pass number ``turn``, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so
+        that it may be asked for often."""
         ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:

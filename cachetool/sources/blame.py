@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cachetool.errors import AccessDenied, BadObject, SourceError, Unreachable
+from cachetool.core.errors import AccessDenied, BadObject, SourceError, Unreachable
 from cachetool.stores import Object, Store
 
 __all__ = ["Blame"]

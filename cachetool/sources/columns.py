@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachetool.block import BLOCK_BYTES, Block, Column
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import Field
-from cachetool.sources.filebase import (
+from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field
+from cachetool.sources.limits import check_claims, quoted
+from cachetool.sources.readers import (
     ClosingFile,
     FileOptions,
     because,
@@ -19,7 +20,6 @@ from cachetool.sources.filebase import (
     make_schema,
     reading,
 )
-from cachetool.sources.limits import check_claims, quoted
 
 __all__ = ["ColumnFile", "Part", "StoredColumn"]
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.arrays import literal
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import MAX_RANK, storage_dtype
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import MAX_RANK, storage_dtype
+from cachetool.core.units import format_size
+from cachetool.proc.arrays import literal
 from cachetool.sources.keys import Part
 from cachetool.sources.npz import directory_of, unpacked
-from cachetool.units import format_size
 
 __all__ = ["NULL", "Unusable", "Value", "decode", "npy_layout", "parse_npy"]
 

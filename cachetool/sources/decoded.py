@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import Field, Schema
-from cachetool.sources.filebase import ClosingFile, FileSource, RandomAccess
+from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.sources.images import decode_image, image_shape
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import ImageSize
+from cachetool.sources.readers import ClosingFile, FileSource, RandomAccess
 
 __all__ = ["PACKED", "DecodedFile", "begins_as_image", "decoded", "is_list_of_bytes"]
 
@@ -40,7 +40,7 @@ def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
 
 
 class DecodedFile(ClosingFile):
-    """Another source with images in place of their bytes; see :class:`cachetool.sources.filebase.FileSource`."""
+    """Another source with images in place of their bytes; see :class:`cachetool.sources.readers.FileSource`."""
 
     def __init__(self, source: FileSource, images: Sequence[str], size: ImageSize | None) -> None:
         """Looks at the header of every image, unless all get one ``size``.

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cachetool.errors import SourceError, UsageError
-from cachetool.folders import new_file
+from cachetool.core.errors import SourceError, UsageError
+from cachetool.proc.folders import new_file
 from cachetool.sources.keys import Stem
+from cachetool.sources.kinds import Census, locate
 from cachetool.sources.listing import write_listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.remote.kinds import Census, locate
 from cachetool.stores import Object, OrderedStore, open_store
 
 if TYPE_CHECKING:

@@ -1,236 +1,337 @@
-"""The door to files that others made: which kind of file a path is, and the source that reads it.
+"""Files of many samples as a source: draws cut into runs of one unit, parts fetched with many requests in flight.
 
-========  ==========================================================  ==================================
-kind      a file named, or a folder that is                           several in one folder
-========  ==========================================================  ==================================
-npy npz   ``.npy`` ``.npz``                                           no: they are objects, one sample each
-hdf5      ``.h5`` ``.hdf5`` ``.hdf`` ``.he5``                         one input, in the order of names
-zarr      a folder with ``zarr.json``, ``.zarray`` or ``.zgroup``     one input, in the order of names
-tar       ``.tar`` ``.tar.gz`` ``.tgz``                               one input, in the order of names
-tfrecord  ``.tfrecord`` ``.tfrecords`` ``.tfrec``, also with ``.gz``  one input, in the order of names
-          or ``-00000-of-00010`` behind
-lmdb      ``.lmdb`` ``.mdb``, or a folder with ``data.mdb``           one input, in the order of names
-========  ==========================================================  ==================================
+::
 
-A single file with another name is known by its first bytes. A folder that holds none of these is a folder of objects,
-which :func:`cachetool.sources.open_source` reads.
+    draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
+      -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
 """
 
 from __future__ import annotations
 
-import os
-import re
-import stat
-from collections.abc import Callable, Iterable
+import contextlib
+import functools
+import hashlib
+import json
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
 
-from cachetool.errors import UsageError
-from cachetool.sources.filebase import FileOptions, FileSource, RandomAccess, reading
-from cachetool.sources.joined import JoinedFiles
-from cachetool.sources.limits import is_lmdb
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "FileOptions",
-    "FileSource",
-    "Kind",
-    "file_kind",
-    "is_file_input",
-    "kind_of_name",
-    "kind_of_names",
-    "open_files",
-]
+from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
+from cachetool.core.schema import KEY, Field, Schema
+from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
+from cachetool.sources.batches import MAX_RUNS, MOST, Batch, Body, Get, batch_of, deliver
+from cachetool.sources.blame import Blame
+from cachetool.sources.byte_source import Files
+from cachetool.sources.fetch import Fetcher
+from cachetool.sources.file_reading import Reader, Want, reader_of
+from cachetool.sources.file_table import Run, Table
+from cachetool.sources.fitting import common_of, fitted
+from cachetool.sources.listing import Listing
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.order import Order, order_of
+from cachetool.sources.readers import NOT_ASKED
+from cachetool.sources.remote_images import packed, unpacked, with_images
+from cachetool.sources.rows import joined
+from cachetool.stores import Store
+from cachetool.stores.traffic import arrived
 
-Kind = Literal["npy", "npz", "hdf5", "zarr", "tar", "tfrecord", "lmdb"]
+__all__ = ["open_files_source"]
 
-_NAMES: dict[Kind, re.Pattern[str]] = {
-    "npy": re.compile(r"\.npy\Z"),
-    "npz": re.compile(r"\.npz\Z"),
-    "hdf5": re.compile(r"\.(h5|hdf5|hdf|he5)\Z"),
-    "tar": re.compile(r"\.(tar|tar\.gz|tgz)\Z"),
-    "tfrecord": re.compile(r"\.tfrec(ords?)?(\.gz)?(-\d+-of-\d+)?(\.gz)?\Z"),
-    "lmdb": re.compile(r"\.(lmdb|mdb)\Z"),
-}
-_GUARDED = ("hdf5", "zarr", "lmdb")
-_PART = re.compile(r"-\d{5,}-of-\d{5,}\Z")
-_ZARR = ("zarr.json", ".zarray", ".zgroup")
-_LMDB = "data.mdb"
-_HEAD = 512
+AHEAD = 128 * 2**20
+"""Bytes that may be in flight or waiting for their turn."""
+LABEL = "label"
+_PROBED = 8
+_FIRST_RUNS = 8
+_PROBED_BYTES = 64 * 2**20
 
-
-def open_files(path: str | Path, options: FileOptions | None = None) -> FileSource:
-    """The samples of a file, or of a folder of files of one kind.
-
-    HDF5, Zarr and LMDB are read by a process of their own, which ends at ``close``. Raises :class:`UsageError` for what
-    is no such file, and the errors of each kind: :class:`BadObject` for a damaged or hostile file, :class:`NotFound`,
-    :class:`AccessDenied`.
-    """
-    path, options = Path(path), options or FileOptions()
-    kind = _checked_kind(path, options)
-    found: FileSource
-    if kind in _GUARDED:
-        from cachetool.sources.guard import GuardedFile
-
-        found = GuardedFile(path, options)
-    else:
-        found = _open(path, options, lambda at: None)
-    if options.decode == "image" and kind != "tar":
-        from cachetool.sources.decoded import decoded
-
-        found = decoded(found, options.resize)
-    return found
+_Numbers = npt.NDArray[np.int64]
 
 
-def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RandomAccess:
-    """As :func:`open_files`, in this process, for the kinds that need one of their own.
-
-    ``notice`` is told which file is touched next.
-    """
-    if _checked_kind(path, options) not in _GUARDED:
-        raise UsageError(f"{path} needs no process of its own")
-    return cast(RandomAccess, _open(path, options, notice))
+def open_files_source(store: Store, folder: Path, options: SourceOptions, *, url: str) -> FilesSource:
+    """The source whose files were listed into ``folder``; takes over ``store``. ``url`` is what to call it."""
+    table = Table.open(folder)
+    table.refuse_others(options, url)
+    return FilesSource(store, Listing.open(folder), table, options, url)
 
 
-def _checked_kind(path: Path, options: FileOptions) -> Kind:
-    kind = file_kind(path)
-    if kind is None:
-        raise UsageError(
-            f"{path} is not a file of samples: give .npy, .npz, .h5, .zarr, .tar, .tfrecord or .lmdb, a folder of one"
-            " kind of them, or a folder of objects"
-        )
-    if options.value_format is not None and kind != "lmdb":
-        raise UsageError(f"--value-format is for lmdb files; {path} is {kind}")
-    return kind
+class FilesSource:
+    """See :class:`cachetool.sources.base.Source`."""
+
+    def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
+        """Made by :func:`open_files_source`."""
+        self._store, self._table, self._options = store, table, options
+        self._blame = Blame(store, lambda number: self._files.item(number), listing.objects)
+        self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
+        self._sparse = table.kind == "tfrecord" and table.ours is None
+        self._files = Files(store, listing, table.seen)
+        self.url = url
+        sizes = table.unit_sizes()
+        self._sizes = sizes
+        self.units = self.samples = sizes if isinstance(sizes, int) else int(sizes.sum())
+        facts = [listing.identity, table.kind, table.chosen]
+        self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        self._reader: Reader = reader_of(self._files, table, options)
+        self._fetcher: Fetcher[Get, Body] = Fetcher(self._fetch, options.concurrency or store.concurrency)
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
+        self.vanished = np.zeros(0, dtype=np.int64)
+
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+        """Units in a seeded order, then the rows of each. Files do not grow: there are no ``cuts``."""
+        return self._order(seed=seed, turn=turn, sequential=sequential)
+
+    def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
+        """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
+        left_out = tuple(each for each in self._table.skipped if each[1] != NOT_ASKED)
+        return replace(self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad), left_out=left_out)
+
+    def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
+        if self._table.layouts:
+            _, firsts = np.unique(self._table.layout, return_index=True)
+            layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
+            by_name = [(self._called(file), layout.schema) for file, layout in layouts]
+            schema = self._schema(common_of(by_name))
+            if schema.is_fixed or not len(units):
+                return Probe(schema, max(1, schema.fixed_nbytes))
+            return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
+        blocks: list[Block] = []
+        names: list[str] = []
+        first_error: Exception | None = None
+        looked = held = 0
+        for unit in units[: _PROBED if self._table.whole else len(units)]:
+            for batch in self._fetched(np.array([unit])):
+                found = self._blocks(batch)
+                error = batch.errors.get(0)
+                if error is not None and not skip_bad:
+                    raise error
+                first_error = first_error or error
+                names += [self._called(run.file) for run, block in zip(batch.runs, found, strict=True) if len(block)]
+                blocks += [block for block in found if len(block)]
+                looked, held = looked + 1, held + batch.fetched
+            if blocks and held >= _PROBED_BYTES:
+                break
+        if not blocks:
+            raise first_error or NotFound(f"no samples under {self.url}")
+        by_name = [(name, block.schema) for name, block in zip(names, blocks, strict=True)]
+        schema = common_of(by_name, sparse=self._sparse)
+        return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
+
+    def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
+        """The first samples of ``units``: a few, but as many as there are where images are to be looked at."""
+        blocks, held = [], 0
+        with contextlib.closing(self._fetched(units if self._images else units[:_PROBED])) as batches:
+            for piece in self._pieces(batches, schema, skip_bad=skip_bad):
+                blocks.append(piece.block)
+                held += piece.block.nbytes
+                if held >= _PROBED_BYTES:
+                    break
+        return blocks
+
+    def _probed(self, schema: Schema, blocks: list[Block], per_unit: int, *, skip_bad: bool) -> Probe:
+        nbytes, count = sum(block.nbytes for block in blocks), sum(map(len, blocks))
+        if self._images:
+            schema, nbytes = with_images(schema, blocks, self._options.resize, skip_bad=skip_bad)
+        return Probe(schema, -(-nbytes // max(1, count)), per_unit)
+
+    def read(
+        self,
+        units: _Numbers,
+        *,
+        schema: Schema,
+        skip_bad: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+        hurry: Hurry = unhurried,
+    ) -> Reading:
+        """The samples of ``units`` in that order; see :meth:`cachetool.sources.base.Source.read`."""
+        numbers, growing = np.asarray(units, dtype=np.int64), hurry() is not None
+        batches = _Batches(self._fetcher, self._batches(numbers, block_bytes, growing=growing))
+        pieces = self._pieces(batches, schema, skip_bad=skip_bad)
+        if self._images:
+            size = self._options.resize
+            pieces = unpacked(pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes)
+        return Reading(batches.fetching, pieces)
+
+    def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[Piece]:
+        """Samples as they are read, images as the bytes that they are."""
+        for batch in batches:
+            blocks: list[Block] = []
+            draws, skipped = [], []
+            found = self._blocks(batch)
+            done = batch.runs[-1].first + len(batch.runs[-1].inside)
+            failed: BadObject | NotFound | None = None
+            for number, (run, block) in enumerate(zip(batch.runs, found, strict=True)):
+                error = batch.errors.get(number)
+                if error is None:
+                    try:
+                        wanted = packed(schema, block.schema) if self._images else schema
+                        blocks.append(fitted(block, wanted, self._called(run.file), sparse=self._sparse))
+                    except BadObject as misfit:
+                        error = misfit
+                if error is not None and not skip_bad:
+                    failed, done = error, run.first
+                    break
+                if error is not None:
+                    reason = " ".join(str(error).split("\n"))
+                    keys = self._keys(run)
+                    skipped += [Skipped(run.first + at, key, reason) for at, key in enumerate(keys)]
+                else:
+                    first = np.arange(run.first, run.first + len(run.inside))
+                    draws.append(np.repeat(first, len(block)) if self._table.whole else first)
+            block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
+            at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
+            if blocks or failed is None:
+                yield Piece(block, at, done, tuple(skipped), batch.fetched)
+            if failed is not None:
+                raise failed
+
+    def close(self) -> None:
+        """Let go of threads, processes and connections."""
+        self._fetcher.close()
+        self._reader.close()
+        self._store.close()
+
+    def _fetched(self, units: _Numbers) -> _Batches:
+        return _Batches(self._fetcher, self._batches(units, BLOCK_BYTES))
+
+    def _batches(self, units: _Numbers, block_bytes: int, *, growing: bool = False) -> Iterator[Batch]:
+        """Runs put together; ``growing``: a few in the first, then ever more, so that something is there soon."""
+        most = min(block_bytes, MOST)
+        together = _FIRST_RUNS if growing else MAX_RUNS
+        runs: list[Run] = []
+        wants: list[list[Want]] = []
+        errors: dict[int, BadObject | NotFound] = {}
+        held = 0
+        for run in self._table.runs(units):
+            want, nbytes, error = self._wanted(run)
+            if runs and (held + nbytes > most or len(runs) >= together or self._table.whole):
+                yield batch_of(runs, wants, errors)
+                together = min(MAX_RUNS, 2 * together)
+                runs, wants, errors, held = [], [], {}, 0
+            if error is not None:
+                errors[len(runs)] = error
+            runs.append(run)
+            wants.append(want)
+            held += nbytes
+        if runs:
+            yield batch_of(runs, wants, errors)
+
+    def _wanted(self, run: Run) -> tuple[list[Want], int, BadObject | NotFound | None]:
+        """What to fetch for a run and what it takes; the size of its file may have to be asked for, and be refused."""
+        try:
+            return self._reader.wants(run), self._reader.nbytes(run), None
+        except (BadObject, NotFound) as error:
+            return [], 0, error
+        except (AccessDenied, Unreachable) as error:
+            return [], 0, self._blame.of(error)
+
+    def _fetch(self, get: Get, stop: threading.Event) -> Body:
+        if get.stop <= get.start or stop.is_set():
+            return memoryview(b"")
+        try:
+            body = self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
+        except (BadObject, NotFound) as error:
+            return error
+        except (AccessDenied, Unreachable) as error:
+            return self._blame.of(error)
+        self._blame.came(self._files.item(get.item))
+        arrived(len(body))
+        return body
+
+    def _blocks(self, batch: Batch) -> list[Block]:
+        """The samples of each run, an empty block where it failed."""
+        out = []
+        fetched = self._reader.fetched
+        for number, run in enumerate(batch.runs):
+            block: Block | None = None
+            if number not in batch.errors:
+                try:
+                    block = self._reader.block(run, batch.bodies[number])
+                    if not self._table.whole and not _in_order(run):
+                        block = block.take(run.inside)
+                    block = self._completed(run, block)
+                except (BadObject, NotFound) as error:
+                    batch.errors[number] = error
+            out.append(Block.from_samples(_NOTHING, []) if block is None or number in batch.errors else block)
+            batch.bodies[number] = []
+        batch.fetched += self._reader.fetched - fetched
+        return out
+
+    def _completed(self, run: Run, block: Block) -> Block:
+        """With the label and the key."""
+        columns: dict[str, Column] = dict(block.columns)
+        fields = list(block.schema)
+        if self._options.label_from_folder and not self._reader.labels:
+            folder = self._files.name(self._object(run.file)).rpartition("/")[0].rpartition("/")[2]
+            if not folder:
+                raise BadObject(f"{self._called(run.file)!r} lies in no folder, which --label-from-folder could take")
+            columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
+            fields.append(Field(LABEL, "str"))
+        if self._options.key and KEY not in block.schema:
+            keys = self._keys(run, len(block))
+            columns[KEY] = joined([key.encode("utf-8", "surrogateescape") for key in keys])
+            fields.append(Field(KEY, "str"))
+        return Block(Schema(tuple(fields)), columns)
+
+    def _schema(self, rows: Schema) -> Schema:
+        more = [Field(LABEL, "str")] if self._options.label_from_folder else []
+        if self._options.key and KEY not in rows:
+            more.append(Field(KEY, "str"))
+        for name in self._options.fields or ():
+            if name not in rows and name != LABEL:
+                for file, why in self._table.skipped:
+                    if file == name or file.endswith(f": {name}"):
+                        raise UsageError(f"field {name!r} cannot be taken: {why}")
+                raise UsageError(f"no field {name!r}; there is {', '.join(rows.names)}")
+        return Schema((*rows, *more))
+
+    def _object(self, file: int) -> int:
+        return 0 if self._table.roots else file
+
+    def _called(self, file: int) -> str:
+        if self._table.roots:
+            return self._table.roots[file].rstrip("/") or self.url.rstrip("/").rpartition("/")[2]
+        return self._files.name(file)
+
+    def _keys(self, run: Run, count: int = 1) -> list[str]:
+        name = self._called(run.file)
+        if self._table.whole:
+            return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
+        return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
 
 
-def file_kind(path: Path) -> Kind | None:
-    """What ``path`` holds; None for a folder of objects, and for a file of no known kind.
+class _Batches:
+    """Batches in order, their parts fetched: an iterator, whose requests are made from the beginning."""
 
-    Raises :class:`NotFound`, and :class:`UsageError` for a folder that holds files of several kinds.
-    """
-    with reading(str(path)):
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # nobody may ever write into a pipe
-            raise UsageError(f"{path} is a device, a pipe or a socket; name a file or a folder")
-        if not path.is_dir():
-            return kind_of_name(path.name) or _by_content(path)
-        if (kind := _folder_kind(path)) is not None:
-            return kind
-        kinds = {_entry_kind(entry) for entry in _entries(path)} - {None, "npy", "npz"}
-    if len(kinds) > 1:
-        raise UsageError(f"{path} holds {' and '.join(sorted(map(str, kinds)))} files; give one of them")
-    return kinds.pop() if kinds else None
+    def __init__(self, fetcher: Fetcher[Get, Body], batches: Iterator[Batch]) -> None:
+        self._begun: deque[Batch] = deque()
+        self.fetching = fetcher.run(self._gets(batches), ahead=AHEAD, size=lambda get: get.stop - get.start)
 
+    def _gets(self, batches: Iterator[Batch]) -> Iterator[Get]:
+        for batch in batches:
+            self._begun.append(batch)
+            batch.missing = len(batch.gets)
+            yield from batch.gets
 
-def is_file_input(path: Path) -> bool:
-    """Whether :func:`open_files` is what reads ``path``: all but a folder of objects. Raises as :func:`file_kind`."""
-    return not path.is_dir() or file_kind(path) is not None
+    def __iter__(self) -> Iterator[Batch]:
+        for body in self.fetching:
+            batch = self._begun[0]
+            deliver(batch, batch.gets[len(batch.gets) - batch.missing], body)
+            batch.missing -= 1
+            if not batch.missing:
+                yield self._begun.popleft()
 
-
-def _is_one(path: Path) -> bool:
-    return not path.is_dir() or _folder_kind(path) is not None
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        self.fetching.close()
 
 
-def _folder_kind(path: Path) -> Kind | None:
-    """The kind of a folder that is one file of samples to its library."""
-    if (path / _LMDB).is_file():
-        return "lmdb"
-    return "zarr" if any((path / name).is_file() for name in _ZARR) else None
+_NOTHING = Schema((Field("nothing", "bytes"),))
 
 
-def _entries(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return sorted(folder / entry.name for entry in entries if not entry.name.startswith("."))
-
-
-def _entry_kind(entry: Path) -> Kind | None:
-    return _folder_kind(entry) if entry.is_dir() else kind_of_name(entry.name)
-
-
-def kind_of_names(keys: Iterable[str]) -> tuple[dict[str, Kind], bool]:
-    """What a folder holds, by the keys below it, before it is fetched: its entries that are files of many samples, and
-    whether the folder itself is one."""
-    kinds: dict[str, Kind] = {}
-    for key in keys:
-        top, slash, rest = key.partition("/")
-        if not slash and (top == _LMDB or top in _ZARR):
-            return {}, True
-        kind = kind_of_name(top) if not slash else "lmdb" if rest == _LMDB else "zarr" if rest in _ZARR else None
-        if kind not in (None, "npy", "npz"):
-            kinds[top] = kind
-    return kinds, False
-
-
-def kind_of_name(name: str) -> Kind | None:
-    """The kind that a file's name tells."""
-    for kind, pattern in _NAMES.items():
-        if pattern.search(name.lower()):
-            return kind
-    return "tfrecord" if _PART.search(name) else None
-
-
-def _by_content(path: Path) -> Kind | None:
-    from cachetool.sources.tfrecord import is_tfrecord
-
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
-    if head.startswith(b"\x89HDF\r\n\x1a\n"):
-        return "hdf5"
-    if head.startswith(b"\x93NUMPY"):
-        return "npy"
-    if head[257:262] == b"ustar":
-        return "tar"
-    if is_lmdb(head):
-        return "lmdb"
-    return "tfrecord" if is_tfrecord(head[:12]) else None
-
-
-def _members(path: Path, kind: Kind) -> tuple[list[Path], list[tuple[str, str]]]:
-    """The files of one kind in a folder, and what else lies there."""
-    entries = _entries(path)
-    files = [entry for entry in entries if _entry_kind(entry) == kind]
-    return files, [(entry.name, f"not {kind}") for entry in entries if entry not in set(files)]
-
-
-def _open(path: Path, options: FileOptions, notice: Callable[[Path], None]) -> FileSource:
-    kind = _checked_kind(path, options)
-    files, others = ([path], []) if _is_one(path) else _members(path, kind)
-    found: FileSource
-    if kind == "tar":
-        from cachetool.sources.tar import TarFiles
-
-        found = TarFiles(path, files, options)
-    elif kind == "tfrecord":
-        from cachetool.sources.tfrecord import TFRecordFiles
-
-        found = TFRecordFiles(path, files, options)
-    elif len(files) == 1:
-        notice(files[0])
-        found = _open_one(kind, files[0], options)
-    else:
-        found = JoinedFiles(path, files, lambda file: _open_one(kind, file, options), notice)
-    found.skipped = (*others, *found.skipped)
-    return found
-
-
-def _open_one(kind: Kind, file: Path, options: FileOptions) -> RandomAccess:
-    if kind == "npy":
-        from cachetool.sources.numpy import open_npy
-
-        return open_npy(file, options)
-    if kind == "npz":
-        from cachetool.sources.numpy import open_npz
-
-        return open_npz(file, options)
-    if kind == "hdf5":
-        from cachetool.sources.hdf5 import open_hdf5
-
-        return open_hdf5(file, options)
-    if kind == "zarr":
-        from cachetool.sources.zarr import open_zarr
-
-        return open_zarr(file, options)
-    from cachetool.sources.lmdb import LMDBFile
-    from cachetool.sources.ours import our_lmdb
-
-    return our_lmdb(file, options) or LMDBFile(file, options)
+def _in_order(run: Run) -> bool:
+    return len(run.inside) == run.stop - run.start and bool((np.diff(run.inside) == 1).all())

@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.boot import begin
-from cachetool.errors import BadObject, UsageError, from_json
-from cachetool.schema import Field, Schema
-from cachetool.sources.filebase import ClosingFile, FileOptions
+from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.errors import BadObject, UsageError, from_json
+from cachetool.core.schema import Field, Schema
+from cachetool.proc.boot import begin
+from cachetool.sources.readers import ClosingFile, FileOptions
 
 __all__ = ["GuardedFile", "read_block"]
 
@@ -51,16 +51,16 @@ _PASSED = frozenset(f"{_PYTHON} {_PLACE} {_HDF5}".split())
 """Variables that the child is given. Whole names: any beginning is that of somebody's credentials, too."""
 
 
-OPENER = "cachetool.sources.files:open_here"
+OPENER = "cachetool.sources.doors:open_here"
 
 
 class GuardedFile(ClosingFile):
-    """A file, or a folder of files of one kind; see :class:`cachetool.sources.filebase.RandomAccess`."""
+    """A file, or a folder of files of one kind; see :class:`cachetool.sources.readers.RandomAccess`."""
 
     def __init__(self, path: Path, options: FileOptions, *, opener: str = OPENER) -> None:
         """Opens ``path`` in a process of its own; raises what the function ``opener`` (``module:name``) does there.
 
-        That is called as :func:`cachetool.sources.files.open_here` is.
+        That is called as :func:`cachetool.sources.doors.open_here` is.
         """
         self.path, self._options, self._opener = path, options, opener
         self._child: _Child | None = None

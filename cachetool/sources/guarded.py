@@ -29,10 +29,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import BadObject, CacheToolError, to_json
-from cachetool.sources.filebase import FileOptions, RandomAccess
-from cachetool.streams import keep_standard_streams
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import BadObject, CacheToolError, to_json
+from cachetool.proc.streams import keep_standard_streams
+from cachetool.sources.readers import FileOptions, RandomAccess
 
 __all__ = ["main"]
 

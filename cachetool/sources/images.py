@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from cachetool.errors import BadObject, MissingExtra
+from cachetool.core.errors import BadObject, MissingExtra
 
 __all__ = ["decode_image", "image_shape"]
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import Field, Schema
-from cachetool.sources.filebase import ClosingFile, RandomAccess, bounded
+from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.sources.readers import ClosingFile, RandomAccess, bounded
 
 __all__ = ["JoinedFiles", "common", "conform"]
 
 
 class JoinedFiles(ClosingFile):
-    """Files of one kind; see :class:`cachetool.sources.filebase.RandomAccess`. One is open at a time."""
+    """Files of one kind; see :class:`cachetool.sources.readers.RandomAccess`. One is open at a time."""
 
     def __init__(
         self,

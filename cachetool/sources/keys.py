@@ -16,9 +16,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from cachetool.errors import UsageError
-from cachetool.text import shown
-from cachetool.units import parse_text
+from cachetool.core.errors import UsageError
+from cachetool.core.text import shown
+from cachetool.core.units import parse_text
 
 __all__ = ["Kind", "Part", "Stem"]
 

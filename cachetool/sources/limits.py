@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cachetool.errors import BadObject
-from cachetool.units import format_size
+from cachetool.core.errors import BadObject
+from cachetool.core.units import format_size
 
 __all__ = [
     "FREE_VALUE",

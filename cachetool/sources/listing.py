@@ -34,16 +34,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.arrays import load_array
-from cachetool.errors import BadObject, CorruptError
-from cachetool.folders import make_missing, new_file, remove_path, replacing
+from cachetool.core.errors import BadObject, CorruptError
+from cachetool.proc.arrays import load_array
+from cachetool.proc.folders import make_missing, new_file, remove_path, replacing
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object
 from cachetool.stores.base import check_listed
 
-__all__ = ["Listing", "Record", "opened", "write_listing", "write_sorted"]
+__all__ = ["TABLE_FILE", "Listing", "Record", "opened", "write_listing", "write_sorted"]
 
 LISTING_FILE = "listing.json"
+TABLE_FILE = "table.json"
+"""Beside the listing of files of many samples."""
 RUN = 2**18
 """Keys that are sorted in memory at a time."""
 _VERSION = 1

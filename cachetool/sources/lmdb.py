@@ -28,13 +28,13 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from cachetool.block import BLOCK_BYTES, Block, Column
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import KEY, Field
+from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import KEY, Field
 from cachetool.sources.decode import npy_layout, parse_npy
-from cachetool.sources.filebase import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 from cachetool.sources.images import decode_image, image_shape
 from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, disk_bytes, is_lmdb
+from cachetool.sources.readers import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 from cachetool.sources.rows import joined
 
 __all__ = ["LMDBFile", "check_value_format"]
@@ -80,7 +80,7 @@ class _Batch:
 
 
 class LMDBFile(ClosingFile):
-    """One LMDB file or folder; see :class:`cachetool.sources.filebase.RandomAccess`."""
+    """One LMDB file or folder; see :class:`cachetool.sources.readers.RandomAccess`."""
 
     def __init__(self, path: Path, options: FileOptions) -> None:
         """Counts the entries and finds the schema. Raises :class:`BadObject` naming the file, and the key."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from cachetool.folders import make_folder, new_file
+from cachetool.proc.folders import make_folder, new_file
 from cachetool.stores import Object, Store
 from cachetool.stores.base import Pages
 

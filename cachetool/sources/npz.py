@@ -10,7 +10,7 @@ import copy
 import zipfile
 from typing import IO, BinaryIO
 
-from cachetool.schema import MAX_FIELDS
+from cachetool.core.schema import MAX_FIELDS
 
 __all__ = ["directory_of", "stream_of", "unpacked"]
 

@@ -16,12 +16,12 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.errors import BadObject
+from cachetool.core.errors import BadObject
 from cachetool.sources.columns import ColumnFile, StoredColumn
 from cachetool.sources.decode import MAX_HEADER, npy_layout, parse_npy
-from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.npz import directory_of, stream_of
+from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
 from cachetool.sources.rows import unpadded
 
 __all__ = ["open_npy", "open_npz"]

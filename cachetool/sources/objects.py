@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import AccessDenied, BadObject, Interrupted, NotFound, SourceError, Unreachable, UsageError
-from cachetool.permutation import SegmentedOrder
-from cachetool.schema import Schema
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import AccessDenied, BadObject, Interrupted, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.permutation import SegmentedOrder
+from cachetool.core.schema import Schema
+from cachetool.core.units import format_size
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
 from cachetool.sources.blame import Blame
@@ -35,7 +36,6 @@ from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
 from cachetool.stores.traffic import arrived
-from cachetool.units import format_size
 
 __all__ = ["ObjectsSource"]
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from cachetool.errors import UsageError
-from cachetool.schema import KEY, Field
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import KEY, Field
+from cachetool.core.text import shown
+from cachetool.core.units import is_one_of, parse_choice, parse_flag, parse_text, parse_whole
 from cachetool.sources.keys import Stem
-from cachetool.text import shown
-from cachetool.units import is_one_of, parse_choice, parse_flag, parse_text, parse_whole
 
 __all__ = ["ImageSize", "SourceOptions", "image_size"]
 
@@ -71,7 +71,7 @@ class SourceOptions:
     """Add the field ``label``: the name of the folder a sample lies in."""
     read_as: str | None = None
     """``objects``: each object, or each group with one key, is a sample; ``files``: each file holds many. None: by what
-    lies there, see :mod:`cachetool.sources.remote.kinds`."""
+    lies there, see :mod:`cachetool.sources.kinds`."""
     key: bool = True
     """Add the field ``__key__``."""
     concurrency: int | None = None

@@ -6,8 +6,8 @@
     drawn             1 1 1 1   2 2 2   0 0 0 0     is drawn together
     positions         0 . . .   4 . .   7 . . 10    claims that end where a unit does fetch nothing twice
 
-Where every unit is one sample this is :class:`cachetool.permutation.Permutation` itself, computed and never stored;
-otherwise 8 bytes a unit are.
+Where every unit is one sample this is :class:`cachetool.core.permutation.Permutation` itself, computed and never
+stored; otherwise 8 bytes a unit are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.permutation import Permutation
+from cachetool.core.permutation import Permutation
 
 __all__ = ["Order", "SequentialOrder", "SingleOrder", "UnitOrder", "order_of"]
 

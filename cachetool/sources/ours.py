@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import BadObject, CorruptError, UsageError
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import BadObject, CorruptError, UsageError
+from cachetool.core.schema import KEY, Schema
 from cachetool.formats import get_format
 from cachetool.formats.base import Format, Reader
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb_file import is_ours
-from cachetool.schema import KEY, Schema
-from cachetool.sources.filebase import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 from cachetool.sources.limits import check_allocation, disk_bytes
+from cachetool.sources.readers import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
 
 __all__ = ["OurFile", "our_lmdb", "our_records", "run_of_blocks", "schema_of"]
 
@@ -56,7 +56,7 @@ def _bad(path: Path) -> Iterator[None]:
 
 
 class OurFile(ClosingFile):
-    """One file; see :class:`cachetool.sources.filebase.RandomAccess`. ``schema`` is what it must have, where known."""
+    """One file; see :class:`cachetool.sources.readers.RandomAccess`. ``schema`` is what it must have, where known."""
 
     def __init__(self, path: Path, kind: Format, options: FileOptions, *, schema: Schema | None = None) -> None:
         self.path, self._kind, self._stored = path, kind, schema

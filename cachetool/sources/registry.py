@@ -1,4 +1,4 @@
-"""Which source reads which place: a folder of objects, or files of many samples (:mod:`cachetool.sources.remote`)."""
+"""The source that reads a place: a folder of objects, or files of many samples (:mod:`~cachetool.sources.files`)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cachetool.errors import NotFound, UsageError
-from cachetool.folders import remove_path
+from cachetool.core.errors import NotFound, UsageError
+from cachetool.proc.folders import remove_path
 from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
-from cachetool.sources.listing import Listing, write_listing
+from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.pace import Pace, paced
+from cachetool.sources.rate_limit import Pace, paced
 from cachetool.sources.segments import SegmentedListing
 from cachetool.stores import Limits, Object, Store, open_store, redact
 
 __all__ = ["list_source", "open_source", "refuse_empty"]
-
-TABLE_FILE = "table.json"
-"""Beside the listing of files of many samples."""
 
 
 def list_source(
@@ -37,7 +34,7 @@ def list_source(
     there is no sample, :class:`UsageError` for a URL that cannot be one, and the errors of
     :func:`cachetool.stores.open_store`.
     """
-    from cachetool.sources.remote.kinds import Census, locate
+    from cachetool.sources.kinds import Census, locate
 
     options = options or SourceOptions()
     stem = Stem(options.stem)
@@ -45,7 +42,7 @@ def list_source(
     store = open_store(found[0] if found else url, limits=limits)
     try:
         if found is not None:
-            from cachetool.sources.remote import list_files
+            from cachetool.sources.file_listing import list_files
 
             item = store.find(found[1])
             return list_files(store, folder, iter([[item]]), found[2], options, progress=progress, alone=True)
@@ -60,7 +57,7 @@ def list_source(
             folder, seen(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
         )
         if (kind := census.kind(options.read_as)) is not None:
-            from cachetool.sources.remote import list_files
+            from cachetool.sources.file_listing import list_files
 
             # Only now is it known that these are files: listed again, without grouping by names.
             remove_path(folder)
@@ -98,8 +95,8 @@ def open_source(
 
     options = options or SourceOptions()
     if (folder / TABLE_FILE).exists():
-        from cachetool.sources.remote import open_files_source
-        from cachetool.sources.remote.kinds import locate
+        from cachetool.sources.files import open_files_source
+        from cachetool.sources.kinds import locate
 
         found = locate(url)
         return open_files_source(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import BLOCK_BYTES, Ragged
+from cachetool.core.block import BLOCK_BYTES, Ragged
 
 __all__ = ["Slab", "joined", "of_sizes", "unpadded"]
 

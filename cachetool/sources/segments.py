@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.arrays import load_array
-from cachetool.errors import CorruptError
-from cachetool.folders import new_file
+from cachetool.core.errors import CorruptError
+from cachetool.proc.arrays import load_array
+from cachetool.proc.folders import new_file
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, Record, write_sorted
 from cachetool.stores import Object

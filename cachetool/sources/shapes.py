@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import KEY, Field, Schema
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.decode import Value
 
 __all__ = ["Shape", "common_schema", "majority", "names_of", "nbytes_of", "shape_of"]

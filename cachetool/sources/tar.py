@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from cachetool.block import BLOCK_BYTES, Block
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
-from cachetool.sources.filebase import ClosingFile, FileOptions, LeftOut, reading
 from cachetool.sources.images import image_shape
 from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.readers import ClosingFile, FileOptions, LeftOut, reading
 from cachetool.sources.shapes import Shape, common_schema, names_of, nbytes_of, shape_of
 
 __all__ = ["TarFiles"]
@@ -55,7 +55,7 @@ V = TypeVar("V")
 
 
 class TarFiles(ClosingFile):
-    """The samples of one or several tar files; see :class:`cachetool.sources.filebase.FileSource`."""
+    """The samples of one or several tar files; see :class:`cachetool.sources.readers.FileSource`."""
 
     def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
         """Looks at all members of all ``files``; ``path`` names the input as a whole.

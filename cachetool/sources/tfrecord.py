@@ -29,11 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from cachetool.block import BLOCK_BYTES, Block, Column
-from cachetool.errors import BadObject, UsageError
-from cachetool.example import BYTES, EMPTY, FLOAT, INT64, KIND_NAMES, Feature, Gathered, parse_example
-from cachetool.schema import Field
-from cachetool.sources.filebase import (
+from cachetool.core.block import BLOCK_BYTES, Block, Column
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field
+from cachetool.core.tf_example import BYTES, EMPTY, FLOAT, INT64, KIND_NAMES, Feature, Gathered, parse_example
+from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.readers import (
     NOT_ASKED,
     ClosingFile,
     FileOptions,
@@ -43,7 +44,6 @@ from cachetool.sources.filebase import (
     make_schema,
     reading,
 )
-from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.rows import of_sizes
 
 __all__ = ["TFRecordFiles", "is_tfrecord"]
@@ -60,7 +60,7 @@ _DTYPES = {FLOAT: "<f4", INT64: "<i8"}
 
 
 class TFRecordFiles(ClosingFile):
-    """The records of one or several files; see :class:`cachetool.sources.filebase.FileSource`."""
+    """The records of one or several files; see :class:`cachetool.sources.readers.FileSource`."""
 
     def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
         """Reads all ``files`` once, to know the schema and the count; ``path`` names the input as a whole.

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.block import Column
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.block import Column
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
-from cachetool.schema import storage_dtype
 from cachetool.sources.columns import ColumnFile, Part, StoredColumn
-from cachetool.sources.filebase import NOT_ASKED, FileOptions, reading
 from cachetool.sources.limits import allowed, check_allocation, disk_bytes, quoted
+from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
 from cachetool.sources.rows import Slab, joined, unpadded
 from cachetool.sources.zarr_codecs import distrust_codecs
 

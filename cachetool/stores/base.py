@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, runtime_checkable
 
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
 
 __all__ = [
     "CHANGED",
     "EXHAUSTED",
+    "HTTP_SCHEMES",
+    "OBJECT_SCHEMES",
+    "SCHEMES",
     "ZARR_METADATA",
     "Limits",
     "Object",
@@ -32,6 +35,10 @@ __all__ = [
 
 ZARR_METADATA = (".zarray", ".zgroup", ".zattrs")
 """Names that begin with a dot and yet are no hidden ones."""
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
+HTTP_SCHEMES = ("http", "https")
+SCHEMES = ("file", *OBJECT_SCHEMES, *HTTP_SCHEMES, "hf", "sftp")
+"""Schemes that this package serves itself; any other is tried with fsspec."""
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 """Numbers of an OSError that say what the machine lacks, and nothing about the file it met."""
 

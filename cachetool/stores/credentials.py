@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from cachetool.errors import AccessDenied, UsageError
+from cachetool.core.errors import AccessDenied, UsageError
 from cachetool.stores.http_wire import origin_of
 
 __all__ = [

@@ -11,7 +11,15 @@ import random
 import re
 import time
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.errors import (
+    AccessDenied,
+    BadObject,
+    CacheToolError,
+    NotFound,
+    SourceError,
+    Unreachable,
+    UsageError,
+)
 from cachetool.stores.base import CHANGED, Limits
 from cachetool.stores.redact import printable, scrub
 from cachetool.stores.traffic import retried

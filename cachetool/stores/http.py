@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import netrc_path
 from cachetool.stores.http_body import Sink

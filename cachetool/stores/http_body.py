@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cachetool.errors import BadObject
+from cachetool.core.errors import BadObject
 from cachetool.stores.redact import redact
 
 __all__ = ["MOST", "Broken", "Partial", "Sink", "receive"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from email.message import Message
 from urllib.parse import urljoin, urlsplit
 
-from cachetool.errors import BadObject, SourceError, Unreachable, UsageError
+from cachetool.core.errors import BadObject, SourceError, Unreachable, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.http_body import MOST, Broken, Partial, Sink, receive
 from cachetool.stores.http_wire import Connection, Origin, allowed_hosts, origin_of, retry_after, written

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
-from cachetool.errors import BadObject, SourceError
+from cachetool.core.errors import BadObject, SourceError
 from cachetool.stores.base import Object
 from cachetool.stores.html_links import LONGEST, links
 from cachetool.stores.redact import printable, redact, usable_host

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from cachetool.errors import SourceError, UsageError
+from cachetool.core.errors import SourceError, UsageError
 from cachetool.stores.base import Limits
 from cachetool.stores.redact import redact, usable_host
 

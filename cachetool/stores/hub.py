@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import hub_token_path
 from cachetool.stores.http_client import HttpClient, Response

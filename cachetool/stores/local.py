@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
 from cachetool.stores.base import EXHAUSTED, Object, Pages, check_identity, check_length
 from cachetool.stores.redact import printable
 from cachetool.stores.walk import Walk

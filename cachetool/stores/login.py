@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 
 __all__ = ["Credentials", "Login"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from cachetool.errors import AccessDenied, CacheToolError, NotFound, SourceError, UsageError
+from cachetool.core.errors import AccessDenied, CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import (
     EXPIRES,

@@ -7,8 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cachetool.errors import AccessDenied, CacheToolError, MissingExtra, NotFound, SourceError, Unreachable, UsageError
-from cachetool.stores.base import Object, Pages, check_length
+from cachetool.core.errors import (
+    AccessDenied,
+    CacheToolError,
+    MissingExtra,
+    NotFound,
+    SourceError,
+    Unreachable,
+    UsageError,
+)
+from cachetool.stores.base import SCHEMES, Object, Pages, check_length
 from cachetool.stores.redact import redact, scrub, split_url
 
 __all__ = ["FsspecStore", "open_fsspec_store"]
@@ -23,7 +31,6 @@ def open_fsspec_store(url: str) -> FsspecStore:
     Raises :class:`UsageError` naming the known schemes when nobody knows it, :class:`MissingExtra` when a package that
     serves it is not installed.
     """
-    from cachetool.stores.registry import SCHEMES
 
     scheme, _ = split_url(url)
     try:

@@ -10,7 +10,7 @@ import os
 import re
 from urllib.parse import quote, unquote
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 
 __all__ = [
     "SECRET_VARIABLES",

@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
-from cachetool.errors import UsageError
-from cachetool.stores.base import Limits, Store
+from cachetool.core.errors import UsageError
+from cachetool.stores.base import HTTP_SCHEMES, OBJECT_SCHEMES, SCHEMES, Limits, Store
 from cachetool.stores.redact import redact, refuse_hidden_user, split_url
 
-__all__ = ["SCHEMES", "local_path", "open_store"]
-
-_OBJECT = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl")
-_HTTP = ("http", "https")
-SCHEMES = ("file", *_OBJECT, *_HTTP, "hf", "sftp")
-"""Schemes that this package serves itself; any other is tried with fsspec."""
+__all__ = ["local_path", "open_store"]
 
 
 def open_store(url: str, *, limits: Limits | None = None) -> Store:
@@ -31,11 +26,11 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
         from cachetool.stores.local import open_local_store
 
         return open_local_store(local_path(url))
-    if scheme in _OBJECT:
+    if scheme in OBJECT_SCHEMES:
         from cachetool.stores.object import open_object_store
 
         return open_object_store(url, limits or Limits())
-    if scheme in _HTTP:
+    if scheme in HTTP_SCHEMES:
         from cachetool.stores.http import open_http_store
 
         return open_http_store(url, limits or Limits())

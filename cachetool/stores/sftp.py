@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, S
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from cachetool.errors import (
+from cachetool.core.errors import (
     AccessDenied,
     BadObject,
     CacheToolError,

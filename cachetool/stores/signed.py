@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 from cachetool.stores.base import Limits, Object, check_identity
 from cachetool.stores.http_client import HttpClient
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from cachetool.errors import AccessDenied, BadObject, NotFound
+from cachetool.core.errors import AccessDenied, BadObject, NotFound
 from cachetool.stores.base import ZARR_METADATA, Store
 
 __all__ = ["Walk"]

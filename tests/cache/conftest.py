@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, open_cache
-from cachetool.schema import Field, Schema
+from cachetool.core.schema import Field, Schema
 
 SCHEMA = Schema((Field("x", "<f4", (4,)),))
 Put = Callable[..., str]

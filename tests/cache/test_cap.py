@@ -14,10 +14,10 @@ import pytest
 
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
 from cachetool.cache.jobs import close_job
-from cachetool.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
-from cachetool.folders import tree_bytes
-from cachetool.names import Id
-from cachetool.units import format_size
+from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
+from cachetool.core.names import Id
+from cachetool.core.units import format_size
+from cachetool.proc.folders import tree_bytes
 
 from .conftest import SCHEMA, put_shard
 

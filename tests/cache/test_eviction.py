@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cachetool.cache import CacheDir, Origin, eviction
 from cachetool.cache.policies import POLICIES, Candidate, choose
-from cachetool.errors import CapBlocked, CapTooSmall, UsageError
+from cachetool.core.errors import CapBlocked, CapTooSmall, UsageError
 
 Put = Callable[..., str]
 

@@ -18,7 +18,7 @@ import pytest
 
 from cachetool.cache import CacheDir, connection, forking, holders, open_cache, root
 from cachetool.cache.forking import members
-from cachetool.errors import CapacityError, CatalogError, UsageError
+from cachetool.core.errors import CapacityError, CatalogError, UsageError
 
 from .conftest import put_shard
 

@@ -13,7 +13,7 @@ from cachetool.api import open_cache as open_whole
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered, history_of
 from cachetool.cache.rebuild import rebuild
-from cachetool.names import Id
+from cachetool.core.names import Id
 
 SOURCE = Id("5" * 16)
 

@@ -12,9 +12,9 @@ import cachetool
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import read_shard_json
-from cachetool.disk import known_error, too_long
-from cachetool.errors import CatalogError, UsageError
-from cachetool.verify import verify
+from cachetool.check.verify import verify
+from cachetool.core.errors import CatalogError, UsageError
+from cachetool.proc.disk import known_error, too_long
 
 from .conftest import SCHEMA, put_shard
 

@@ -14,8 +14,8 @@ import pytest
 
 from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
 from cachetool.cache.losses import losses, reopen
-from cachetool.errors import CatalogError, UsageError
-from cachetool.names import Id
+from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.names import Id
 
 from .conftest import SCHEMA, put_shard
 
@@ -24,7 +24,7 @@ SOURCE = Id("5" * 16)
 HELD = """
 import os, sys, time
 from cachetool.cache import CacheDir, Room, draws
-from cachetool.schema import Field, Schema
+from cachetool.core.schema import Field, Schema
 cache = CacheDir(__import__("pathlib").Path(sys.argv[1]))
 schema = Schema((Field("x", "<f4", (4,)),))
 snapshot = cache.snapshot()
@@ -300,7 +300,7 @@ def test_a_forked_child_has_a_connection_and_a_holder_of_its_own(cache: CacheDir
 
 
 def test_a_new_schema_for_a_dataset_is_refused(cache: CacheDir) -> None:
-    from cachetool.schema import Field, Schema
+    from cachetool.core.schema import Field, Schema
 
     cache.declare("default", SCHEMA)
     with pytest.raises(UsageError, match="name another --dataset"):

@@ -11,7 +11,7 @@ import pytest
 import cachetool
 from cachetool.cache import CacheDir, Room, SourceRow, Staging, draws, snapshots
 from cachetool.cache.removal import candidates, retire
-from cachetool.names import Id
+from cachetool.core.names import Id
 from tests.cache.conftest import SCHEMA
 
 SOURCE = Id("5" * 16)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.scale_catalog import fill
 from cachetool.cache import CacheDir, open_cache
-from cachetool.doctor import examine
+from cachetool.check.doctor import examine
 
 Put = Callable[..., str]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
-from cachetool.errors import CapBlocked
-from cachetool.names import Id
+from cachetool.core.errors import CapBlocked
+from cachetool.core.names import Id
 from tests.cache.conftest import SCHEMA
 
 SOURCE = Id("5" * 16)

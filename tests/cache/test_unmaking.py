@@ -10,7 +10,7 @@ import pytest
 
 from cachetool.cache import open_cache
 from cachetool.cache.unmaking import leaving_nothing
-from cachetool.errors import CatalogError, SourceError
+from cachetool.core.errors import CatalogError, SourceError
 from tests.cache.conftest import SCHEMA, put_shard
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.units import format_size
+from cachetool.core.units import format_size
 from tests.cli.folders import tree
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cachetool.cache import SourceRow, open_cache
-from cachetool.errors import BadObject, CacheToolError, UsageError, from_json, to_json
-from cachetool.loaders.waiting import say
-from cachetool.names import Id
+from cachetool.core.errors import BadObject, CacheToolError, UsageError, from_json, to_json
+from cachetool.core.names import Id
+from cachetool.loaders.snapshots.waiting import say
 from tests.cache.conftest import SCHEMA, put_shard
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from cachetool.cli.output import Output, fail, plain, wants_json
 from cachetool.cli.progress import Lines, describe
-from cachetool.progress import Progress
+from cachetool.core.progress import Progress
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -130,7 +130,7 @@ def test_a_bar_on_a_terminal_of_80_columns_is_one_whole_line() -> None:
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     code = (
         "from cachetool.cli.progress import Bars\n"
-        "from cachetool.progress import Progress\n"
+        "from cachetool.core.progress import Progress\n"
         "with Bars() as report:\n"
         "    for done in range(1, 40):\n"
         "        report(Progress('pull', 10000 * done, 400000, 10**9 * done, flying=32, used=done, cap=40, shards=9))\n"

@@ -171,7 +171,7 @@ def test_a_loader_of_a_cache_that_may_not_be_entered_says_so(
         ran = subprocess.run([*prefix, sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 1
     last = ran.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("cachetool.errors.")
+    assert last.startswith("cachetool.core.errors.")
     assert f"permission denied: {filled}; make the cache this user's" in last
 
 

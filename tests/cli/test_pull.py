@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.errors import BadObject
-from cachetool.progress import Progress
-from cachetool.units import parse_size
+from cachetool.core.errors import BadObject
+from cachetool.core.progress import Progress
+from cachetool.core.units import parse_size
 from tests.cli.folders import labels, tree
 from tests.servers import Scripted, scripted_server, serve_file
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CapacityError, CorruptError, UsageError
-from cachetool.extents import Extents
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.extents import Extents
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import Format, Written, format_for, format_names, get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.reading import ExtentsReader, check_values, extents_bound, load_extents, write_extents
-from cachetool.schema import Field, Schema
 from tests.formats.samples import DTYPES, EVERY_KIND, block, blocks, on_disk, write
 
 SIMPLE = Schema((Field("x", "<f4", (4, 3)), Field("label", "<i8"), Field("note", "str")))

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.block import Block
-from cachetool.errors import BadObject, UsageError
-from cachetool.schema import Field, Schema
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.sources import Piece, Source, SourceOptions, list_source, open_source
 from tests.servers import folder_server, hub_server, sftp_server
 from tests.sources.bombs import FILES, OBJECTS
@@ -249,7 +249,7 @@ READ = """
 import contextlib, resource, sys
 import numpy as np
 from pathlib import Path
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 from cachetool.sources import list_source, open_source
 url, folder = sys.argv[1], Path(sys.argv[2])
 try:

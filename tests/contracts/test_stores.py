@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import BadObject, NotFound, SourceError
+from cachetool.core.errors import BadObject, NotFound, SourceError
 from cachetool.stores import Object, Store, open_store
 from tests.servers import folder_server, hub_server, sftp_server
 

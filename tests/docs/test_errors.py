@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from cachetool import errors
+from cachetool.core import errors
 from tests.docs.pages import DOCS, blocks
 
 PAGE = DOCS / "errors.md"
@@ -21,7 +21,7 @@ def test_every_class_has_a_section_with_its_exit_code_and_a_message_of_a_run() -
         assert f"\nExit code {CLASSES[name].exit_code}. " in section, name
         shown = [block for block in blocks(PAGE) if block.section == name and block.runs]
         if name in ("CacheToolError",):
-            assert f"cachetool.errors.{name}: " in section
+            assert f"cachetool.core.errors.{name}: " in section
         else:
             assert any(re.search(r"^error: .*[^.\n]{5,}", block.text, flags=re.MULTILINE) for block in shown), name
 

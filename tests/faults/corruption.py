@@ -36,13 +36,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool import export as exporting
 from cachetool.api import read_sample
-from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Shard, open_cache
-from cachetool.engines import Task
-from cachetool.errors import CacheToolError
-from cachetool.export import export, write_parts
+from cachetool.check.verify import verify
+from cachetool.conversion import to_files as exporting
+from cachetool.conversion.inputs import describe, open_input
+from cachetool.conversion.to_files import export, write_parts
+from cachetool.core.block import Block
+from cachetool.core.errors import CacheToolError
+from cachetool.core.progress import silent
+from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.shard import (
@@ -54,15 +57,12 @@ from cachetool.formats.shard import (
     side_folder,
     stored_checksums,
 )
-from cachetool.inputs import describe, open_input
-from cachetool.loaders.gather import Parts, gather, open_by_library
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.read.gather import Parts, gather, open_by_library
+from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import View
-from cachetool.progress import silent
-from cachetool.schema import Schema
+from cachetool.proc.task import Task
 from cachetool.sources import guard
-from cachetool.sources.files import FileOptions
-from cachetool.verify import verify
+from cachetool.sources.doors import FileOptions
 from tests.faults.damage import Case, Forked, Report, cases, look_at_all
 from tests.faults.world import SCHEMA, block
 

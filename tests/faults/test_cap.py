@@ -17,7 +17,7 @@ import pytest
 
 from cachetool.api import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, allowance
-from cachetool.errors import CapBlocked, CapTooSmall
+from cachetool.core.errors import CapBlocked, CapTooSmall
 from tests.faults.conftest import Figures
 from tests.faults.replay import CALLS, Replay
 from tests.faults.tracing import Children, needs_strace

@@ -241,7 +241,7 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
     assert {row["state"] for row in rows} <= {"ready"}, "half done"
     assert set(os.listdir(root / "shards")) == {row["id"] for row in rows}, "folders without rows, or the reverse"
 
-    from cachetool.schema import Schema
+    from cachetool.core.schema import Schema
 
     parsed, compared, drawn = Schema.from_json(json.loads(schema)), 0, list[tuple[int, int]]()
     for row in rows:

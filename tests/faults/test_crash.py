@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import open_cache
-from cachetool.cache.migrations import SCHEMA_VERSION
+from cachetool.cache.schema import SCHEMA_VERSION
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Point, needs_strace
 from tests.faults.world import FORMATS, Oracle, make, old_catalog

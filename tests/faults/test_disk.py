@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.block import Block
 from cachetool.cache import Shard, open_cache
+from cachetool.core.block import Block
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from tests.faults.conftest import Figures
@@ -223,7 +223,7 @@ def test_the_command_ends_with_4_and_two_lines_when_its_disk_fails(tmp_path: Pat
 NEW_READERS = [
     f"""
 import sys, warnings
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 try:
     {use}
 except CacheToolError as error:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from cachetool.api import open_cache
-from cachetool.disk import permission_denied
-from cachetool.errors import CapBlocked
-from cachetool.inspection import faults_of
-from cachetool.verify import verify
+from cachetool.check.one_shard import faults_of
+from cachetool.check.verify import verify
+from cachetool.core.errors import CapBlocked
+from cachetool.proc.disk import permission_denied
 from tests.faults.world import FORMATS
 
 LOADS = """

@@ -17,13 +17,13 @@ import pytest
 
 from cachetool.api import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, allowance
-from cachetool.cache.filesystem import ALLOW, disk_block
 from cachetool.cache.layout import Layout
-from cachetool.disk import DISK_BLOCK
-from cachetool.doctor import examine
-from cachetool.errors import CapTooSmall
-from cachetool.folders import tree_bytes
-from cachetool.verify import verify
+from cachetool.check.doctor import examine
+from cachetool.check.verify import verify
+from cachetool.core.errors import CapTooSmall
+from cachetool.proc.disk import DISK_BLOCK
+from cachetool.proc.filesystem import ALLOW, disk_block
+from cachetool.proc.folders import tree_bytes
 from tests.faults.world import FORMATS
 
 MiB = 2**20

@@ -20,9 +20,9 @@ import cachetool
 from cachetool.cache import open_cache
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import seal, unseal
-from cachetool.errors import CacheToolError, CatalogError
-from cachetool.folders import remove
-from cachetool.names import Id, Name
+from cachetool.core.errors import CacheToolError, CatalogError
+from cachetool.core.names import Id, Name
+from cachetool.proc.folders import remove
 
 HERE = Path(__file__).parents[2]
 DEAD = "0" * 16

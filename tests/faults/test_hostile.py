@@ -31,14 +31,14 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.errors import BadObject, CorruptError
-from cachetool.example import parse_example
+from cachetool.conversion.inputs import describe, open_input
+from cachetool.core.errors import BadObject, CorruptError
+from cachetool.core.schema import Field, Schema
+from cachetool.core.tf_example import parse_example
 from cachetool.formats import get_format
 from cachetool.formats.shard import CHECKSUMS_FILE, side_folder, stored_checksums
-from cachetool.inputs import describe, open_input
-from cachetool.parts import DATASET_FILE, is_ours
-from cachetool.schema import Field, Schema
-from cachetool.sources.files import FileOptions, open_files
+from cachetool.sources.doors import FileOptions, open_files
+from cachetool.sources.parts import DATASET_FILE, is_ours
 from tests.faults.world import SCHEMA, block
 from tests.sources.test_images import png_bomb
 
@@ -341,8 +341,8 @@ import sys
 from pathlib import Path
 import h5py, lmdb, zarr
 lmdb.open = h5py.File = zarr.open = zarr.open_group = zarr.open_array = None
-from cachetool.inputs import describe, open_input
-from cachetool.sources.files import FileOptions
+from cachetool.conversion.inputs import describe, open_input
+from cachetool.sources.doors import FileOptions
 source = open_input(describe(Path(sys.argv[1]), FileOptions()))
 assert sum(len(block) for block in source.blocks(0, source.samples)) == source.samples > 0
 source.close()
@@ -489,7 +489,7 @@ def examples() -> list[bytes]:
     layout, rng = ExampleLayout(schema), random.Random(81)
     content = block([1, 2, 3])
     samples = [{**content.sample(i), "raw": rng.randbytes(i), "w": np.float32(i), "n": i} for i in range(3)]
-    from cachetool.block import Block
+    from cachetool.core.block import Block
 
     buffer, starts, sizes = layout.encode(Block.from_samples(schema, samples), before=12, after=4)
     out = [buffer[at : at + size].tobytes() for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)]

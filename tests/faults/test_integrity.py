@@ -15,7 +15,7 @@ import pytest
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.layout import Layout
 from cachetool.cache.rebuild import rebuild
-from cachetool.verify import verify
+from cachetool.check.verify import verify
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children
 from tests.faults.world import FORMATS, Oracle, make

@@ -13,7 +13,7 @@ import pytest
 
 from cachetool.cache import CacheDir, Room, Snapshot, draws, open_cache
 from cachetool.cache.removal import delete_trash, retire, sweep
-from cachetool.errors import CapBlocked
+from cachetool.core.errors import CapBlocked
 from tests.cache.conftest import put_shard
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, connection, open_cache, opening, transaction_lock
-from cachetool.doctor import examine
-from cachetool.errors import CapBlocked, CatalogError
+from cachetool.check.doctor import examine
+from cachetool.core.errors import CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
-from cachetool.locks import OwnLock, close_kept, lock_owners, try_lock
+from cachetool.proc.locks import OwnLock, close_kept, lock_owners, try_lock
 from tests.cache.conftest import SCHEMA, put_shard
 from tests.loaders.numbered import KEYED, leases, put
 

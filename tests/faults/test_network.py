@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 from cachetool.stores import Limits, Object, open_store
 from tests.servers import Scripted, hub_server, scripted_server
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from tests.faults.conftest import Figures
 
 PLANT = Path(__file__).parent / "scripts" / "plant_links.py"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cachetool.sources import guard
-from cachetool.sources.files import open_files
+from cachetool.sources.doors import open_files
 
 REPOSITORY = Path(__file__).parents[2]
 CANARY = "canary-1f3d5b"
@@ -173,7 +173,7 @@ except cachetool.UsageError as error:
 
 def test_what_only_this_user_may_see_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket by which a reader gets the bytes of a remote file lies in a folder of mode 0700."""
-    from cachetool.sources.remote.ranges import RangeServer
+    from cachetool.sources.byte_ranges import RangeServer
 
     server = RangeServer(None, lambda number: None, {}, lambda key: None)  # type: ignore[arg-type, return-value]
     try:

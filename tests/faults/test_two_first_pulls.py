@@ -14,9 +14,9 @@ from cachetool.cache import Claim, SourceRow
 from cachetool.cache.draws import claim, finish, open_job
 from cachetool.cache.root import CacheDir
 from cachetool.cache.unmaking import withdraw_unused
-from cachetool.errors import CatalogError, UsageError
-from cachetool.names import Id
-from cachetool.schema import Field, Schema
+from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.names import Id
+from cachetool.core.schema import Field, Schema
 
 SOURCE = Id("5" * 16)
 

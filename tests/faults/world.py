@@ -25,18 +25,18 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
 from cachetool.cache.jobs import close_job
-from cachetool.errors import CapacityError
-from cachetool.folders import tree_bytes
+from cachetool.check.verify import verify
+from cachetool.conversion.in_place import replace_groups
+from cachetool.core.block import Block
+from cachetool.core.errors import CapacityError
+from cachetool.core.names import Id
+from cachetool.core.permutation import Permutation
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, shard_bound
-from cachetool.names import Id
-from cachetool.permutation import Permutation
-from cachetool.replacement import replace_groups
-from cachetool.schema import Field, Schema
-from cachetool.verify import verify
+from cachetool.proc.folders import tree_bytes
 
 FORMATS = format_names()
 SCHEMA = Schema((Field("x", "<f4", (3, 40)), Field("number", "<i8"), Field("words", "str"), Field("r", "<i2", (None,))))

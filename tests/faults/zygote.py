@@ -23,7 +23,7 @@ DONE, FAILED = 0, 3
 
 def main() -> None:
     import cachetool.cache
-    from cachetool.disk import disk_error
+    from cachetool.proc.disk import disk_error
     from tests.faults import world
 
     for module in (

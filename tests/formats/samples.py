@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Column, Ragged
-from cachetool.errors import UsageError
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import Format, Written
-from cachetool.schema import Field, Schema
 
 DTYPES = (
     *("?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"),

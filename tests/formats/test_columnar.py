@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachetool.block import Block
-from cachetool.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.block import Block
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import columnar, get_format, hdf5, zarr
 from cachetool.formats.base import Format, Written
 from cachetool.formats.digest import checksums
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, on_disk
 
 NAMES = ("hdf5", "zarr")

@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import ContentDigest, canonical, checksums, file_digest
-from cachetool.schema import Field, Schema
 from tests.formats.samples import block, blocks
 
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.errors import CapacityError, CorruptError, UsageError
-from cachetool.extents import Extents, FieldExtents
+from cachetool.core.errors import CapacityError, CorruptError, UsageError
+from cachetool.core.extents import Extents, FieldExtents
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_for, format_names, get_format
 from cachetool.formats.files import (
     BulkFile,
@@ -27,7 +28,6 @@ from cachetool.formats.files import (
 )
 from cachetool.formats.reading import ExtentsReader, field_extents, load_extents, write_extents
 from cachetool.formats.runs import copy_runs, ends, windows
-from cachetool.schema import Field, Schema
 
 
 def test_a_bulk_file_takes_its_bound_at_once_and_gives_the_rest_back(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_a_full_disk_is_a_capacity_error(number: int, tmp_path: Path) -> None:
 def test_a_file_size_limit_is_a_capacity_error(tmp_path: Path) -> None:
     """``ulimit -f``, which for LMDB's memory map would otherwise be a SIGBUS or SIGXFSZ."""
     code = (
-        "import sys, pathlib, numpy, cachetool.errors as e\n"
+        "import sys, pathlib, numpy, cachetool.core.errors as e\n"
         "from cachetool.formats import get_format\n"
-        "from cachetool.schema import Schema, Field\n"
+        "from cachetool.core.schema import Schema, Field\n"
         "kind = get_format(sys.argv[1])\n"
         "schema = Schema((Field('x', '<f4', (1000,)),))\n"
         "try: kind.create(pathlib.Path(sys.argv[2]), schema, samples=1000, nbytes=4000000)\n"
@@ -247,7 +247,7 @@ def test_a_format_of_another_package_is_found(tmp_path: Path) -> None:
     )
     (tmp_path / "other_format.py").write_text("class Fifth:\n    name, suffix, compressions = 'fifth', '.fifth', ()\n")
     code = (
-        "from cachetool.formats import *\nfrom cachetool.errors import UsageError\n"
+        "from cachetool.formats import *\nfrom cachetool.core.errors import UsageError\n"
         "assert format_names()[4:] == ('broken', 'fifth'), format_names()\n"
         "assert get_format('fifth').suffix == '.fifth' and get_format('lmdb').suffix == '.lmdb'\n"
         "try: get_format('broken')\n"

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.recorder import Recorder
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, write
 
 HDF5 = get_format("hdf5")

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CacheToolError, CorruptError, UsageError
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CacheToolError, CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format, runs
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file
@@ -24,7 +25,6 @@ from cachetool.formats.lmdb_file import file_bound, read_header
 from cachetool.formats.lmdb_pages import read_leaves
 from cachetool.formats.lmdb_tree import TreeWriter
 from cachetool.formats.lmdb_values import ValueLayout
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, blocks, on_disk, sample, write
 
 SIMPLE = Schema((Field("x", "<f4", (4, 3)), Field("label", "<i8"), Field("note", "str")))

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.block import Block, Ragged
+from cachetool.conversion.inputs import run_of_blocks
+from cachetool.core.block import Block, Ragged
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles, open_shard, verify_file
-from cachetool.inputs import run_of_blocks
-from cachetool.schema import Field, Schema
 
 SAMPLE = 4 * 2**20
 COUNT = 12

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.block import Block
-from cachetool.errors import CorruptError, UsageError
-from cachetool.example import FLOAT, INT64, Feature, Gathered, parse_example
+from cachetool.core.block import Block
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.core.tf_example import FLOAT, INT64, Feature, Gathered, parse_example
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.example import ExampleLayout
@@ -24,7 +25,6 @@ from cachetool.formats.framing import scan_records
 from cachetool.formats.gzipped import GzipFile
 from cachetool.formats.tfrecord import shape_name, storage_kind
 from cachetool.formats.varints import unpad_varints, varint, varints
-from cachetool.schema import Field, Schema
 from tests.formats.samples import DTYPES, EVERY_KIND, block, blocks, write
 
 KIND = get_format("tfrecord")

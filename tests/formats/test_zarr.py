@@ -14,11 +14,11 @@ import pytest
 import zarr
 from google_crc32c import value as crc32c
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import CorruptError
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CorruptError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, write
 
 ZARR = get_format("zarr")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from cachetool import export
-from cachetool.engines.task import Message, Task
+from cachetool.conversion import to_files as export
+from cachetool.proc.task import Message, Task
 
 
 class Here:
@@ -19,7 +19,7 @@ class Here:
             def send(self, message: Message) -> None:
                 on_message(0, message)
 
-        assert {task.target for task in tasks} <= {"cachetool.export:write_parts"}
+        assert {task.target for task in tasks} <= {"cachetool.conversion.to_files:write_parts"}
         return [export.write_parts(Channel(), **task.arguments) for task in tasks]
 
 

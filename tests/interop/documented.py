@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
-from cachetool.schema import Schema
+from cachetool.core.block import Block
+from cachetool.core.schema import Schema
 
 DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 READERS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cachetool.block import Block
+from cachetool.core.block import Block
+from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import PlainFile
-from cachetool.schema import Schema
 
 FORMATS = ("lmdb", "hdf5", "zarr", "tfrecord")
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool.block import Block
-from cachetool.errors import NotFound
+from cachetool.core.block import Block
+from cachetool.core.errors import NotFound
 from cachetool.formats.digest import ContentDigest, checksums
 from tests.formats.samples import DTYPES, EVERY_FIELD, big_endian, block, blocks
 from tests.interop.documented import arguments, expected, read

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.block import Block
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import Format, format_names, get_format
 from cachetool.formats.shard import ShardFiles
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, on_disk, write
 from tests.interop.documented import DOC, READERS, arguments, expected, read
 

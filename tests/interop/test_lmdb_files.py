@@ -10,8 +10,8 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
-from cachetool.schema import Field, Schema
 from tests.formats.samples import EVERY_KIND, block, write
 
 KIND = get_format("lmdb")

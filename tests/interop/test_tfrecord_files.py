@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.block import Block
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
-from cachetool.schema import Field, Schema
 from tests.formats.samples import write
 
 KIND = get_format("tfrecord")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.loaders.arena import Arena, open_arena
+from cachetool.loaders.read.arena import Arena, open_arena
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps files side by side")
 
@@ -116,7 +116,7 @@ def test_a_map_leaves_no_descriptor_open(tmp_path: Path) -> None:
 def test_under_a_limit_on_addresses_less_is_reserved_or_nothing(limit: int, expected: str) -> None:
     """As under ``ulimit -v``, in a process of its own."""
     script = """
-from cachetool.loaders.arena import open_arena
+from cachetool.loaders.read.arena import open_arena
 arena = open_arena()
 print(2**36 <= len(arena.bytes) < 2**40)
 """

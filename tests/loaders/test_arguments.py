@@ -21,14 +21,14 @@ from torch.utils.data import DataLoader
 
 import cachetool
 from cachetool.cache import CacheDir
-from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders import processes
+from cachetool.core.errors import CacheToolError, UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.loaders.feed import processes
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.ring import Ring
-from cachetool.loaders.ring_memory import MOST_KEPT
+from cachetool.loaders.ring.memory import MOST_KEPT
+from cachetool.loaders.ring.ring import Ring
 from cachetool.loaders.torch import CacheDataset, CacheIterableDataset, DevicePrefetcher, EpochSampler
 from cachetool.loaders.torch import Loader as TorchLoader
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
 
 

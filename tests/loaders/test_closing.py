@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
-from cachetool.loaders import forks, processes, threads
-from cachetool.loaders.base import BaseLoader
 from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.feed import processes, threads
+from cachetool.loaders.feed.processes import Processes
+from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.processes import Processes
-from cachetool.loaders.turns import Turns
+from cachetool.loaders.ring import forks
+from cachetool.loaders.snapshots.epochs import Turns
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import alive, children, until
 

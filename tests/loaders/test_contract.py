@@ -21,7 +21,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders import numpy as numpy_loader
 from cachetool.loaders import torch as torch_loader
 from cachetool.loaders import torch_device

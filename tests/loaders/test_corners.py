@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import put
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders import torch_device
 from cachetool.loaders.torch import DevicePrefetcher, Loader
 

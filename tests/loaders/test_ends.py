@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 from cachetool.loaders.numpy import Loader
 from tests.loaders.conftest import run_script
 from tests.loaders.numbered import leases, put

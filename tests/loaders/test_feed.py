@@ -22,15 +22,15 @@ import pytest
 
 from cachetool import convert
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache
-from cachetool.errors import CacheToolError, CorruptError, UsageError
-from cachetool.extents import EXTENTS_FILE
+from cachetool.core.errors import CacheToolError, CorruptError, UsageError
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.names import Id
+from cachetool.core.schema import Field, Schema
+from cachetool.core.text import program
 from cachetool.formats.reading import load_extents
-from cachetool.loaders import waiting
-from cachetool.loaders.failure import FeederTraceback
 from cachetool.loaders.numpy import Loader
-from cachetool.names import Id
-from cachetool.schema import Field, Schema
-from cachetool.text import program
+from cachetool.loaders.snapshots import waiting
+from cachetool.proc.failure import FeederTraceback
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put, sample
 from tests.loaders.processes import alive, children, until
 

@@ -11,7 +11,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.errors import CorruptError, UsageError
 from cachetool.loaders.numpy import Loader
 from tests.loaders.conftest import run_script
 from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put, sample

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import Extents
+from cachetool.core.block import Block
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import Extents
+from cachetool.core.schema import Schema
 from cachetool.formats import format_names
 from cachetool.formats.runs import Int64s
-from cachetool.loaders.board import Board
-from cachetool.loaders.gather import OpenPart, Parts, Places, Runs, gather, open_by_library
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.read.gather import OpenPart, Parts, Places, Runs, gather, open_by_library
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.snapshots.board import Board
 from cachetool.loaders.view import Part, View
-from cachetool.schema import Schema
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir
-from cachetool.errors import CapBlocked
+from cachetool.core.errors import CapBlocked
 from cachetool.loaders.numpy import Loader
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import children, until

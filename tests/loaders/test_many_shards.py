@@ -20,20 +20,21 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CorruptError, UsageError
+from cachetool.core.block import Block
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.schema import Schema
 from cachetool.formats import format_names
-from cachetool.loaders import arena, files
-from cachetool.loaders.files import shards_at
-from cachetool.loaders.gather import gather
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.feed.batches import announced
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.plan import Plan, Settings
-from cachetool.loaders.produce import announced
-from cachetool.loaders.unmapped import Descriptors
+from cachetool.loaders.read import arena
+from cachetool.loaders.read.gather import gather
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.read.unmapped import Descriptors
+from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.snapshots import plain_files as files
+from cachetool.loaders.snapshots.plain_files import shards_at
 from cachetool.loaders.view import View
-from cachetool.schema import Schema
 from tests.loaders.conftest import REPOSITORY
 from tests.loaders.numbered import SMALL, digest, put, sample
 
@@ -121,8 +122,8 @@ def test_maps_of_the_program_itself_are_counted_and_room_is_left_for_more(many: 
 import mmap, sys
 import numpy as np
 from cachetool.loaders import arena
-from cachetool.loaders.gather import gather
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.read.gather import gather
+from cachetool.loaders.read.mapped import MappedParts
 from tests.loaders.test_many_shards import expected, open_cache, read, view_of, SMALL, maps_of
 base = arena.reserve(2**32)
 start = int(base.ctypes.data)
@@ -255,7 +256,7 @@ def test_what_is_read_later_is_asked_for_of_files_without_a_map(
     many: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By advice for their descriptors, where a look at some of them says that they are not in memory."""
-    from cachetool.loaders import unmapped
+    from cachetool.loaders.read import unmapped
 
     view, parts = view_of(many), MappedParts(maps=False)
     asked: list[tuple[str, int]] = []

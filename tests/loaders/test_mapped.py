@@ -13,19 +13,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cachetool.block import Block, Ragged
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CorruptError, UsageError
-from cachetool.extents import EXTENTS_FILE
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles
-from cachetool.loaders import arena
-from cachetool.loaders import mapped as module
-from cachetool.loaders.arena import Arena, Memory
-from cachetool.loaders.gather import gather
-from cachetool.loaders.mapped import MappedParts
+from cachetool.loaders.read import arena
+from cachetool.loaders.read import mapped as module
+from cachetool.loaders.read.arena import Arena, Memory
+from cachetool.loaders.read.gather import gather
+from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import Part, View
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 READ = Schema(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.order import Order, Shuffle, Steps, decode, encode, order, share
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from cachetool.bench.samples import fill
-from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.history import history_of
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.loaders.numpy import Loader
-from cachetool.schema import Field, Schema
 
 
 @pytest.fixture

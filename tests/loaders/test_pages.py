@@ -20,18 +20,18 @@ import torch
 
 from cachetool.cache import CacheDir
 from cachetool.loaders import torch_device, torch_pages
-from cachetool.loaders.arena import HUGE
 from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.processes import Processes
-from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.loaders.read.arena import HUGE
+from cachetool.loaders.ring.ring import Ring, RingWriter
 from cachetool.loaders.torch import Loader as TorchLoader
 from tests.loaders import processes
 from tests.loaders.test_ring import send
 
 
 class Locks:
-    """A :data:`~cachetool.loaders.ring.Lock`: which memory is locked now."""
+    """A :data:`~cachetool.loaders.ring.ring.Lock`: which memory is locked now."""
 
     def __init__(self) -> None:
         self.now: list[tuple[int, int]] = []

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.extents import EXTENTS_FILE
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.schema import Field, Schema
 from cachetool.formats.reading import load_extents
-from cachetool.loaders import order, readahead
-from cachetool.loaders.arena import Arena, open_arena
-from cachetool.loaders.gather import Runs
-from cachetool.loaders.mapped import MappedParts
-from cachetool.loaders.plan import Plan, Settings
-from cachetool.loaders.produce import announced
-from cachetool.loaders.readahead import Readahead, Windows
+from cachetool.loaders import order
+from cachetool.loaders.feed.batches import announced
+from cachetool.loaders.read import readahead
+from cachetool.loaders.read.arena import Arena, open_arena
+from cachetool.loaders.read.gather import Runs
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.read.readahead import Readahead, Windows
+from cachetool.loaders.settings import Plan, Settings
 from cachetool.loaders.view import View
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
 
 MIB = 2**20

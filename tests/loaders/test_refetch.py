@@ -21,19 +21,19 @@ import pytest
 
 import cachetool
 from cachetool import Cache
-from cachetool.background import BackgroundPull
-from cachetool.boot import boot
 from cachetool.cache import CacheDir
 from cachetool.cache.again import Wanted, reserve
 from cachetool.cache.agreement import contradiction
 from cachetool.cache.removal import retire
-from cachetool.errors import BadObject, CacheToolError, CapBlocked, UsageError
-from cachetool.loaders import refetching
+from cachetool.core.errors import BadObject, CacheToolError, CapBlocked, UsageError
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.plan import Settings
-from cachetool.loaders.resume import Resume
+from cachetool.loaders.settings import Settings
+from cachetool.loaders.snapshots import refetching
+from cachetool.loaders.snapshots.resume import Resume
 from cachetool.loaders.view import View
-from cachetool.passes import order_of_turn
+from cachetool.proc.boot import boot
+from cachetool.pull.background import BackgroundPull
+from cachetool.pull.passes import order_of_turn
 from cachetool.sources import SourceOptions, open_source
 from tests.loaders.numbered import KEYED, leases
 from tests.loaders.processes import until
@@ -241,12 +241,12 @@ def test_killed_in_the_middle_it_can_be_tried_again(cache: Cache, source: Path) 
     reader = cache.snapshot()  # it waits for this one
     shards = state["resume"]["origins"]
     task = {
-        "target": "cachetool.refetch:refetch",
+        "target": "cachetool.pull.refetch:refetch",
         "arguments": {"root": str(cache.root), "shards": shards, "keep": []},
         "starter": os.getpid(),
     }
     with subprocess.Popen(
-        [sys.executable, "-c", boot("cachetool.engines.child")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", boot("cachetool.proc.child")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         start_new_session=True,
     ) as helper:  # fmt: skip
         assert helper.stdin is not None

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
+from cachetool.core.names import Id
+from cachetool.core.schema import Field, Schema
 from cachetool.loaders.numpy import Loader
-from cachetool.names import Id
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import put
 
 SOURCE = Id("5" * 16)

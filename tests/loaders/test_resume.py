@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.errors import CacheToolError, UsageError
-from cachetool.loaders import ring_memory, threads, unmapped
+from cachetool.core.errors import CacheToolError, UsageError
+from cachetool.loaders.feed import threads
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.loaders.read import unmapped
+from cachetool.loaders.ring import memory as ring_memory
+from cachetool.loaders.ring.ring import Ring, RingWriter
 from tests.loaders.numbered import KEYED, put
 from tests.loaders.processes import children, until
 
@@ -454,7 +456,7 @@ def test_a_look_ahead_that_fails_does_not_end_the_present_epoch(
         batches = iter(loader)
         first = numbers([next(batches)])
         with monkeypatch.context() as patch:
-            patch.setattr("cachetool.loaders.turns.Turns._look_ahead", fail)
+            patch.setattr("cachetool.loaders.snapshots.epochs.Turns._look_ahead", fail)
             assert sorted(first + numbers(batches)) == list(range(60))
         assert sorted(numbers(loader)) == list(range(60))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.boot import boot
-from cachetool.loaders.arena import HUGE
-from cachetool.loaders.ring import Ring, RingWriter
+from cachetool.loaders.read.arena import HUGE
+from cachetool.loaders.ring.ring import Ring, RingWriter
+from cachetool.proc.boot import boot
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_ring_whose_making_is_interrupted_leaves_no_descriptor(monkeypatch: py
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"cachetool.loaders.ring.{step}", interrupted)
+    monkeypatch.setattr(f"cachetool.loaders.ring.ring.{step}", interrupted)
     gc.collect()  # what other tests left is none of this one's
     before = os.listdir("/proc/self/fd")
     with pytest.raises(KeyboardInterrupt):
@@ -106,6 +106,6 @@ def test_memory_that_a_batch_does_not_fill_is_not_taken(ends: tuple[Ring, RingWr
 
 
 def test_a_keeper_that_is_told_to_stop_before_anything_else_ends_without_a_word() -> None:
-    command = [sys.executable, "-c", boot("cachetool.loaders.feeder")]
+    command = [sys.executable, "-c", boot("cachetool.loaders.feed.feeder")]
     ended = subprocess.run(command, input=b'{"id": 0, "do": "stop"}\n', capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

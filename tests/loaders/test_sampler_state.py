@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.torch import CacheDataset, EpochSampler
 from tests.loaders.numbered import put
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cachetool.block import Ragged
-from cachetool.errors import UsageError
-from cachetool.loaders.failure import described
-from cachetool.loaders.pace import Pace
-from cachetool.loaders.processes import Processes
-from cachetool.loaders.ring import Ring, RingWriter
-from cachetool.loaders.slot import Batch, SlotReader, SlotWriter
-from cachetool.schema import Field, Schema
+from cachetool.core.block import Ragged
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.loaders.feed.pace import Pace
+from cachetool.loaders.feed.processes import Processes
+from cachetool.loaders.ring.ring import Ring, RingWriter
+from cachetool.loaders.ring.slot import Batch, SlotReader, SlotWriter
+from cachetool.proc.failure import described
 
 SCHEMA = Schema((Field("x", "<i8", (3,)),))
 

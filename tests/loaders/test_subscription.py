@@ -16,10 +16,10 @@ import pytest
 from cachetool.cache import CacheDir, open_cache, snapshots
 from cachetool.cache.catalog import Catalog
 from cachetool.cache.history import Delivered, history_of
-from cachetool.errors import CapBlocked, CorruptError, UsageError
-from cachetool.loaders.files import shards_at
-from cachetool.loaders.subscription import CacheSubscription, launched_run, subscribe
-from cachetool.verify import verify
+from cachetool.check.verify import verify
+from cachetool.core.errors import CapBlocked, CorruptError, UsageError
+from cachetool.loaders.snapshots.follow import CacheSubscription, launched_run, subscribe
+from cachetool.loaders.snapshots.plain_files import shards_at
 from tests.loaders.numbered import leases, put
 
 

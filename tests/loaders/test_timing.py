@@ -8,10 +8,10 @@ import pytest
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.loaders import timing as module
-from cachetool.loaders.plan import Plan, Settings
-from cachetool.loaders.timing import Timing
-from cachetool.loaders.turns import Turns
+from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.snapshots import timing as module
+from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.timing import Timing
 from tests.loaders.numbered import put
 
 PACE = Delivered(seconds=25.0, batches=40, waits=1, waited=5.0)
@@ -43,7 +43,7 @@ def published() -> list[Plan]:
 
 @pytest.fixture
 def turns(clock: Clock, cache: CacheDir, published: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
-    monkeypatch.setattr("cachetool.loaders.turns.time", clock)
+    monkeypatch.setattr("cachetool.loaders.snapshots.epochs.time", clock)
     made = Turns(Settings(str(cache.root), batch_size=10), published.append)
     yield made
     made.close()

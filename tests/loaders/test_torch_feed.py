@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from cachetool.bench.samples import fill
-from cachetool.block import Block
 from cachetool.cache import CacheDir, open_cache
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.loaders import torch_device
 from cachetool.loaders.torch import Loader as TorchLoader
-from cachetool.schema import Field, Schema
 from tests.loaders.conftest import REPOSITORY, run_script
 from tests.loaders.numbered import leases, put
 

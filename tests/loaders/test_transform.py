@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cachetool.cache import CacheDir
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.numpy import Loader
 
 OPTIONS: dict[str, Any] = {"batch_size": 20, "shuffle": False}

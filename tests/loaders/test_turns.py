@@ -10,13 +10,13 @@ import pytest
 
 from cachetool.cache import CacheDir, Snapshot
 from cachetool.cache.history import Delivered
-from cachetool.errors import CapacityError, CapBlocked, CatalogError
-from cachetool.loaders import timing as module
+from cachetool.core.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.plan import Plan, Settings
-from cachetool.loaders.subscription import CacheSubscription
-from cachetool.loaders.turns import Turns
-from cachetool.loaders.waiting import NotYet
+from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.snapshots import timing as module
+from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.follow import CacheSubscription
+from cachetool.loaders.snapshots.waiting import NotYet
 from tests.loaders.numbered import leases, put
 
 DELIVERED = Delivered(1.0, 6, 0, 0.0)

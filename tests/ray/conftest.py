@@ -11,8 +11,8 @@ import pytest
 import ray
 
 import cachetool.cli.app
-from cachetool.engines import ray as engines
-from cachetool.engines.ray import RayEngine
+from cachetool.cluster import engine as engines
+from cachetool.cluster.engine import RayEngine
 from tests.cli.conftest import Ran
 from tests.ray.nodes import Nodes, nodes_abc
 

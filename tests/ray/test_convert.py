@@ -13,13 +13,13 @@ import pytest
 
 import cachetool
 from cachetool.cache import open_cache
-from cachetool.conversion import content_digest
-from cachetool.engines import LocalEngine
-from cachetool.engines.ray import RayEngine
-from cachetool.engines.task import Task
-from cachetool.errors import UsageError
-from cachetool.scratch import WorkFolder
-from cachetool.spreading import Spread
+from cachetool.cluster.engine import RayEngine
+from cachetool.cluster.spread import Spread
+from cachetool.conversion.run import content_digest
+from cachetool.core.errors import UsageError
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.scratch import WorkFolder
+from cachetool.proc.task import Task
 from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
 from tests.ray.nodes import Nodes
@@ -107,10 +107,14 @@ def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path, rows: Path)
     described = {"description": {"kind": "files", "path": str(rows), "options": {}}, "todo": []}
 
     with pytest.raises(UsageError, match=r"does not see the folder .*; name an --out that lies under the same name"):
-        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, "token": "0" * 32, **described})])
+        LocalEngine().run(
+            [Task("cachetool.conversion.to_files:write_parts", {**arguments, "token": "0" * 32, **described})]
+        )
     described["description"]["path"] = str(tmp_path / "none.npy")
     with pytest.raises(UsageError, match=r"has no .*none\.npy; name an INPUT that every node sees"):
-        LocalEngine().run([Task("cachetool.export:write_parts", {**arguments, "token": work.token, **described})])
+        LocalEngine().run(
+            [Task("cachetool.conversion.to_files:write_parts", {**arguments, "token": work.token, **described})]
+        )
 
 
 def test_parts_of_a_lost_node_are_written_by_others(

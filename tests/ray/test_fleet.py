@@ -10,7 +10,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import open_cache
-from cachetool.engines.ray import RayEngine
+from cachetool.cluster.engine import RayEngine
 from tests.cli.conftest import Ran
 from tests.loaders.numbered import put
 

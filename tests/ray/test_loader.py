@@ -10,12 +10,12 @@ import pytest
 import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from cachetool.block import Ragged
 from cachetool.cache import open_cache
-from cachetool.errors import CacheToolError, UsageError
+from cachetool.core.block import Ragged
+from cachetool.core.errors import CacheToolError, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.loaders import numpy as plain
 from cachetool.loaders.ray import batches, cache_here
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import SMALL, digest, digests, leases, put
 from tests.loaders.processes import until
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from cachetool.engines import raylink
-from cachetool.errors import Unreachable, UsageError
+from cachetool.cluster import connect as raylink
+from cachetool.core.errors import Unreachable, UsageError
 from cachetool.loaders.ray import batches
 
 
@@ -224,7 +224,7 @@ def test_a_line_in_the_address_file_forges_none_in_the_output(alone: pytest.Monk
 
 LOCAL = """
 import json, os, pathlib, ray
-from cachetool.engines import raylink
+from cachetool.proc import raylink
 
 def listening():
     inodes = {}

@@ -18,8 +18,9 @@ import pytest
 
 from cachetool.cache import SourceRow, open_cache
 from cachetool.cache.history import Delivered
-from cachetool.names import Id
-from cachetool.report import figures, page
+from cachetool.core.names import Id
+from cachetool.report.numbers import figures
+from cachetool.report.page import page
 from tests.cache.conftest import SCHEMA, put_shard
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

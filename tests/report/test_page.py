@@ -20,9 +20,10 @@ from benchmarks.scale_catalog import fill
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered
 from cachetool.cache.jobs import close_job
-from cachetool.names import Id
-from cachetool.report import Figures, figures, page
+from cachetool.core.names import Id
 from cachetool.report.charts import HEIGHT, WIDTH
+from cachetool.report.numbers import Figures, figures
+from cachetool.report.page import page
 from tests.cache.conftest import SCHEMA, put_shard
 
 SOURCE = Id("5" * 16)

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import cachetool
-from cachetool.loaders.subscription import subscribe
+from cachetool.loaders.snapshots.follow import subscribe
 
 what, source, root = sys.argv[1:]
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import cachetool
-from cachetool import export
+from cachetool.conversion import to_files as export
 from cachetool.formats import shard
 
 whole: list[str] = []

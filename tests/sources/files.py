@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
-from cachetool.errors import CacheToolError
-from cachetool.sources.files import FileOptions, FileSource, open_files
+from cachetool.core.block import Block
+from cachetool.core.errors import CacheToolError
+from cachetool.sources.doors import FileOptions, FileSource, open_files
 
 
 def samples(path: Path, *, block_bytes: int = 1000, **options: Any) -> list[dict[str, Any]]:

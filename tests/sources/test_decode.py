@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cachetool.errors import BadObject
+from cachetool.core.errors import BadObject
 from cachetool.sources.decode import NULL, decode, parse_npy
 from cachetool.sources.keys import Stem
 

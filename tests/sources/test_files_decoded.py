@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cachetool.errors import BadObject
-from cachetool.sources.files import FileOptions, open_files
+from cachetool.core.errors import BadObject
+from cachetool.sources.doors import FileOptions, open_files
 from cachetool.sources.images import decode_image
 from tests.sources.files import read, same, samples
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import zarr
 
-from cachetool.block import Block, Ragged
-from cachetool.errors import BadObject, NotFound, UsageError
-from cachetool.schema import Field, Schema
-from cachetool.sources.files import FileOptions, file_kind, is_file_input, open_files
+from cachetool.core.block import Block, Ragged
+from cachetool.core.errors import BadObject, NotFound, UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.sources.doors import FileOptions, file_kind, is_file_input, open_files
 from cachetool.sources.guard import read_block
 from tests.sources.files import same
 from tests.sources.test_files_tar import write as write_tar
@@ -191,7 +191,7 @@ def test_reading_needs_no_heavy_library_here(tmp_path: Path) -> None:
     """h5py, zarr and lmdb are imported by the process that reads, not by the one that asks."""
     write_hdf5(tmp_path / "x.h5")
     program = (
-        "import sys; from cachetool.sources.files import open_files\n"
+        "import sys; from cachetool.sources.doors import open_files\n"
         f"assert open_files({str(tmp_path / 'x.h5')!r}).samples == 10\n"
         "print([name for name in ('h5py', 'zarr', 'lmdb', 'tensorflow', 'tfrecord', 'obstore') if name in sys.modules])"
     )

@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject, NotFound, UsageError
-from cachetool.sources.files import FileOptions, open_files, open_here
+from cachetool.core.errors import BadObject, NotFound, UsageError
+from cachetool.sources.doors import FileOptions, open_files, open_here
 from tests.sources.files import damaged, outcome, read, same, samples
 
 N = 60

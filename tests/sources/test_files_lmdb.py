@@ -13,8 +13,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject, UsageError
-from cachetool.sources.files import FileOptions, open_files
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.sources.doors import FileOptions, open_files
 from cachetool.sources.lmdb import check_value_format
 from tests.sources.files import damaged, outcome, read, same, samples
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject, NotFound, UsageError
-from cachetool.sources.files import FileOptions, open_files
+from cachetool.core.errors import BadObject, NotFound, UsageError
+from cachetool.sources.doors import FileOptions, open_files
 from tests.sources.files import damaged, outcome, read, same, samples
 
 ARRAYS = {

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject, UsageError
-from cachetool.sources.files import FileOptions, file_kind, open_files
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.sources.doors import FileOptions, file_kind, open_files
 from tests.sources.files import damaged, outcome, same, samples
 
 RANDOM = np.random.default_rng(3)

@@ -17,8 +17,8 @@ import crc32c
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject, UsageError
-from cachetool.sources.files import FileOptions, file_kind, open_files
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.sources.doors import FileOptions, file_kind, open_files
 from tests.sources.files import damaged, outcome, same, samples
 
 

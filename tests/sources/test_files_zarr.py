@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import zarr
 
-from cachetool.errors import BadObject, UsageError
-from cachetool.sources.files import FileOptions, file_kind, open_files
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.sources.doors import FileOptions, file_kind, open_files
 from tests.sources.files import outcome, read, same, samples
 
 N = 50

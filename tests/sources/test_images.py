@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cachetool.errors import BadObject, MissingExtra
+from cachetool.core.errors import BadObject, MissingExtra
 from cachetool.sources import images
 from cachetool.sources.images import decode_image, image_shape
 

@@ -6,9 +6,9 @@ import tracemalloc
 
 import pytest
 
-from cachetool.errors import BadObject
-from cachetool.sources.remote.index import index_facts
-from cachetool.sources.remote.kinds import Kind
+from cachetool.core.errors import BadObject
+from cachetool.sources.index import index_facts
+from cachetool.sources.kinds import Kind
 from cachetool.stores import Object
 
 

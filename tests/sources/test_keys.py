@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.sources.keys import Part, Stem
 
 FIRST, LAST = Stem("first"), Stem("last")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachetool.errors import BadObject, CorruptError, NotFound
+from cachetool.core.errors import BadObject, CorruptError, NotFound
 from cachetool.sources import Listing, SourceOptions, list_source, listing
 from cachetool.sources.keys import Stem
 from cachetool.stores import Object

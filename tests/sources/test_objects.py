@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, Unreachable, UsageError
-from cachetool.schema import Field, Schema
+from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, Unreachable, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.sources import SourceOptions, list_source, open_source
 from cachetool.sources.objects import ObjectsSource
 from cachetool.stores import Limits

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.sources.pace import Pace, grant, shared
+from cachetool.sources.rate_limit import Pace, grant, shared
 
 RATE = 1000.0
 

@@ -18,14 +18,14 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.block import Block
-from cachetool.errors import BadObject, NotFound, UsageError
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, NotFound, UsageError
+from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
-from cachetool.schema import Schema
 from cachetool.sources import Source, SourceOptions, list_source, open_source
-from cachetool.sources.filebase import FileOptions
-from cachetool.sources.remote.kinds import Census
+from cachetool.sources.kinds import Census
+from cachetool.sources.readers import FileOptions
 from cachetool.stores import Object
 from tests.servers import Http, Scripted, counted_s3, folder_server, scripted_server, serve_file
 

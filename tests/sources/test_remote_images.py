@@ -14,8 +14,8 @@ import zarr
 from PIL import Image
 
 import cachetool
-from cachetool.block import Block
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.sources import SourceOptions, list_source
 from cachetool.sources.images import decode_image
 from tests.servers import Http, folder_server

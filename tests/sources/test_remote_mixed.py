@@ -13,13 +13,13 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.block import Block
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
-from cachetool.schema import Field, Schema
-from cachetool.sources.files import open_files
-from cachetool.sources.remote.fitting import fitted
+from cachetool.sources.doors import open_files
+from cachetool.sources.fitting import fitted
 
 ROWS = 40
 

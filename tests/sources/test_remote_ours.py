@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.errors import BadObject, UsageError
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.sources import Source, SourceOptions, list_source, open_source
-from cachetool.sources.remote.table import Table
+from cachetool.sources.file_table import Table
 from tests.servers import folder_server, rclone_s3
 
 COUNT = 30

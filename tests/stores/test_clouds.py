@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from cachetool.errors import AccessDenied, NotFound
+from cachetool.core.errors import AccessDenied, NotFound
 from cachetool.stores import Object, open_store
 from tests.servers import Scripted, scripted_server
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, UsageError
+from cachetool.core.errors import AccessDenied, UsageError
 from cachetool.stores.credentials import azure_options, gcs_options, s3_options
 
 URL = "s3://bucket"

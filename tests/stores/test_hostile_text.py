@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from cachetool.errors import BadObject, CacheToolError, SourceError
+from cachetool.core.errors import BadObject, CacheToolError, SourceError
 from cachetool.stores import open_store
 from cachetool.stores.failures import as_our_error
 from cachetool.stores.http_listing import json_objects, read_index, read_manifest

@@ -23,7 +23,15 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.errors import (
+    AccessDenied,
+    BadObject,
+    CacheToolError,
+    NotFound,
+    SourceError,
+    Unreachable,
+    UsageError,
+)
 from cachetool.sources import list_source
 from cachetool.stores import Limits, Object, Store, http_wire, identities, open_store
 from cachetool.stores import http_client as client

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
 from cachetool.sources import list_source
 from cachetool.stores import Object, open_store
 from tests.servers import Http, Scripted, hub_server, scripted_server

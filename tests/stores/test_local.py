@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable
+from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable
 from cachetool.stores import Object, open_store
 from cachetool.stores.local import open_local_store
 

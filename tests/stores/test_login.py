@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied
+from cachetool.core.errors import AccessDenied
 from cachetool.stores import Limits, Object, open_store
 from cachetool.stores import login as module
 from cachetool.stores.credentials import marks

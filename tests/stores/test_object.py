@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, Unreachable, UsageError
+from cachetool.core.errors import (
+    AccessDenied,
+    BadObject,
+    CacheToolError,
+    NotFound,
+    SourceError,
+    Unreachable,
+    UsageError,
+)
 from cachetool.stores import Limits, Object, open_store
 from tests.servers import Moto, Scripted, free_port, rclone_s3, scripted_server
 
@@ -334,7 +342,7 @@ def test_a_forked_child_gets_an_error_and_not_a_hang(moto: Moto) -> None:
     code = """
 import os, sys
 from cachetool.stores import open_store
-from cachetool.errors import CacheToolError
+from cachetool.core.errors import CacheToolError
 store = open_store("s3://fork")
 list(store.list())
 if os.fork() == 0:

@@ -8,7 +8,15 @@ import uuid
 
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, CacheToolError, MissingExtra, NotFound, Unreachable, UsageError
+from cachetool.core.errors import (
+    AccessDenied,
+    BadObject,
+    CacheToolError,
+    MissingExtra,
+    NotFound,
+    Unreachable,
+    UsageError,
+)
 from cachetool.stores import Object, open_store
 from cachetool.stores.other import FsspecStore
 

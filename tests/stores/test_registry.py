@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.errors import AccessDenied, NotFound, UsageError
+from cachetool.core.errors import AccessDenied, NotFound, UsageError
 from cachetool.stores import open_store
 from cachetool.stores.http import HttpStore
 from cachetool.stores.local import LocalStore

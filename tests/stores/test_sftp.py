@@ -16,7 +16,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from cachetool.errors import AccessDenied, BadObject, MissingExtra, SourceError, Unreachable, UsageError
+from cachetool.core.errors import AccessDenied, BadObject, MissingExtra, SourceError, Unreachable, UsageError
 from cachetool.stores import Limits, Object, open_store
 from cachetool.stores import sftp as client
 from tests.servers import HOST, free_port, sftp_server

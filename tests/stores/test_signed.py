@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachetool.errors import BadObject
+from cachetool.core.errors import BadObject
 from cachetool.stores import Object, open_store
 from cachetool.stores.object import ObjectStore
 from tests.servers import free_port, rclone_s3

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cachetool import pulse as pulses
+from cachetool.pull import pulse as pulses
+from cachetool.pull.reports import Tally
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
-from cachetool.tally import Tally
 from tests.servers import Scripted, scripted_server
 
 

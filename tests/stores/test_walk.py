@@ -12,9 +12,9 @@ import pytest
 import zarr
 
 import cachetool
-from cachetool.errors import BadObject, Unreachable
+from cachetool.core.errors import BadObject, Unreachable
 from cachetool.loaders.numpy import Loader
-from cachetool.sources.files import FileOptions, open_files
+from cachetool.sources.doors import FileOptions, open_files
 from cachetool.stores import open_store
 from tests.servers import sftp_server
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from cachetool.block import Block
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
+from cachetool.core.block import Block
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
-from cachetool.schema import Field, Schema
 
 SCHEMA = Schema(
     (

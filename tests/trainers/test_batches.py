@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as arrays
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_convert
 
-from cachetool.block import Ragged
 from cachetool.cache import open_cache
+from cachetool.core.block import Ragged
 from cachetool.loaders import numpy as numpy_loader
 from cachetool.loaders import torch as torch_loader
 from cachetool.loaders.torch import TensorList

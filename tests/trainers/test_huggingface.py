@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from tests.trainers.conftest import Cell, Trained
 from tests.trainers.examples import run_example
 from tests.trainers.growing import LAST

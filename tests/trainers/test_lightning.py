@@ -371,7 +371,9 @@ def test_two_spawned_ranks_cannot_have_a_loader_of_their_parent(tmp_path: Path) 
 
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("cachetool.errors.UsageError: a loader has feeders of its own and can be neither pickled")
+    assert last.startswith(
+        "cachetool.core.errors.UsageError: a loader has feeders of its own and can be neither pickled"
+    )
 
 
 @pytest.mark.parametrize("strategy", RANKS)

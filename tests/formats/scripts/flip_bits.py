@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cachetool.errors import CorruptError
+from cachetool.core.errors import CorruptError
+from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.schema import Field, Schema
 from tests.formats.samples import block, write
 
 SCHEMA = Schema((Field("x", "<f4", (50,)), Field("n", "<i8"), Field("r", "<i2", (None, None)), Field("t", "str")))

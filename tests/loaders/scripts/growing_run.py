@@ -23,7 +23,7 @@ import numpy as np
 import cachetool
 from cachetool.cache.transaction_lock import TransactionLock
 from cachetool.cache.usage import measure
-from cachetool.errors import CatalogError
+from cachetool.core.errors import CatalogError
 
 kind, source, root, cap, renew, share, epochs = sys.argv[1:]
 FROZEN = 3

@@ -22,10 +22,11 @@ from tensorflow.python.ops import script_ops
 import cachetool
 from cachetool import CacheToolError
 from cachetool.cache import CacheDir, open_cache
-from cachetool.loaders import subscription, tensorflow_stages
+from cachetool.core.schema import Field, Schema
+from cachetool.loaders import tensorflow_stages
 from cachetool.loaders.numpy import Loader
+from cachetool.loaders.snapshots import follow as subscription
 from cachetool.loaders.tensorflow import feature_spec, make_dataset, parse_batch
-from cachetool.schema import Field, Schema
 from tests.loaders.numbered import EVERY, KEYED, SMALL, leases, put, sample
 from tests.loaders.processes import until
 

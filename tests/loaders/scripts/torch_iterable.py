@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from cachetool import CacheToolError, CapBlocked
 from cachetool.cache import CacheDir, open_cache
-from cachetool.loaders.subscription import CacheSubscription
+from cachetool.loaders.snapshots.follow import CacheSubscription
 from cachetool.loaders.torch import CacheIterableDataset
 from tests.loaders.numbered import EVERY, digest, leases, put
 

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.torch import Loader
 
 

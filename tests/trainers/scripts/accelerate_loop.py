@@ -13,7 +13,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.torch import CacheDataset, EpochSampler, Loader
 from tests.trainers.growing import BATCH, FIXED, LAST, Record, fill, grow
 

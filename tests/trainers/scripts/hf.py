@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.huggingface import GrowthMixin, LoaderStateCallback
 from cachetool.loaders.torch import CacheDataset, EpochSampler, Loader
 from tests.trainers.growing import BATCH, FIXED, LAST, Record, fill, grow

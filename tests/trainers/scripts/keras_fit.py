@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from cachetool.errors import UsageError
+from cachetool.core.errors import UsageError
 from cachetool.loaders.keras import LoaderDataset, LoaderStateCallback
 from cachetool.loaders.numpy import Loader
 from tests.trainers.growing import BATCH, FIRST, FIXED, fill, grow

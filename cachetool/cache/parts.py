@@ -1,0 +1,123 @@
+"""A node's share of a pull over several nodes: what its own catalog keeps of that.
+
+The whole is kept elsewhere (:mod:`cachetool.cache.placing`). Here draws of others below the frontier are done: a pull
+into this cache alone goes on behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from cachetool.cache.catalog import Connection, bump
+from cachetool.cache.draws import Claim, SourceRow, source_row
+from cachetool.cache.jobs import add_job
+from cachetool.cache.kinds import OVER
+from cachetool.cache.layout import Layout
+from cachetool.cache.placing import Placed, carve
+from cachetool.cache.records import write_source_record
+from cachetool.cache.room import Room
+from cachetool.core.errors import CatalogError, UsageError
+
+__all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
+
+
+def identity(connection: Connection) -> int:
+    """A number by which this cache is known from any other, wherever it is reached from; made at its first use."""
+    connection.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (secrets.randbits(62),))
+    return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
+
+
+def part_of(job: str) -> str:
+    """The id of a node's job for its part of the pull ``job`` over several. Another one each time that it takes part:
+    what it began before it was cut off from that pull commits nothing once it is back."""
+    return f"{OVER}{job}.{secrets.token_hex(4)}"
+
+
+def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *, holder: str, room: Room) -> None:
+    """Take part in a pull over several nodes (:func:`part_of`), in the pass that ``source`` is in. From now on nothing
+    is committed here for such a pull before.
+
+    Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
+    """
+    connection.execute("DELETE FROM jobs WHERE source = ? AND id LIKE ?", (source.id, f"{OVER}%"))
+    if connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source.id,)).fetchone():
+        raise UsageError(
+            f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
+        )
+    add_job(connection, part, source.id, holder=holder, wanted=None, room=room)
+    before = part.partition(".")[0]
+    connection.execute("UPDATE shards SET job = ? WHERE job >= ? AND job < ?", (part, f"{before}.", f"{before}/"))
+    if follow(connection, source):
+        bump(connection)
+        write_source_record(connection, layout, source.id)
+
+
+def follow(connection: Connection, source: SourceRow) -> bool:
+    """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
+    now = source_row(connection, source.id)
+    assert now is not None
+    if now.turn > source.turn or (now.turn, now.cuts, now.whole) == (source.turn, source.cuts, source.whole):
+        return False
+    new = now.turn < source.turn
+    if new:
+        connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
+        connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
+    connection.execute(
+        "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
+        (source.turn, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
+    )
+    return True
+
+
+def settle(
+    connection: Connection,
+    job: str,
+    held: Claim,
+    upto: int,
+    start: int,
+    *,
+    samples: int,
+    skipped: int,
+    vanished: int,
+    fetched: int,
+) -> None:
+    """Count the positions of a claim from ``start`` to ``upto`` as done here; inside the transaction that commits their
+    samples. Raises :class:`CatalogError` when the pull is not that of this cache any more."""
+    alive = connection.execute(
+        "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
+    )
+    if alive.rowcount != 1:  # whoever came after it may have handed out the same positions
+        raise CatalogError("what this pull was drawing was taken from it; run it again")
+    follow(connection, held.source)
+    now = source_row(connection, held.source.id)
+    if now is not None and now.turn == held.turn:
+        carve(connection, now.id, now.turn, ((start, upto),))
+        # What others have below is none of this cache's business: to it, it is done.
+        connection.execute(
+            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
+            (now.id, now.turn, start),
+        )
+    connection.execute(
+        "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ? WHERE id = ?",
+        (skipped + vanished, fetched, held.source.id),
+    )
+
+
+def ready_shards(connection: Connection, source: str) -> list[Placed]:
+    """The shards of a source that snapshots to come contain, without copies of them."""
+    rows = connection.execute(
+        "SELECT id, turn, draws, samples, payload, job FROM shards WHERE source = ? AND state = 'ready' ORDER BY seq",
+        (source,),
+    )
+    return [
+        Placed(
+            row["id"],
+            row["turn"],
+            tuple((start, stop) for start, stop in json.loads(row["draws"])),
+            row["samples"],
+            row["payload"],
+            str(row["job"]).removeprefix(OVER).partition(".")[0] if str(row["job"]).startswith(OVER) else None,
+        )
+        for row in rows
+    ]

@@ -1,0 +1,1 @@
+"""Checks a cache or an exported folder: every byte, and the place where it lies."""

@@ -1,0 +1,97 @@
+"""One shard under the magnifying glass: every byte compared with what was written, its row with what it says.
+
+A shard is read once, in pieces, so memory does not grow with it. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cachetool.cache import repair as mend
+from cachetool.cache.catalog import Row
+from cachetool.cache.layout import SHARD_FILE
+from cachetool.cache.records import Record, read_shard_json
+from cachetool.core.errors import CorruptError
+from cachetool.core.extents import EXTENTS_FILE
+from cachetool.core.schema import Schema
+from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
+from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
+from cachetool.proc.disk import DISK_BLOCK, limit_error
+from cachetool.proc.folders import tree_bytes
+
+__all__ = ["Fault", "bad_files", "faults_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong with one shard, or with what the catalog says of it."""
+
+    kind: Literal["gone", "data", "row", "charge"]
+    """``gone``: the folder or its ``shard.json`` is, so nothing was read; ``row``, ``charge``: the shard is whole, and
+    the catalog wrong."""
+    what: str
+    file: str | None = None
+
+
+def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
+    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``whole`` reads every byte of it."""
+    try:
+        value = read_shard_json(folder)
+    except FileNotFoundError:
+        return [Fault("gone", "it is missing", SHARD_FILE if folder.is_dir() else None)]
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:
+        if limit_error(error) is not None:  # says nothing of the file
+            raise
+        return [Fault("data", f"it cannot be used: {error}", SHARD_FILE)]
+    real = tree_bytes(folder)
+    miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
+    # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
+    faults = bad_files(folder, value) if whole or miscounted else []
+    if not faults and miscounted:
+        faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
+    if wrong := mend.row_differs(row, value):
+        faults.append(Fault("row", f"{', '.join(wrong)} in the catalog differ from {SHARD_FILE}", SHARD_FILE))
+    return faults
+
+
+def bad_files(folder: Path, value: Record) -> list[Fault]:
+    """Read every byte of a shard and compare it with what was written."""
+    wanted: dict[str, str] = value["files"]
+    try:
+        found = file_digests(folder)
+    except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
+        raise
+    except (OSError, CorruptError) as error:
+        if limit_error(error) is not None:
+            raise
+        return [Fault("data", str(error))]
+    if not wanted and joined_digest(found) == value["digest"]:
+        return []  # of a time before the digests of single files were kept
+    missing = [Fault("data", "it is missing", name) for name in wanted if name not in found]
+    more = [
+        Fault("data", "it was not there when the shard was committed", name) for name in found if name not in wanted
+    ]
+    other = [
+        Fault("data", "its bytes are not those that were written", name)
+        for name, digest in wanted.items()
+        if found.get(name, digest) != digest
+    ]
+    return missing + more + other or _bad_checksums(folder, value)
+
+
+def _bad_checksums(folder: Path, value: Record) -> list[Fault]:
+    """The checksums beside the data must be those of the samples that the shard was committed with."""
+    name = EXTENTS_FILE if EXTENTS_FILE in value["files"] else CHECKSUMS_FILE
+    schema = Schema.from_json(value["schema"])
+    try:
+        digest = ContentDigest(schema)
+        digest.update(stored_checksums(folder, schema))
+    except CorruptError as error:
+        return [Fault("data", str(error), name)]
+    if digest.hexdigest() != value["content"]:
+        return [Fault("data", "these are not the checksums of the samples that were committed", name)]
+    return []

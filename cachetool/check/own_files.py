@@ -1,0 +1,196 @@
+"""What a verification finds in the cache's own files, and mends before shards are looked at.
+
+::
+
+    CACHEDIR.TAG, holders/, listings/, shards/         missing: made again
+    a shard's folder under another name, and whole     given its own name again
+    catalog.sqlite3 sound, not older than the shards   else: rebuilt from the shards
+    cachetool.json                                     missing, garbled, another cap: written anew, as the catalog says
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cachetool.cache import open_cache
+from cachetool.cache.agreement import contradiction
+from cachetool.cache.catalog import Catalog
+from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.marker import mark, settings
+from cachetool.cache.rebuild import rebuild
+from cachetool.cache.repair import misnamed, rename_back
+from cachetool.check.one_shard import bad_files
+from cachetool.core.errors import CacheToolError, CapTooSmall
+from cachetool.core.names import Id
+from cachetool.core.units import format_size, parse_size
+from cachetool.proc.folders import tree_bytes
+
+__all__ = ["Missing", "Problem", "Verified", "check_own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    what: str
+    """In words."""
+    shard: str | None = None
+    file: str | None = None
+    """Relative to the shard's folder, or to the cache's."""
+    action: str | None = None
+    """What was done about it; None when nothing was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Samples of one source that were damaged and are not there again."""
+
+    source: str
+    """Its URL."""
+    dataset: str
+    samples: int
+    failed: str | None
+    """Why they could not be pulled again just now; None when that was not tried."""
+    last_error: str
+    """Of any pull of that source; empty when none is known."""
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a verification found and did."""
+
+    root: str
+    shards: int = 0
+    """Shards in the catalog."""
+    checked: int = 0
+    """Of them, read whole."""
+    gone: int = 0
+    """Of them, those of which the folder or its ``shard.json`` is missing, so that nothing could be read."""
+    samples: int = 0
+    """In those that were read."""
+    bytes: int = 0
+    """On disk, of those."""
+    problems: list[Problem] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    """What is in the cache's folder and not of its making; it is left alone."""
+    quarantine: list[dict[str, Any]] = field(default_factory=list)
+    """Shards that exist nowhere else and are not whole: id, dataset, samples, bytes, why."""
+    reopened: dict[str, int] = field(default_factory=dict)
+    """URL of a source -> draws of it that the next pull fetches again."""
+    repulled: int = 0
+    """Samples fetched again."""
+    missing: list[Missing] = field(default_factory=list)
+    """What was damaged, now or earlier, and is not fetched again yet."""
+    purged: dict[str, int] | None = None
+    """What of the quarantine was deleted, when that was asked for: shards, samples, bytes."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong, or nothing any more: every sample that was ever there is, or was evicted."""
+        return not self.missing and not self.quarantine and all(each.action is not None for each in self.problems)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "sound": self.sound}
+
+
+def check_own(
+    layout: Layout, result: Verified, marker: str | None, *, repair: bool, max_size: int | str | None
+) -> bool:
+    """Whether there is a cache to go on with; ``marker`` says what is wrong with ``cachetool.json``.
+
+    Raises what :func:`cachetool.cache.rebuild.rebuild` raises.
+    """
+    cap = None if max_size is None else parse_size(max_size, what="--max-size")
+    for path in (*layout.missing(), *([] if layout.tag.exists() else [layout.tag])):
+        result.problems.append(Problem("it is missing", file=path.name, action="made again" if repair else None))
+    if repair:
+        layout.make()
+    catalog = Catalog(layout.catalog)
+    try:
+        trouble = catalog.trouble()
+        query = "SELECT id FROM shards WHERE state IN ('ready', 'retiring')"
+        known = None if trouble is not None else {row["id"] for row in catalog.rows(query)}
+        _check_names(layout, result, known, repair=repair)
+        if marker is not None and trouble is None and repair:
+            _write_marker(layout, catalog, result, marker)
+        if trouble is None and layout.shards.is_dir() and (repair or marker is None):
+            with open_cache(layout.root, create=False) as cache:  # what was cut off is finished first
+                trouble = contradiction(cache.catalog, layout)
+        if trouble is not None:
+            _rebuild(layout, result, trouble, marker, cap, repair=repair)
+        elif marker is not None and not repair:
+            result.problems.append(Problem(f"it {marker}", file=layout.marker.name))
+        if repair or trouble is None:
+            _check_marker(layout, catalog, result, None if repair else marker, cap, repair=repair)
+        result.shards = len(known or ())
+        return repair or (marker is None and trouble is None and layout.shards.is_dir())
+    finally:
+        catalog.close()
+
+
+def _check_names(layout: Layout, result: Verified, known: set[str] | None, *, repair: bool) -> None:
+    """Shards that somebody renamed: they say themselves which they are."""
+    for path, value in misnamed(layout, known):
+        if bad_files(path, value):
+            continue  # whatever it is, it is not that shard as it was
+        if repair:
+            rename_back(layout, path, Id(value["id"]))
+        name, action = str(path.relative_to(layout.root)), "renamed back" if repair else None
+        result.problems.append(Problem("a whole shard under another name", shard=value["id"], file=name, action=action))
+
+
+def _write_marker(layout: Layout, catalog: Catalog, result: Verified, wrong: str) -> None:
+    with catalog.write():
+        cap = catalog.meta("max_size")
+        mark(layout, max_size=cap, min_free=catalog.meta("min_free"))
+    action = f"made again, with the cap of {format_size(cap)} that the catalog has"
+    result.problems.append(Problem(f"it {wrong}", file=layout.marker.name, action=action))
+
+
+def _rebuild(
+    layout: Layout, result: Verified, trouble: str, marker: str | None, cap: int | None, *, repair: bool
+) -> None:
+    action = written = None
+    if repair:
+        if cap is not None and cap < (there := tree_bytes(layout.root)):
+            raise CapTooSmall(
+                f"--max-size is {format_size(cap)}, what lies in {layout.root} takes {there} bytes; name a larger one"
+            )
+        made = rebuild(layout, max_size=cap)
+        action = f"rebuilt from {made.shards} shards with {made.samples} samples"
+        written = f"made again, with a cap of {format_size(made.max_size)}"
+        for name, why in made.bad:
+            result.problems.append(Problem(why, shard=name, file=SHARD_FILE, action="in quarantine"))
+        for name in made.deleted:
+            result.problems.append(
+                Problem("never committed, or its samples are in a newer shard", shard=name, action="deleted")
+            )
+    if marker is not None and not any(each.file == layout.marker.name for each in result.problems):
+        result.problems.insert(0, Problem(f"it {marker}", file=layout.marker.name, action=written))
+    result.problems.insert(0, Problem(f"cannot be trusted: {trouble}", file=layout.catalog.name, action=action))
+
+
+def _check_marker(
+    layout: Layout, catalog: Catalog, result: Verified, marker: str | None, cap: int | None, *, repair: bool
+) -> None:
+    """The cap that counts is the catalog's; the other is for when that is lost, and must not differ then."""
+    try:
+        with catalog.write() if repair else catalog.read():
+            real = {name: catalog.meta(name) for name in ("max_size", "min_free")}
+            said = settings(layout)
+            differ = [name for name, value in real.items() if marker is None and said.get(name) != value]
+            if differ and repair:
+                mark(layout, **real)
+    except CacheToolError:
+        if repair:
+            raise
+        return
+    if cap is not None and cap != real["max_size"]:
+        result.notes.append(f"--max-size was not needed: the cap is known to be {format_size(real['max_size'])}")
+    for name in differ:
+        what = f"{name} is {said.get(name, 'not')} in it, and {real[name]} in the catalog, which decides"
+        action = "written again" if repair else None
+        result.problems.append(Problem(what, file=layout.marker.name, action=action))

@@ -1,0 +1,1 @@
+"""Runs the verbs on the nodes of a Ray cluster."""

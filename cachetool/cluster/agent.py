@@ -1,0 +1,199 @@
+"""What runs on a node for a driver elsewhere: child processes, and what they say; and whoever answers their questions.
+
+These are the classes of Ray actors, made and called by :mod:`cachetool.cluster.engine` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from cachetool.core.errors import CacheToolError, Interrupted, UsageError, to_json
+from cachetool.core.names import Name
+from cachetool.proc.child import bug
+from cachetool.proc.disk import known_error
+from cachetool.proc.folders import write_piece
+from cachetool.proc.parent import GRACE, Child, stop
+from cachetool.proc.scratch import scratch
+from cachetool.proc.task import Message, Task
+
+__all__ = ["Agent", "Server", "version_here"]
+
+GATHER = 0.2
+"""Seconds for which an agent gathers what its children say before it passes it on."""
+_LISTEN = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    node: str
+    message: Message
+    answer: Future[Message] = field(default_factory=Future)
+
+
+class Server:
+    """Whatever answers, in its own process. Calls come in many threads; one more answers all that have come."""
+
+    def __init__(self, target: str, arguments: Message) -> None:
+        self._target, self._arguments = target, arguments
+        self._served: Any = None
+        self._asked: SimpleQueue[_Question] = SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def answer(self, node: str, message: Message) -> Message:
+        """The answer to what a task on ``node`` asks, or an error in its JSON form."""
+        mine = _Question(node, message)
+        self._asked.put(mine)
+        return mine.answer.result()
+
+    def _serve(self) -> None:
+        while True:
+            first = self._asked.get()
+            questions = [first, *(self._asked.get() for _ in range(self._asked.qsize()))]
+            for each, answer in zip(questions, self._answers(questions), strict=True):
+                each.answer.set_result(answer)
+
+    def _answers(self, questions: Sequence[_Question]) -> list[Message]:
+        try:
+            if self._served is None:
+                module, _, name = self._target.partition(":")
+                if not module.startswith("cachetool."):
+                    raise CacheToolError(f"not a part of cachetool: {self._target}")
+                self._served = getattr(importlib.import_module(module), name)(**self._arguments)
+            with self._served.together():
+                return [self._one(each) for each in questions]
+        except BaseException as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
+            self._served = None  # what it knows may be ahead of what was written
+            return [_error_json(error)] * len(questions)
+
+    def _one(self, question: _Question) -> Message:
+        try:
+            answer: Message = self._served.answer(question.node, question.message)
+            return answer
+        except Exception as error:  # noqa: BLE001 - the others have answers all the same
+            return _error_json(error)
+
+
+def _error_json(error: BaseException) -> Message:
+    if isinstance(error, CacheToolError):
+        return to_json(known_error(error) or error)
+    plain = error if isinstance(error, Exception) else RuntimeError(type(error).__name__)
+    plain.__traceback__ = error.__traceback__
+    return to_json(known_error(plain) or bug(plain))
+
+
+def version_here() -> str:
+    """Of the package; empty where it is used without being installed."""
+    try:
+        return version("cachetool")
+    except PackageNotFoundError:
+        return ""
+
+
+class Agent:
+    """On a node: child processes for the tasks of one driver."""
+
+    def __init__(self, argv: Sequence[str], wanted: str) -> None:
+        self._version = wanted
+        sys.argv[:] = argv  # by which its children are known to the cache: as the program that was started
+        self._children: dict[int, Child] = {}
+        self._over: set[int] = set()
+        """Tasks that are to end, by number: calls come in several threads, the end at times before the beginning."""
+        self._said: list[tuple[int, Message]] = []
+        self._news = threading.Condition()
+        self._place = ""
+        self._places = contextlib.ExitStack()
+
+    def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
+        """Start a child for a task, whose questions ``answers`` answers."""
+        if (mine := version_here()) != self._version and mine and self._version:
+            text = f"node {name} has cachetool {mine}, the command is of {self._version}"
+            self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
+            return
+        try:
+            with self._news:
+                if number in self._over:
+                    raise Interrupted("stopped")
+                child = self._children[number] = Child(Task(target, arguments))
+        except Exception as error:  # noqa: BLE001 - the driver would wait for ever
+            self._say((number, _error_json(error)))
+            return
+        threading.Thread(target=self._attend, args=(number, child, name, answers), daemon=True).start()
+
+    def hear(self) -> list[tuple[int, Message]]:
+        """What the tasks said since the last time, by number; waits some seconds for the first word."""
+        with self._news:
+            self._news.wait_for(lambda: self._said, _LISTEN)
+        time.sleep(GATHER)
+        with self._news:
+            said, self._said = self._said, []
+        return said
+
+    def end(self, number: int) -> None:
+        """Tell a task to give back what it holds and to end."""
+        with self._news:
+            self._over.add(number)
+            child = self._children.get(number)
+        if child is not None:
+            child.process.terminate()
+            threading.Timer(GRACE, child.process.kill).start()
+
+    def place(self) -> str:
+        """A folder for files of the driver, until :meth:`leave`; that of a killed agent goes with the next one."""
+        with self._news:  # calls come in several threads
+            if not self._place:
+                self._place = str(self._places.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-node-")))
+            return self._place
+
+    def leave(self) -> None:
+        """Delete that folder: this process is about to be killed."""
+        with self._news:
+            self._places.close()
+
+    def write(self, name: str, at: int, piece: Any) -> None:
+        """Put a piece of a file into that folder, from byte ``at`` on."""
+        write_piece(Path(self.place()), [Name(each) for each in name.split("/")], at, memoryview(piece))
+
+    def _attend(self, number: int, child: Child, name: str, answers: Any) -> None:
+        try:
+            more = True
+            while more:
+                more, messages = child.receive()
+                self._say(*((number, {"message": message}) for message in messages))
+                while child.asked:
+                    child.answer(self._answer(name, child.asked[0]["ask"], answers))
+                child.check(ended=not more)
+            outcome: Message = {"result": child.result or {}}
+        except CacheToolError as error:
+            outcome = to_json(error)
+        except Exception as error:  # noqa: BLE001 - the driver would wait for ever
+            outcome = to_json(bug(error))
+        stop([child])
+        del self._children[number]
+        self._say((number, outcome))
+
+    @staticmethod
+    def _answer(name: str, message: Message, answers: Any) -> Message:
+        import ray
+
+        try:
+            answer: Message = ray.get(answers.answer.remote(name, message))
+            return answer
+        except ray.exceptions.RayError:  # it is started again until the driver is gone
+            return to_json(Interrupted("stopped"))
+
+    def _say(self, *said: tuple[int, Message]) -> None:
+        with self._news:
+            self._said += said
+            self._news.notify_all()

@@ -1,0 +1,348 @@
+"""From an address to a Ray that answers, without a word of Ray's own on our output.
+
+::
+
+    HOST:PORT         that cluster, of which this machine must be a node
+    auto (default)    $RAY_ADDRESS, else the cluster of this user that runs here, else one that is started here
+    local             one that is started here
+
+A cluster runs whatever a driver sends it, and a driver unpickles what a cluster sends: ``auto`` follows only a node
+process of this user or of root. Ray's address file, which lies in a folder that everybody may write to, chooses among
+those and nothing else. What is started here listens on the loopback interface alone, asks for a token that is made for
+it, and has a folder that no other user may look into; it ends with the block. A connection that the program has already
+is used and left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cachetool.core.errors import MissingExtra, Unreachable, UsageError
+from cachetool.core.text import plain
+from cachetool.proc.scratch import scratch
+
+__all__ = ["listens", "opened"]
+
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # tasks without a GPU keep the variables that name it
+}
+_PATIENCE = 5.0
+"""Seconds in which a cluster must take a connection, and then say that it speaks its protocol."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a client of HTTP/2 begins, which gRPC runs on: RFC 9113, section 3.4; an empty SETTINGS frame follows."""
+_DATA, _HEADERS, _RESET, _SETTINGS, _GO_AWAY = 0, 1, 3, 4, 7
+"""Kinds of frames: section 6 of it."""
+_END = 1
+"""The flag of the last one of an answer."""
+_UNAUTHENTICATED = b"grpc-status\x0216"
+"""In the headers of an answer: only who is known has one."""
+
+
+_LOOPBACK = "127.0.0.1"
+_PRIVATE = "ct-ray-"
+"""How the folder of a cluster begins that a process started for itself. Names of sockets in it have 107 bytes."""
+
+
+@contextlib.contextmanager
+def opened(address: str | None, notify: Callable[[str], None] = lambda line: None) -> Iterator[str]:
+    """A connection for the block; gives the id of the node that this process is on. ``notify`` hears of a cluster that
+    is not used because another user may have made it. Errors are those of :func:`cachetool.cluster.engine.connect`."""
+    place = _place(address)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise MissingExtra("work on several nodes (--on ray)", "ray") from error
+    if ray.is_initialized():  # by the program that we are a part of
+        yield str(ray.get_runtime_context().get_node_id())
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_silent())
+        place = place if place is not None else _running(notify)
+        with _keeping_handlers():
+            if place == "local":
+                stack.enter_context(_started())
+            else:
+                _join(place)
+        try:
+            yield str(ray.get_runtime_context().get_node_id())
+        finally:
+            with _keeping_handlers():
+                ray.shutdown()
+
+
+def _place(address: str | None) -> str | None:
+    """What was asked for: an address, ``local``, or None for whatever runs here. Raises :class:`UsageError`."""
+    if address is None or address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or None
+    if address in (None, "auto", "local"):
+        return None if address == "auto" else address
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"--address {address} is that of Ray Client, which is no node; run this on a node of the cluster, with"
+            " --address auto"
+        )
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and re.fullmatch(r"\d{1,5}", port) and 0 < int(port) < 65536):
+        raise UsageError(f"--address is HOST:PORT, auto or local, got {address!r}")
+    return address
+
+
+def _running(notify: Callable[[str], None]) -> str:
+    """The address of the cluster of this user that runs on this machine; ``local`` when there is none."""
+    own, others = _raylets()
+    named, trusted = _address_file()
+    for address in sorted(own, key=lambda each: (each != named if trusted else False, each)):
+        with contextlib.suppress(Unreachable):  # a node may outlive the cluster that it belongs to
+            _greet(address)
+            return address
+    if unknown := others or ({named} if named is not None and not trusted else set()):
+        shown = plain(min(unknown))[:80]
+        notify(
+            f"the Ray at {shown} is not used: another user may have made it;"
+            " if you trust it, name it with --address HOST:PORT"
+        )
+    return "local"
+
+
+def _raylets() -> tuple[set[str], set[str]]:
+    """Addresses of the clusters that have a node on this machine: those of node processes that this user or root
+    started, which nobody else can forge, and those of other users."""
+    import psutil  # type: ignore[import-untyped]  # Ray brings its own
+
+    own: set[str] = set()
+    others: set[str] = set()
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        words = process.info["cmdline"] or [""]
+        if os.path.basename(words[0].split(" ")[0]) != "raylet" or process.info["uids"] is None:
+            continue
+        if any(word.startswith("--session_dir=") and f"/{_PRIVATE}" in word for word in words):
+            continue  # of another program, with which it ends
+        uids = {process.info["uids"].real, process.info["uids"].effective}
+        addresses = (word.removeprefix("--gcs-address=") for word in words if word.startswith("--gcs-address="))
+        (own if uids <= {0, os.geteuid()} else others).update(address for address in addresses if address)
+    return own, others
+
+
+def _address_file() -> tuple[str | None, bool]:
+    """The address that ``ray start`` noted for this machine, and whether this user or root wrote it."""
+    from ray._common.utils import get_ray_address_file
+
+    try:
+        fd = os.open(get_ray_address_file(None), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None, False
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None, False
+        address = file.read(256).decode("utf-8", "replace").strip()
+    mine = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1 and not status.st_mode & 0o022
+    return address or None, mine
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "cachetool"}
+
+
+def _join(address: str) -> None:
+    import ray
+
+    with _naming(address):
+        _greet(address)
+        ray.init(address, **_QUIET)
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[None]:
+    """Start a cluster of this machine alone, which no other machine and no other user can reach; its folder and its
+    token go at the end of the block."""
+    import ray
+    from ray._private import ray_constants
+
+    with scratch(Path(tempfile.gettempdir()), _PRIVATE) as folder, _token():
+        asked, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # else it takes no loopback
+        try:
+            with _naming("local"):
+                ray.init(
+                    "local",
+                    include_dashboard=False,
+                    num_cpus=len(os.sched_getaffinity(0)),
+                    _node_ip_address=_LOOPBACK,
+                    _temp_dir=str(folder / "ray"),  # Ray lets everybody write to its folder: so not the outer one
+                    **_QUIET,
+                )
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = asked
+        yield
+
+
+@contextlib.contextmanager
+def _token() -> Iterator[None]:
+    """A token of its own for what is started in the block: Ray would keep one for all in the user's home, at times
+    readable to others."""
+    from ray import _raylet
+
+    made = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in made}
+    os.environ.update(made)
+    try:
+        _read_token_again(_raylet)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _read_token_again(_raylet)
+
+
+def _read_token_again(raylet: Any) -> None:
+    """Let Ray look at the environment again."""
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _naming(address: str) -> Iterator[None]:
+    """What Ray raises as :class:`Unreachable`, in one line."""
+    import ray
+
+    try:
+        yield
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        what = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Unreachable(f"Ray at {address} cannot be used: {what}") from error
+
+
+def _greet(address: str) -> None:
+    """Raise :class:`Unreachable` unless something at the address answers as Ray does: Ray itself would wait for a
+    minute, and then write about it."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE) as line:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return  # that it listens is all that can be seen from outside
+            line.sendall(_GREETING)
+            if _knows_clusters(line, time.monotonic() + _PATIENCE):
+                return
+    except OSError as error:
+        why = str(error) if error.strerror is None else error.strerror
+        raise Unreachable(
+            f"no Ray cluster answers at {address}: {why}; see: ray status, or leave --address out"
+        ) from error
+    raise Unreachable(f"what answers at {address} is no Ray cluster; see: ray status, or leave --address out")
+
+
+def _knows_clusters(line: socket.socket, deadline: float) -> bool:
+    """Whether it answers the question with which Ray's own client begins, or wants to know first who asks. Others, the
+    servers of a cluster's nodes among them, speak the same protocol; of them Ray would ask it for 20 s."""
+    path = _first_question()
+    asked = False
+    while head := _exactly(line, 9, deadline):
+        length, kind, flags, stream = int.from_bytes(head[:3]), head[3], head[4], int.from_bytes(head[5:])
+        if not asked:
+            if kind != _SETTINGS:  # with which all that is HTTP/2 begins
+                return False
+            if path is None:
+                return True
+            line.sendall(_question(path))
+            asked = True
+        body = _exactly(line, length, deadline)
+        if kind == _GO_AWAY or (stream == 1 and kind == _RESET):
+            return False
+        if stream == 1 and kind == _HEADERS and flags & _END:
+            return _UNAUTHENTICATED in body
+        if stream == 1 and kind == _DATA:  # a message of gRPC, not the page of a web server
+            return body[:1] == b"\0" and int.from_bytes(body[1:5]) == len(body) - 5
+    return False
+
+
+def _first_question() -> str | None:
+    """The path of the call; None where this Ray begins in another way."""
+    try:
+        from ray.core.generated import gcs_service_pb2
+    except ImportError:
+        return None
+    service = gcs_service_pb2.DESCRIPTOR.services_by_name.get("NodeInfoGcsService")
+    known = service is not None and "GetClusterId" in service.methods_by_name
+    return f"/{service.full_name}/GetClusterId" if known else None
+
+
+def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes; none where the connection ends before. Raises :class:`TimeoutError`."""
+    found = b""
+    while len(found) < count:
+        line.settimeout(max(1e-3, deadline - time.monotonic()))
+        if not (part := line.recv(count - len(found))):
+            break
+        found += part
+    return found if len(found) == count else b""
+
+
+def _question(path: str) -> bytes:
+    """A call of gRPC without arguments, on stream 1: its headers, as RFC 7541 has them, and an empty message."""
+
+    def text(value: str) -> bytes:
+        return bytes((len(value),)) + value.encode()
+
+    fields = b"\x83\x86\x04" + text(path) + b"\x01" + text("ray")  # POST, http, :path, :authority
+    fields += b"\x0f\x10" + text("application/grpc") + b"\x00" + text("te") + text("trailers")  # content-type
+    return _frame(1, 4, fields) + _frame(0, 1, bytes(5))
+
+
+def _frame(kind: int, flags: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3) + bytes((kind, flags, 0, 0, 0, 1)) + body
+
+
+def listens(row: Mapping[str, Any]) -> bool:
+    """Whether a node of ``ray.nodes()`` takes a connection, as no dead one does."""
+    with contextlib.suppress(OSError):
+        socket.create_connection((row["NodeManagerAddress"], row["NodeManagerPort"]), timeout=_PATIENCE).close()
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep from our stdout what Ray says of nodes that die, which ``log_to_driver`` does not."""
+    from ray._private import worker
+
+    said = getattr(worker, "print_to_stdstream", None)
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = said
+
+
+@contextlib.contextmanager
+def _keeping_handlers() -> Iterator[None]:
+    """Signals end this program as before: Ray sets a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

@@ -1,0 +1,209 @@
+"""Who hands out the draws of a pull over several nodes, and writes down what became of them.
+
+All that it knows is in the catalog of the whole (:mod:`cachetool.cache.placing`): it may die at any moment and be made
+again from the same arguments. So each question may come twice, and has the same answer then.
+
+::
+
+    enter    which cache a node has                         ->  {}, or an error
+    tell     all shards of the source that a node has       ->  which of them have to go, the source as it is now
+    claim    by a word that is used once                    ->  positions, or how long to wait, or nothing more
+    finish   what of a claim was committed, in which shard  ->  how many draws could not be used so far
+    back     claims that were not done                      ->  {}
+    gone     shards that were evicted                       ->  {}
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.cache import CacheDir, Claim, SourceRow, draws, placing
+from cachetool.cache import parts as share
+from cachetool.cache.catalog import Connection
+from cachetool.cache.placing import Placed, Ranges
+from cachetool.core.errors import Interrupted, UsageError
+from cachetool.proc.task import Message
+from cachetool.pull.claims import Own, claim_json
+from cachetool.pull.passes import order_of_turn, positions, runs
+from cachetool.sources import Source, SourceOptions, open_source
+
+__all__ = ["Coordinator", "placed_of"]
+
+
+_SAID = {"identity": "listing", "sequential": "--order"}
+
+
+class Coordinator:
+    """Answers the tasks of one pull; in one thread. ``root`` is the folder of the catalog of the whole, ``holder`` the
+    command as that knows it: it holds the claims, so that they outlive this process."""
+
+    def __init__(
+        self, *, root: str, url: str, options: Message, job: str, source: str, holder: str, most: int, follow: bool
+    ) -> None:
+        self._cache = CacheDir(Path(root))
+        self._url, self._options = url, SourceOptions.from_json(options)
+        self._job, self._source, self._asking = job, source, ("", "")
+        self._claims = Own(
+            self._cache, self._open, job=job, source=source, most=most, follow=follow, holder=holder, note=self._note
+        )
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around the answers to several questions: they are written down at once, before any of them is given."""
+        self._claims.look()
+        with self._cache.catalog.together():
+            yield
+
+    def answer(self, node: str, message: Message) -> Message:
+        """The answer to what a task on ``node`` asks. Raises what the verbs of the catalog raise."""
+        asked = {
+            "enter": self._enter,
+            "tell": self._tell,
+            "claim": self._claim,
+            "finish": self._finish,
+            "back": self._back,
+            "gone": self._gone,
+        }
+        return asked[message["what"]](node, message)
+
+    def _open(self, row: SourceRow) -> Source:
+        return open_source(self._url, self._cache.listing(self._source), self._options, units=row.units)
+
+    def _note(self, connection: Connection, held: Claim) -> None:
+        placing.note_claim(connection, held, *self._asking)
+
+    def _row(self, connection: Connection) -> SourceRow:
+        row = draws.source_row(connection, self._source)
+        if row is None:
+            raise Interrupted("the pull has ended")
+        return row
+
+    def _enter(self, node: str, message: Message) -> Message:
+        with self._cache.catalog.write() as connection:
+            placing.enter(connection, node, message["cache"], self._job, self._source, message["word"])
+        return {}
+
+    def _tell(self, node: str, message: Message) -> Message:
+        found = [placed_of(value) for value in message["shards"]]
+        there = SourceRow.from_json(message["source"])
+        with self._cache.catalog.write() as connection:
+            row = self._row(connection)
+            for name, here in (("seed", row.seed), ("sequential", row.sequential), ("identity", row.identity)):
+                if getattr(there, name) != here:
+                    raise UsageError(
+                        f"the cache of node {node} has {row.url} with another {_SAID.get(name, name)} than the others;"
+                        " give it an empty folder, or draw into another --dataset"
+                    )
+            if there.turn > row.turn:  # this catalog is younger than the caches
+                row = _catch_up(connection, row, there)
+            others = _Others(lambda: self._open(row), row, placing.placed_elsewhere(connection, row.id, node))
+            gone = placing.take_in(connection, row, node, found, job=self._job, doubled=others.have)
+            row = self._row(connection)
+        left = {each.shard for each in found}.difference(gone)
+        mine = [each for each in found if each.job == self._job and each.shard in left]
+        return {
+            "gone": gone,
+            "source": row.to_json(),
+            "samples": sum(each.samples for each in mine),
+            "bytes": sum(each.payload for each in mine),
+            "shards": len(mine),
+        }
+
+    def _claim(self, node: str, message: Message) -> Message:
+        self._asking = node, message["token"]
+        self._claims.most = message.get("most", self._claims.most)
+        with self._cache.catalog.read() as connection:
+            held: Claim | float | None = placing.held_by(connection, *self._asking, self._job, message["word"])
+            if isinstance(held, Claim):  # of before this process was made
+                self._claims.samples = self._claims.samples or self._open(held.source)
+                self._claims.cached.look(connection, self._claims.samples, held.source)
+        if held is None:
+            held = self._claims.take()
+        if not isinstance(held, Claim):
+            return {"wait": held}
+        source = self._claims.samples
+        assert source is not None
+        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        return {"claim": claim_json(held), "there": runs(held.start, self._claims.there(held, units))}
+
+    def _finish(self, node: str, message: Message) -> Message:
+        value = message["claim"]
+        held = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
+        ranges = tuple((start, stop) for start, stop in message["ranges"])
+        placed = None
+        if message["shard"] is not None:
+            placed = Placed(message["shard"], held.turn, ranges, message["samples"], 0, self._job)
+        counts = {name: message[name] for name in ("skipped", "vanished", "fetched")}
+        with self._cache.catalog.write() as connection:
+            placing.place(
+                connection, self._job, node, message["token"], held, message["upto"], placed,
+                brought=message["draws"], **counts,
+            )  # fmt: skip
+        skipped, drawn = self._claims.unused()
+        return {"skipped": skipped, "drawn": drawn}
+
+    def _back(self, node: str, message: Message) -> Message:
+        with self._cache.catalog.write() as connection:
+            placing.give_back(connection, node, message["claims"])
+        return {}
+
+    def _gone(self, node: str, message: Message) -> Message:
+        with self._cache.catalog.write() as connection:
+            placing.forget_shards(connection, message["shards"])
+        return {}
+
+
+def placed_of(value: Message) -> Placed:
+    """A shard that a task told of, by its fields."""
+    return Placed(**{**value, "draws": tuple((start, stop) for start, stop in value["draws"])})
+
+
+def _catch_up(connection: Connection, row: SourceRow, there: SourceRow) -> SourceRow:
+    share.follow(connection, there)
+    return draws.source_row(connection, row.id) or row
+
+
+class _Others:
+    """What all other nodes have of a source, to be compared with the shards of one."""
+
+    def __init__(self, open: Callable[[], Source], row: SourceRow, found: Sequence[tuple[int, Ranges]]) -> None:
+        self._open, self._row = open, row
+        self._ranges: dict[int, npt.NDArray[np.int64]] = {}
+        self._ends: dict[int, npt.NDArray[np.int64]] = {}
+        """How far each range of a pass, or one before it, reaches."""
+        for turn in {turn for turn, _ in found}:
+            mine = sorted(part for other, ranges in found if other == turn for part in ranges)
+            self._ranges[turn] = np.array(mine, dtype=np.int64).reshape(-1, 2)
+            self._ends[turn] = np.maximum.accumulate(self._ranges[turn][:, 1])
+        self._units: dict[int, npt.NDArray[np.int64]] = {}
+        self._source: Source | None = None
+
+    def have(self, placed: Placed) -> bool:
+        """Whether any of a shard's samples is elsewhere as well."""
+        if (ranges := self._ranges.get(placed.turn)) is not None:
+            ends = self._ends[placed.turn]
+            for start, stop in placed.draws:
+                before = int(np.searchsorted(ranges[:, 0], stop))
+                if before and ends[before - 1] > start:
+                    return True
+        units = None
+        for turn in self._ranges.keys() - {placed.turn}:  # one unit is a draw of every pass
+            if units is None:
+                units = self._drawn(placed.turn, np.array(placed.draws, dtype=np.int64))
+            if turn not in self._units:
+                self._units[turn] = np.sort(self._drawn(turn, self._ranges[turn]))
+            at = np.minimum(np.searchsorted(self._units[turn], units), len(self._units[turn]) - 1)
+            if (self._units[turn][at] == units).any():
+                return True
+        return False
+
+    def _drawn(self, turn: int, ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if self._source is None:
+            self._source = self._open()
+        parts = tuple((start, stop) for start, stop in ranges.tolist())
+        return np.asarray(order_of_turn(self._source, self._row, turn)[positions(parts)])

@@ -1,0 +1,346 @@
+"""What the nodes of a pull are to draw, and what is done when one of them is lost or comes.
+
+::
+
+    each node: the listing if it lacks it, `attend` (cachetool.cluster.node) -> once all are ready: samplers
+      -> a node is lost: its draws are open again; one that comes is looked at, attends, gets samplers
+      -> no draw is open, no sampler runs -> result
+
+:class:`Split`: one sequence of draws, handed out by the coordinator (:mod:`cachetool.cluster.coordinator`), each on one
+node. :class:`cachetool.cluster.replicas.Replicate`: each node draws the same positions of it by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cachetool.cache import CacheDir, SourceRow, draws, placing
+from cachetool.cache.jobs import job_row
+from cachetool.cache.listings import segments
+from cachetool.cluster.crew import Crew, Member
+from cachetool.cluster.engine import NodeLost
+from cachetool.cluster.spread import of_node
+from cachetool.core.errors import CacheToolError, CapBlocked
+from cachetool.core.progress import Report
+from cachetool.core.text import count
+from cachetool.proc.task import Message, Task
+from cachetool.pull.job import PullResult, Settled, why_ended
+from cachetool.pull.run import ask_for_more
+from cachetool.sources.rate_limit import shared
+
+__all__ = ["Split", "Work"]
+
+_CLAIMS = 4
+"""Claims that a node gets at least, of a small pull: the first to begin takes two before the last has one."""
+
+
+class Work(ABC):
+    """A pull over nodes while it runs."""
+
+    replicate: bool
+
+    def __init__(
+        self,
+        crew: Crew,
+        cache: CacheDir,
+        settled: Settled,
+        job: str,
+        source: SourceRow,
+        size: Message,
+        report: Report,
+    ) -> None:
+        self._crew, self._cache, self._settled, self._size, self._report = crew, cache, settled, size, report
+        self._job, self._source = job, source
+        self._upto: int | None = None
+        """Where every node has to come to."""
+        self._target: int | None = None
+        """How many samples that is."""
+        self._answers: Any = None
+        self._paces: dict[str, str] = {}
+        """Where on each node lies what its samplers keep to of --max-rate, by the node's id."""
+
+    def run(self) -> PullResult:
+        """Until no draw is open and no sampler runs."""
+        self.plan()
+        settled = self._settled
+        arguments = {
+            "root": str(self._cache.root.resolve()),
+            "url": settled.url,
+            "options": settled.options.source.to_json(),
+            "job": self._job,
+            "source": settled.id,
+            "holder": self._cache.holder.id,
+            "most": settled.per_shard,
+            "follow": settled.options.follow,
+        }
+        self._answers = self._crew.engine.serve("cachetool.cluster.coordinator:Coordinator", arguments)
+        self._attend(self._crew.members)
+        while any(member.ready is None for member in self._crew.members):
+            self._turn()
+        self.begin()
+        while True:
+            self._attend(self._crew.came())
+            started = self._start()
+            if not started and not any(member.samplers for member in self._crew.members) and not self.more():
+                return self._result()
+            self._turn()
+
+    # -- what split and replicate do each in their own way -------------------------------------------------------------
+
+    def plan(self) -> None:  # noqa: B027
+        """Before the nodes begin."""
+
+    def begin(self) -> None:  # noqa: B027
+        """All nodes have told what they have."""
+
+    @abstractmethod
+    def idle(self) -> list[Member]:
+        """Of the members without samplers, those for whom there is work."""
+
+    def size(self) -> int:
+        """How many draws a claim has."""
+        return self._settled.per_shard
+
+    @abstractmethod
+    def left(self, member: Member) -> int:
+        """About how many draws are left for one of them."""
+
+    @abstractmethod
+    def more(self) -> bool:
+        """Whether there is more to do although nothing is open."""
+
+    @abstractmethod
+    def drawn(self) -> tuple[int, bool]:
+        """How many samples came, and whether the pass is complete."""
+
+    # -- the nodes -----------------------------------------------------------------------------------------------------
+
+    def _attend(self, members: Sequence[Member]) -> None:
+        """Have nodes take part: with the listing where they lack it."""
+        if not members:
+            return
+        settled, engine = self._settled, self._crew.engine
+        row = self._cache.source(settled.id) or self._source
+        parts = segments(self._cache.listing(row.id))
+        lack = [
+            m.node
+            for m in members
+            if (there := m.looked["source"]) is None or (there["units"], m.looked["segments"]) != (row.units, parts)
+        ]
+        places = engine.send(lack, self._cache.listing(row.id)) if lack else {}
+        for member in members:
+            arguments = {
+                "root": member.root,
+                "url": settled.url,
+                **self._size,
+                "options": settled.options.to_json(),
+                "source": row.to_json(),
+                "listing": places.get(member.node.id),
+                "schema": settled.schema.to_json(),
+                "format": settled.kind.name,
+                "found": {name: settled.found[name] for name in ("mean", "per_unit", "units", "whole")},
+                "job": self._job,
+                "upto": self._upto,
+                "replicate": self.replicate,
+            }
+            member.attends = engine.start(
+                member.node,
+                Task("cachetool.cluster.node:attend", arguments),
+                self._heard(member),
+                answers=self._answers,
+            )
+
+    def _start(self) -> bool:
+        """Start samplers on nodes that have none, where there is something to draw; whether on any."""
+        settled, started = self._settled, False
+        self._share_rate()
+        idle = self.idle()
+        most = self.size() if idle else 0  # of what is left now: a node that is lost may have left a lot
+        for member in idle:
+            assert member.ready is not None
+            # Replicas are cut alike, whenever their samples come; and a node has one first shard.
+            soon = {"first_shard_in": None} if self.replicate or member.begun else {}
+            member.begun = True
+            workers = settled.options.workers
+            if not settled.options.follow:
+                workers = min(workers, -(-self.left(member) // most))
+            pace = settled.pace
+            if pace is not None:
+                pace = {"path": self._paces[member.node.id], "rate": pace["rate"]}
+            task = settled.task(
+                member.root,
+                member.ready["job"],
+                handed=not self.replicate,
+                units_per_shard=most,
+                pace=pace,
+                **soon,
+            )
+            for number in range(workers):
+                heard = self._heard(member, number)
+                run = self._crew.engine.start(member.node, task, heard, answers=self._answers)
+                member.samplers.append(run)
+                started = True
+        return started
+
+    def _share_rate(self) -> None:
+        """Give each node an equal part of --max-rate, anew whenever there are more or fewer of them."""
+        here = self._crew.members
+        if self._settled.pace is None or {member.node.id for member in here} == self._paces.keys():
+            return
+        at, share = shared(1 / len(here))
+        self._paces = {}
+        for member in here:
+            try:
+                self._paces[member.node.id] = self._crew.engine.write(member.node, "pace", at, share)
+            except CacheToolError as error:
+                if not member.late or member.begun:
+                    raise of_node(member.node.name, error) from error
+                self._leave_out(member, error)
+                self._paces = {}
+                self._share_rate()  # among those who are left
+                return
+
+    def _heard(self, member: Member, sampler: int | None = None) -> Callable[[Message], None]:
+        def heard(message: Message) -> None:
+            if "note" in message:
+                self._crew.notify(f"node {member.node.name}: {message['note']}")
+            elif sampler is None:
+                member.heard(message)
+            else:
+                member.tally.add(sampler, message)
+            self._report(self._crew.progress(self._target))
+
+        return heard
+
+    def _turn(self) -> None:
+        """Take in what the nodes say, and what became of their tasks."""
+        self._crew.engine.wait()
+        for member in self._crew.members:
+            runs = [*member.samplers, *([member.attends] if member.attends is not None else [])]
+            errors = [of_node(run.node.name, run.error) for run in runs if run.error is not None]
+            lost = next((error for error in errors if isinstance(error, NodeLost)), None)
+            if lost is not None:
+                self._lose(member, lost)
+                continue
+            if errors and member.late and member.ready is None:
+                self._leave_out(member, errors[0])
+                continue
+            if errors:
+                raise errors[0]
+            for run in [run for run in member.samplers if run.ended]:
+                member.samplers.remove(run)
+                member.full = member.full or (run.result or {}).get("full") or ""
+
+    def _leave_out(self, member: Member, error: CacheToolError) -> None:
+        self._crew.leave_out(member.node, error)
+        self._crew.engine.stop([member.attends] if member.attends is not None else [])
+        with self._cache.catalog.write() as connection:  # what it may have told of already
+            placing.lose(connection, member.node.name, self._settled.id)
+
+    def _lose(self, member: Member, error: NodeLost) -> None:
+        self._crew.lose(member)
+        with self._cache.catalog.write() as connection:
+            placing.lose(connection, member.node.name, self._settled.id)
+        if not self._crew.members:
+            raise error
+        self._crew.notify(f"{str(error).partition(';')[0]}; what it had is drawn again by the others")
+
+    # -- what it came to -----------------------------------------------------------------------------------------------
+
+    def _result(self) -> PullResult:
+        self._crew.stop()
+        settled, options, crew = self._settled, self._settled.options, self._crew
+        full = [member for member in crew.members if member.full]
+        samples, complete = self.drawn()
+        source = self._cache.source(settled.id) or self._source
+        if full and options.evicts and not complete and (options.samples is None or samples < options.samples):
+            asked = source.samples if options.samples is None else options.samples
+            raise CapBlocked(
+                f"stopped at the cap with {samples} of {asked} samples: {count(len(full), 'node')} full;"
+                f" {full[0].node.name}: {full[0].full};\nraise --max-size, the cap of each node, or add nodes"
+            )
+        tallies = [member.tally for member in crew.members]
+        return PullResult(
+            source=source.url,
+            dataset=options.dataset,
+            format=settled.kind.name,
+            seed=source.seed,
+            samples=samples,
+            skipped=sum(tally.skipped for tally in tallies),
+            skipped_examples=tuple(example for tally in tallies for example in tally.examples)[:20],
+            bytes=sum(tally.payload for tally in tallies),
+            fetched=sum(tally.fetched for tally in tallies),
+            shards=sum(tally.shards for tally in tallies),
+            evicted_shards=sum(member.fill.get("evicted", 0) for member in crew.members),
+            seconds=round(time.monotonic() - settled.began, 3),
+            pass_complete=complete,
+            reason=why_ended(samples, options.samples, complete=complete, full=bool(full)),
+            nodes=crew.rows(),
+        )
+
+
+class Split(Work):
+    """Each draw on one node."""
+
+    replicate = False
+
+    def begin(self) -> None:
+        """A complete pass is followed by a new one when samples are asked for by number, as in one cache."""
+        if self._settled.wanted is not None:
+            with self._cache.catalog.write() as connection:
+                draws.next_turn(connection, self._settled.id)
+        self._target = None if self._settled.options.follow else self._count() * self._settled.per_unit
+
+    def size(self) -> int:
+        """Claims so small that every node gets some, and that none is long at its last one."""
+        count = self._source.units if self._settled.options.follow else self._count()
+        return max(1, min(self._settled.per_shard, -(-count // (_CLAIMS * len(self._crew.members)))))
+
+    def _count(self) -> int:
+        """Draws that are left of the pass, or of what was asked for."""
+        with self._cache.catalog.read() as connection:
+            most = job_row(connection, self._job).left
+        return self._left() if most is None else min(self._left(), most)
+
+    def _left(self) -> int:
+        """Draws that are left of the pass."""
+        with self._cache.catalog.read() as connection:
+            source = draws.source_row(connection, self._settled.id) or self._source
+            return source.units - draws.drawn(connection, source)
+
+    def idle(self) -> list[Member]:
+        """Those who have room, while draws wait for somebody to take them."""
+        idle = [m for m in self._crew.members if m.ready is not None and not m.samplers and not m.full]
+        return idle if idle and self._open() else []
+
+    def _open(self) -> bool:
+        with self._cache.catalog.read() as connection:
+            job, source = job_row(connection, self._job), draws.source_row(connection, self._settled.id)
+            assert source is not None
+            held = connection.execute(
+                "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE job = ? AND holder IS NOT NULL", (self._job,)
+            ).fetchone()[0]
+            given = connection.execute(
+                "SELECT 1 FROM claims WHERE source = ? AND holder IS NULL LIMIT 1", (source.id,)
+            ).fetchone()
+        if job.left is not None and job.left <= held:
+            return False
+        return given is not None or source.frontier < source.units or self._settled.options.follow
+
+    def left(self, member: Member) -> int:
+        """Its share of what the pass, or the pull, has left."""
+        return max(1, -(-self._count() // len(self._crew.members)))
+
+    def more(self) -> bool:
+        """Whether archives had fewer samples than was thought, so that more of them are drawn."""
+        if any(member.full for member in self._crew.members):
+            return False
+        samples, _ = self.drawn()
+        return ask_for_more(self._cache, self._job, samples, self._settled.options.samples)
+
+    def drawn(self) -> tuple[int, bool]:
+        """What all nodes have together."""
+        return sum(member.tally.samples for member in self._crew.members), self._left() <= 0

@@ -1,0 +1,78 @@
+"""Tasks that any node can do, over the nodes of a Ray cluster: each node has the next one when it is done with one.
+
+::
+
+    tasks   0 1 2 3 4 5 6 ...  ->  node a: 0 3 4     node b: 1 5     node c: 2 (lost) -> 2 goes to who is free next
+
+What a task writes lies where every node sees it, and a task that is begun again must do no harm to what a lost node had
+written: that is its own business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from cachetool.cluster.engine import NodeLost, RayEngine, Run
+from cachetool.core.errors import CacheToolError, Interrupted, from_json, to_json
+from cachetool.core.nodes import Node
+from cachetool.proc.task import Message, Task
+
+__all__ = ["Spread", "of_node"]
+
+PIECES = 4
+"""Tasks for each process of a node: a slow node then has the fewer, and a lost one little to do again."""
+
+
+class Spread:
+    """An :class:`~cachetool.proc.task.Engine` over several nodes, ``each`` processes on a node at a time."""
+
+    def __init__(self, engine: RayEngine, nodes: Sequence[Node], *, each: int) -> None:
+        self._engine, self._nodes, self._each = engine, list(nodes), each
+
+    def pieces(self, workers: int) -> int:
+        """Into how many tasks work is best cut."""
+        return PIECES * self._each * len(self._nodes)
+
+    def run(
+        self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None
+    ) -> list[Message]:  # fmt: skip
+        """The results of all tasks, in their order. The first error of a task stops the others and is raised with the
+        name of its node; :class:`NodeLost` only when no node is left."""
+        waiting = deque(range(len(tasks)))
+        free = deque(node for _ in range(self._each) for node in self._nodes)
+        running: dict[Run, int] = {}
+        results: dict[int, Message] = {}
+        try:
+            while len(results) < len(tasks):
+                while waiting and free:
+                    number = waiting.popleft()
+                    running[self._engine.start(free.popleft(), tasks[number], _heard(on_message, number))] = number
+                for run in self._engine.wait():
+                    if (ended := running.pop(run, None)) is None:
+                        continue
+                    if isinstance(run.error, NodeLost):
+                        waiting.appendleft(ended)
+                        free = deque(each for each in free if each.id != run.node.id)
+                        if not free and not running:
+                            raise run.error
+                    elif run.error is not None:
+                        raise of_node(run.node.name, run.error) from run.error
+                    else:
+                        results[ended] = run.result or {}
+                        free.append(run.node)
+        finally:
+            self._engine.stop(list(running))
+        return [results[number] for number in range(len(tasks))]
+
+
+def of_node(name: str, error: CacheToolError) -> CacheToolError:
+    """The same error, saying on which node it happened."""
+    if isinstance(error, NodeLost | Interrupted) or str(error).startswith(("node ", "nodes ")):
+        return error  # it says so, or is of no node
+    told = to_json(error)
+    return from_json(told | {"message": f"node {name}: {told['message']}"})
+
+
+def _heard(on_message: Callable[[int, Message], None] | None, number: int) -> Callable[[Message], None] | None:
+    return None if on_message is None else lambda message: on_message(number, message)

@@ -1,0 +1,110 @@
+"""Which shards of a dataset give way to which, and whose samples are whose: the plan of ``convert`` in place.
+
+Pure: rows in, plans out; :mod:`cachetool.conversion.in_place` carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.cache import Origin
+
+__all__ = ["Piece", "cuts", "groups", "is_exact", "origin_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A shard, as far as the plan cares."""
+
+    id: str
+    samples: int
+    payload: int
+    origin: tuple[Any, ...]
+    """Source, pass, and whether the data exists nowhere else: only shards of one origin become one."""
+    exact: bool
+    """Whether it is known which sample is which draw: not where draws were skipped."""
+    done: bool
+    """Whether it is in the format that is asked for."""
+
+
+def groups(pieces: Sequence[Piece], most: int | None) -> list[list[str]]:
+    """Which shards are replaced together, in the order of commits, so that shards have at most ``most`` bytes of values
+    (None: each stays as large as it is).
+
+    Only shards below half of that are merged: those that come of it, and those of a cut, are larger or alone.
+    """
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        last = found[-1] if found else []
+        if (
+            most is not None
+            and last
+            and all(2 * each.payload < most and each.origin == piece.origin for each in (*last, piece))
+            and sum(each.payload for each in last) + piece.payload <= most
+        ):
+            last.append(piece)
+        else:
+            found.append([piece])
+    return [
+        [piece.id for piece in group]
+        for group in found
+        if len(group) > 1 or not group[0].done or (most is not None and _can_be_cut(group[0], most))
+    ]
+
+
+def _can_be_cut(piece: Piece, most: int) -> bool:
+    return piece.payload > most and piece.samples > 1 and piece.exact
+
+
+def cuts(upto: npt.NDArray[np.int64], most: int) -> list[int]:
+    """Where samples are cut into as few parts of at most ``most`` bytes as can be, alike in size where samples are.
+
+    ``upto`` are the bytes of all samples before each, from 0 on; the result runs from 0 to the number of samples. A
+    sample of more than ``most`` bytes is a part alone.
+    """
+    samples, total = len(upto) - 1, int(upto[-1])
+    count = -(-total // most)
+    at = [int(np.searchsorted(upto, total * number // count)) for number in range(count)] + [samples]
+    if (np.diff(upto[at]) <= most).all() and (np.diff(at) >= 1).all():
+        return at
+    at = [0]
+    while at[-1] < samples:  # very uneven samples: as many as fit
+        fit = int(np.searchsorted(upto, upto[at[-1]] + most, side="right")) - 1
+        at.append(min(max(fit, at[-1] + 1), samples))
+    return at
+
+
+def is_exact(origin: Origin, samples: int) -> bool:
+    """Whether it is known which sample is which draw: not where draws were skipped."""
+    return not origin.draws or sum(stop - start for start, stop in origin.draws) == samples
+
+
+def origin_of(origins: Mapping[str, Origin], ids: Sequence[str], start: int, stop: int, samples: int) -> Origin:
+    """Where samples ``start`` to ``stop`` of a group come from; the draws in the order of their samples."""
+    first = origins[ids[0]]
+    draws = [part for id in ids for part in origins[id].draws]
+    if (start, stop) != (0, samples):
+        draws = _between(draws, start, stop)
+    joined: list[tuple[int, int]] = []
+    for low, high in draws:
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
+        else:
+            joined.append((low, high))
+    return Origin(first.source, first.url, first.turn, tuple(joined), first.sole)
+
+
+def _between(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The part of ``ranges``, one after another, that samples ``start`` to ``stop`` are."""
+    out, at = [], 0
+    for low, high in ranges:
+        first, last = max(start - at, 0), min(stop - at, high - low)
+        if first < last:
+            out.append((low + first, low + last))
+        at += high - low
+    return out

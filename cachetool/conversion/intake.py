@@ -1,0 +1,213 @@
+"""``convert INPUT`` without ``--out``: any input's samples into the cache, claimed and committed like draws.
+
+The input is a source whose draws are its samples in order, so an interrupted run goes on where it stopped and a second
+run of the same input adds nothing. What came from a file cannot be pulled again: its shards are marked, and eviction
+leaves them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
+from cachetool.cache.catalog import Connection
+from cachetool.cache.history import edged
+from cachetool.cache.jobs import close_job
+from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
+from cachetool.conversion.inputs import Input, Survey, identity, open_input, survey
+from cachetool.conversion.to_files import sized
+from cachetool.core.errors import CapBlocked
+from cachetool.core.names import Id
+from cachetool.core.progress import Progress, Report
+from cachetool.formats import get_format
+from cachetool.formats.base import Format
+from cachetool.formats.shard import ShardFiles, shard_bound, verify_file
+from cachetool.proc.folders import make_folder
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.scratch import listing_scratch
+from cachetool.proc.task import Channel, Message, Task
+from cachetool.pull.prepare import refuse_cap
+
+__all__ = ["take_in", "write_shards"]
+
+
+def take_in(
+    cache: CacheDir,
+    description: Message,
+    *,
+    dataset: str,
+    kind: Format,
+    part_bytes: Callable[[int], int],
+    step: Callable[[Survey, int], int],
+    compression: str | None,
+    workers: int,
+    verify: bool,
+    wait: float,
+    report: Report,
+) -> tuple[Survey, list[tuple[int, int]]]:
+    """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds, and
+    samples and bytes on disk of each shard that was committed by this and by nobody beside it.
+
+    Raises :class:`UsageError` when the dataset has another schema, :class:`CapTooSmall` and :class:`CapBlocked` when
+    the input does not fit; what was committed stays. ``part_bytes`` gives the bytes of values in a shard for a cap,
+    ``step`` the samples.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(leaving_nothing(cache))
+        found = survey(description, part_bytes(cache.max_size))
+        id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
+        make_folder(listing := stack.enter_context(listing_scratch()) / "listing")
+        new = listing if cache.source(id) is None else None
+        _refuse_small_cap(cache, found, kind, part_bytes, step, new)
+        cache.check_schema(dataset, found.schema)
+        if new is not None:
+            stack.callback(withdraw_unused, cache, dataset, id)
+        cache.declare(dataset, found.schema)
+        if new is not None:
+            cache.add_source(SourceRow(Id(id), place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
+        made = _take_in(
+            cache, description, found, id, dataset=dataset, kind=kind, step=step(found, cache.max_size),
+            compression=compression, workers=workers, verify=verify, wait=wait, report=report,
+        )  # fmt: skip
+    return found, made
+
+
+def _refuse_small_cap(
+    cache: CacheDir, found: Survey, kind: Format, part_bytes: Callable[[int], int],
+    step: Callable[[Survey, int], int], listing: Path | None,
+) -> None:  # fmt: skip
+    schema = found.schema
+
+    def one(cap: int) -> tuple[int, int]:
+        most = part_bytes(cap)
+        samples = step(found, cap)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
+        return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block)
+
+    refuse_cap(cache, one, schema, kind, listing=listing)
+
+
+def _take_in(
+    cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format, step: int,
+    compression: str | None, workers: int, verify: bool, wait: float, report: Report,
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Open the job, run the workers, close it; gives samples and bytes on disk of each shard."""
+    room = Room(wait=wait)
+    holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
+
+    def begin(connection: Connection) -> str:
+        holder.register(connection)
+        return draws.open_job(connection, id, holder=holder.id, wanted=None, seed=None, room=room)[0]
+
+    job = edged(cache.catalog, cache.layout, begin)
+    task = Task(
+        "cachetool.conversion.intake:write_shards",
+        {
+            "root": str(cache.root.resolve()),
+            "description": description,
+            "job": job,
+            "source": id,
+            "dataset": dataset,
+            "to": kind.name,
+            "step": step,
+            "compression": compression,
+            "verify": verify,
+            "wait": wait,
+        },
+    )
+    made: list[tuple[int, int]] = []
+    committed = moved = 0
+
+    def on_message(_: int, message: Message) -> None:
+        nonlocal committed, moved
+        made.append((message["samples"], message["on_disk"]))
+        committed += message["samples"]
+        moved += message["bytes"]
+        report(Progress("convert", committed, found.samples, moved))
+
+    try:
+        LocalEngine().run([task] * (min(workers, -(-found.samples // step)) if found.random else 1), on_message)
+    except CapBlocked as error:
+        raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
+    finally:
+        edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
+    return made
+
+
+def write_shards(
+    channel: Channel,
+    *,
+    root: str,
+    description: Message,
+    job: str,
+    source: str,
+    dataset: str,
+    to: str,
+    step: int,
+    compression: str | None,
+    verify: bool,
+    wait: float,
+) -> Message:
+    """The task of one worker: claim runs of samples and commit a shard for each, until none is left."""
+    kind, samples = get_format(to), open_input(description)
+    with CacheDir(Path(root)) as cache:
+        try:
+            while True:
+                with cache.catalog.write() as connection:
+                    cache.holder.register(connection)
+                    held = draws.claim(connection, job, holder=cache.holder.id, most=step)
+                if held is None:
+                    return {}
+                shard = _Shard(cache, samples, held, job=job, source=source, dataset=dataset, wait=wait)
+                channel.send(shard.write(kind, compression=compression, verify=verify))
+        finally:
+            samples.close()
+            with cache.catalog.write() as connection:
+                draws.give_back(connection, cache.holder.id, job)
+
+
+class _Shard:
+    """One claimed run on its way into one shard."""
+
+    def __init__(
+        self, cache: CacheDir, samples: Input, held: Claim, *, job: str, source: str, dataset: str, wait: float
+    ) -> None:
+        self._cache, self._input, self._held = cache, samples, held
+        self._job, self._dataset, self._wait = job, dataset, wait
+        row = cache.source(source)
+        self._origin = Origin(source, row.url if row else None, held.turn, ((held.start, held.stop),), sole=True)
+
+    def write(self, kind: Format, *, compression: str | None, verify: bool) -> Message:
+        """Reserve, write, commit; gives samples, bytes of values, and bytes on disk."""
+        schema, count = self._input.schema, self._held.stop - self._held.start
+        blocks, nbytes = sized(self._input, self._held.start, self._held.stop)
+        staging = self._cache.stage(
+            dataset=self._dataset,
+            schema=schema,
+            format=kind.name,
+            bound=shard_bound(kind, schema, count, nbytes, self._cache.layout.disk_block),
+            job=self._job,
+            room=Room(wait=self._wait),
+        )
+        with staging:
+            files = ShardFiles(staging.path, kind, schema, samples=count, nbytes=nbytes, compression=compression)
+            try:
+                for block in blocks:
+                    files.write(block)
+                facts = files.facts()
+                self._input.check(self._held.start, facts.written.checksums)
+            except BaseException:
+                files.abort()
+                raise
+            if verify:
+                verify_file(files.path, kind, schema, facts.written.checksums)
+            staging.commit(
+                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
+                origin=self._origin,
+                close=lambda connection: draws.finish(
+                    connection, self._job, self._held, self._held.stop, samples=count, skipped=0
+                ),
+            )
+        return {"samples": count, "bytes": nbytes, "on_disk": staging.nbytes}

@@ -1,0 +1,279 @@
+"""``convert``: samples into another format, bit for bit; the door to its three ways.
+
+- no input, no ``out``: a cache's shards, replaced group by group (:mod:`cachetool.conversion.in_place`)
+- ``out``: plain files, from a cache or any input (:mod:`cachetool.conversion.to_files`)
+- an input without ``out``: into a cache (:mod:`cachetool.conversion.intake`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir, Shard
+from cachetool.conversion.in_place import replace_shards
+from cachetool.conversion.inputs import Survey, survey
+from cachetool.conversion.intake import take_in
+from cachetool.conversion.remote import described
+from cachetool.conversion.to_files import DEFAULT_PART, export, require_new
+from cachetool.core.errors import UsageError
+from cachetool.core.progress import Report, silent
+from cachetool.core.text import shown
+from cachetool.core.units import (
+    is_one_of,
+    parse_duration,
+    parse_flag,
+    parse_location,
+    parse_size,
+    parse_text,
+    parse_workers,
+)
+from cachetool.formats import get_format
+from cachetool.formats.base import Format
+from cachetool.formats.digest import ContentDigest
+from cachetool.formats.shard import samples_within, stored_checksums
+from cachetool.proc.task import Engine, Message
+from cachetool.sources.doors import FileOptions
+
+__all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "output_folder", "preview"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How to convert; checked when made. Raises :class:`UsageError`."""
+
+    to: str
+    dataset: str | None = None
+    shard_size: int | str | None = None
+    """Bytes of values in a shard or file."""
+    compression: str | None = None
+    workers: int = 2
+    verify: bool = False
+    """Read everything back through the target's own library."""
+    wait: float | str = 60.0
+    """Seconds to wait for room that readers hold."""
+    files: FileOptions = field(default_factory=FileOptions)
+    """How the samples of an input are made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "to", parse_text(self.to, what="--to"))
+        kind = self.kind
+        if not is_one_of(self.compression, (None, *kind.compressions)):
+            have = f"it has {', '.join(kind.compressions)}" if kind.compressions else "it has none"
+            raise UsageError(f"{self.to} has no compression {shown(self.compression)}; {have}")
+        object.__setattr__(self, "workers", parse_workers(self.workers))
+        object.__setattr__(self, "verify", parse_flag(self.verify, what="--verify"))
+        if self.dataset is not None:
+            parse_text(self.dataset, what="--dataset")
+        if self.shard_size is not None:
+            object.__setattr__(self, "shard_size", parse_size(self.shard_size, what="--shard-size"))
+            if self.shard_size == 0:
+                raise UsageError("--shard-size must be at least 1 byte")
+        object.__setattr__(self, "wait", parse_duration(self.wait, what="--wait"))
+
+    @property
+    def kind(self) -> Format:
+        """The target's format."""
+        return get_format(self.to)
+
+    def part_bytes(self, cap: int | None = None) -> int:
+        """Bytes of values in a shard or file; in a cache by default at most a sixteenth of its cap."""
+        if self.shard_size is not None:
+            return parse_size(self.shard_size, what="--shard-size")
+        return DEFAULT_PART if cap is None else max(1, min(DEFAULT_PART, cap // 16))
+
+    def step(self, found: Survey, cap: int) -> int:
+        """Samples in a shard of a cache with this cap."""
+        most = self.part_bytes(cap)
+        if self.shard_size is not None:
+            return found.step(most)
+        return min(found.samples, samples_within(self.kind, found.schema, most, found.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What a conversion would read."""
+
+    input: str
+    kind: str
+    """``files``, ``objects``, ``own``, ``parts``."""
+    samples: int
+    schema: dict[str, str]
+    """Field to type and shape, in words."""
+    skipped: tuple[tuple[str, str], ...]
+    """What would not be taken: name and reason."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertResult:
+    """What a conversion came to."""
+
+    to: str
+    dataset: str | None
+    """None for plain files out of plain files."""
+    shards: int
+    """Shards or files written."""
+    samples: int
+    bytes: int
+    """On disk."""
+    digest: str
+    """Content digest of all samples in order: the same in every format."""
+    out: str | None
+    """The folder of plain files, or None for the cache."""
+    seconds: float
+    verified: bool
+    """Whether everything was read back through the format's own library."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """What of the input was not taken: name and reason."""
+    present: int = 0
+    """Samples of the input that this did not bring: the cache had them before."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def preview(source: str | Path, options: FileOptions, *, report: Report = silent) -> Preview:
+    """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
+    with described(source, options, beside=None, report=report) as description:
+        found = survey(description, DEFAULT_PART)
+        fields = {each.name: each.describe() for each in found.schema}
+        kind = "objects" if description["kind"] == "remote" else description["kind"]
+        return Preview(description.get("shown") or str(source), kind, found.samples, fields, found.skipped)
+
+
+def output_folder(name: str | Path | None) -> Path | None:
+    """The folder that a user names for plain files. Raises :class:`UsageError` for an empty name, which ``Path`` takes
+    for the present folder."""
+    if name is not None and not str(name).strip():
+        raise UsageError("the name of the folder to write is empty; name one with --out")
+    return None if name is None else Path(parse_location(name, what="--out"))
+
+
+def convert(
+    options: ConvertOptions,
+    *,
+    cache: CacheDir | None = None,
+    source: str | Path | None = None,
+    out: Path | None = None,
+    report: Report = silent,
+    engine: Engine | None = None,
+) -> ConvertResult:
+    """Convert ``source``, or the cache's dataset, into ``out``, or into the cache; at least one of them is the cache.
+    ``engine``: where the files of ``out`` are written; None: by processes here.
+
+    Raises :class:`UsageError`, :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there
+    is no room, :class:`CorruptError` naming what is damaged.
+    """
+    began = time.monotonic()
+    if cache is None and (source is None or out is None):
+        raise UsageError("name a cache, or both an input and --out")
+    if source is not None and out is not None and options.dataset is not None:
+        raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
+    wait = parse_duration(options.wait)
+    found: Survey | None = None
+    if out is not None:
+        dataset, (parts, digest, found) = _to_files(options, cache, source, out, report, engine)
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        made = [(int(part["samples"]), 0) for part in parts]
+    else:
+        assert cache is not None
+        if source is None:
+            dataset = cache.dataset(options.dataset)
+            new = replace_shards(
+                cache,
+                dataset,
+                kind=options.kind,
+                most=None if options.shard_size is None else options.part_bytes(),
+                compression=options.compression,
+                workers=options.workers,
+                verify=options.verify,
+                wait=wait,
+                report=report,
+            )
+            made = [(shard.samples, shard.bytes) for shard in new]
+        else:
+            dataset = options.dataset or "default"
+            with described(source, options.files, beside=cache.root, report=report) as description:
+                found, made = take_in(
+                    cache,
+                    description,
+                    dataset=dataset,
+                    kind=options.kind,
+                    part_bytes=options.part_bytes,
+                    step=options.step,
+                    compression=options.compression,
+                    workers=options.workers,
+                    verify=options.verify,
+                    wait=wait,
+                    report=report,
+                )
+        size = sum(nbytes for _, nbytes in made)
+        with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
+            digest = content_digest(snapshot.shards)
+    samples = sum(count for count, _ in made)
+    return ConvertResult(
+        to=options.to,
+        dataset=dataset,
+        shards=len(made),
+        samples=samples,
+        bytes=size,
+        digest=digest,
+        out=None if out is None else str(out),
+        seconds=round(time.monotonic() - began, 3),
+        verified=options.verify,
+        skipped=found.skipped if found else (),
+        present=found.samples - samples if found and out is None else 0,
+    )
+
+
+def _to_files(
+    options: ConvertOptions,
+    cache: CacheDir | None,
+    source: str | Path | None,
+    out: Path,
+    report: Report,
+    engine: Engine | None,
+) -> tuple[str | None, tuple[list[Message], str, Survey]]:
+    """Plain files out of an input, or of a cache's dataset while its shards are leased."""
+
+    def write(description: Message) -> tuple[list[Message], str, Survey]:
+        return export(
+            description,
+            out,
+            kind=options.kind,
+            part_bytes=options.part_bytes(),
+            compression=options.compression,
+            workers=options.workers,
+            verify=options.verify,
+            report=report,
+            engine=engine,
+        )
+
+    require_new(out)  # before anything is fetched, and before a lease is written
+    if source is not None:
+        with described(source, options.files, beside=out, report=report) as description:
+            return None, write(description)
+    assert cache is not None
+    with cache.snapshot(dataset=options.dataset, peek=True) as snapshot:
+        shards = hashlib.sha256("".join(shard.content for shard in snapshot.shards).encode()).hexdigest()
+        place = {"root": str(cache.root.resolve()), "dataset": snapshot.dataset, "version": snapshot.version}
+        return snapshot.dataset, write({"kind": "cache", **place, "content": shards})
+
+
+def content_digest(shards: Sequence[Shard]) -> str:
+    """Content digest of all samples of these shards in order, free of how they are cut; empty for none."""
+    if not shards:
+        return ""
+    digest = ContentDigest(shards[0].schema)
+    for shard in shards:
+        digest.update(stored_checksums(shard.path, shard.schema))
+    return digest.hexdigest()

@@ -1,0 +1,398 @@
+"""``convert --out``: any input as plain files that other tools open, whole or not at all.
+
+::
+
+    .OUT.partial-3f2a9c81d04e/   a working folder (`proc.scratch`): the same command goes on where it stopped
+      plan.json                  what is being made of what
+      made/                      part-00000.h5  .extents/     parts, each a fixed run of samples
+      done/part-00000.h5.json    written last: this part is whole
+    OUT/                         what was made/, with dataset.json: appears by one rename
+
+A user's own folder is never one of these, whatever its name. Parts are written by tasks of an engine: processes here,
+or on other machines that see the working folder under the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cachetool.cache.layout import refuse_in_cache
+from cachetool.conversion.inputs import Input, Survey, identity, open_input, survey
+from cachetool.core.block import Block
+from cachetool.core.errors import CacheToolError, UsageError, from_json, to_json
+from cachetool.core.names import Name
+from cachetool.core.progress import Progress, Report
+from cachetool.core.schema import Schema
+from cachetool.formats import get_format
+from cachetool.formats.base import Format, Written
+from cachetool.formats.digest import ContentDigest
+from cachetool.formats.shard import PlainFile, side_folder, stored_checksums, verify_file
+from cachetool.proc.disk import too_long
+from cachetool.proc.folders import (
+    fsync_folder,
+    make_folder,
+    make_missing,
+    put_in_place,
+    remove,
+    resolved,
+    shortened,
+    write_durable,
+)
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.scratch import WorkFolder
+from cachetool.proc.task import Channel, Engine, Message, Task
+from cachetool.sources.parts import DATASET_FILE, LAYOUT
+
+__all__ = ["export", "require_new", "sized", "write_parts"]
+
+DEFAULT_PART = 64 * 10**6
+"""Bytes of values in one file."""
+_MADE, _DONE, _EXTENTS, _PLAN = Name("made"), Name("done"), Name(".extents"), Name("plan.json")
+
+
+def require_new(out: Path) -> None:
+    """Raise :class:`UsageError` when there is anything at ``out``, when no folder can have that name, and when it is in
+    a cache, whose cap would not hold."""
+    if out.name == "..":
+        raise UsageError(f"--out {str(out)!r} ends in '..', which names no new folder; write its own name")
+    if too_long(out):
+        raise UsageError(f"--out {str(out)!r} is longer than a name may be here; name a shorter one")
+    if os.path.lexists(out):  # also a link to nowhere
+        raise UsageError(f"{out} exists already; name a new folder with --out")
+    resolved(out.parent, "--out")
+    refuse_in_cache(out, "--out")
+
+
+def export(
+    description: Message,
+    out: Path,
+    *,
+    kind: Format,
+    part_bytes: int,
+    compression: str | None,
+    workers: int,
+    verify: bool,
+    report: Report,
+    engine: Engine | None = None,
+) -> tuple[list[Message], str, Survey]:
+    """Write the input that ``description`` opens into the new folder ``out``; gives its parts, the content digest and
+    what was found in the input. ``engine``: where; None: in processes here.
+
+    A run that was interrupted is gone on with: parts that are whole stay. Raises :class:`UsageError` when ``out``
+    exists or another process is writing it.
+    """
+    require_new(out)
+    found = survey(description, part_bytes)
+    schema, samples, cuts = found.schema, found.samples, found.runs
+    plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
+    names = [_name(number, kind) for number in range(len(cuts))]
+    pieces = workers if engine is None else engine.pieces(workers)
+    with _place(out) as parent, _working(out, plan) as work, _resumable(work, names):
+        finished = _finished(work.inside, names)
+        todo = [(n, *cut) for n, cut in enumerate(cuts) if names[n] not in finished]
+        done = sum(part["samples"] for part in finished.values())
+        moved = sum(part["payload"] for part in finished.values())
+
+        def on_message(_: int, message: Message) -> None:
+            nonlocal done, moved
+            done += message["samples"]
+            moved += message["bytes"]
+            report(Progress("convert", min(done, samples), samples, moved))
+
+        count = max(1, min(pieces, len(todo))) if found.random else 1
+        tasks = [_task(description, work, kind, compression, verify, todo[n::count]) for n in range(count)]
+        for outcome in (engine or LocalEngine()).run(tasks, on_message):
+            finished |= {part["file"]: part for part in outcome["parts"]}
+        parts = [finished[name] for name in names]
+        made = work.inside / _MADE
+        digest = _digest(made, parts, schema)
+        about = {
+            "layout": LAYOUT,
+            "format": kind.name,
+            "compression": compression,
+            "schema": schema.to_json(),
+            "samples": samples,
+            "content": digest,
+            "parts": parts,
+        }
+        remove(made, Name(DATASET_FILE))  # of a run that was interrupted
+        write_durable(made / DATASET_FILE, json.dumps(about, indent=1).encode())
+        fsync_folder(made)
+        try:
+            put_in_place(made, parent, out.name)
+        except FileExistsError as error:
+            raise UsageError(f"{out} was made by something else meanwhile; move it away, or name another --out") from (
+                error
+            )
+        except PermissionError as error:
+            raise UsageError(f"{out} cannot be made: {_why(error)}; name another --out") from error
+        work.remove()
+    return parts, digest, found
+
+
+def _task(
+    description: Message,
+    work: WorkFolder,
+    kind: Format,
+    compression: str | None,
+    verify: bool,
+    todo: list[tuple[int, int, int]],
+) -> Task:
+    arguments = {
+        "description": description,
+        "folder": str(work.path.absolute()),
+        "token": work.token,
+        "to": kind.name,
+        "compression": compression,
+        "verify": verify,
+        "todo": todo,
+    }
+    return Task("cachetool.conversion.to_files:write_parts", arguments)
+
+
+def write_parts(
+    channel: Channel,
+    *,
+    description: Message,
+    folder: str,
+    token: str,
+    to: str,
+    compression: str | None,
+    verify: bool,
+    todo: list[tuple[int, int, int]],
+) -> Message:
+    """The task of one worker: these parts, one after another. Gives ``{"parts": [...]}``, what the disk has of them."""
+    work = _joined(Path(folder), token, description)
+    try:
+        with _as_named(work):
+            return {"parts": _parts(channel, work.inside, description, get_format(to), compression, verify, todo)}
+    finally:
+        work.close()
+
+
+def _parts(
+    channel: Channel,
+    where: Path,
+    description: Message,
+    kind: Format,
+    compression: str | None,
+    verify: bool,
+    todo: list[tuple[int, int, int]],
+) -> list[Message]:
+    source, parts = open_input(description), []
+    try:
+        for number, start, stop in todo:
+            name = _name(number, kind)
+            if (part := _part(where, name)) is not None:  # of a node that was lost, whose task this was
+                parts.append(part)
+                continue
+            _remove_part(where, name)
+            path = where / _MADE / name
+            written = _write(source, path, kind, start, stop, compression, channel)
+            source.check(start, written.checksums)
+            if verify:
+                verify_file(path, kind, source.schema, written.checksums)
+            content = ContentDigest(source.schema)
+            content.update(written.checksums)
+            part = {
+                "file": name,
+                "samples": written.samples,
+                "payload": written.payload,
+                "content": content.hexdigest(),
+            }
+            write_durable(_record(where, name), json.dumps(part).encode())
+            fsync_folder(where / _DONE)
+            parts.append(part)
+    finally:
+        source.close()
+    return parts
+
+
+def _joined(folder: Path, token: str, description: Message) -> WorkFolder:
+    """The working folder that the starter of a task has. Raises :class:`UsageError` on a machine that does not see what
+    the one sees that asked for this."""
+    if (work := WorkFolder.joined(folder, token)) is None:
+        raise UsageError(
+            f"{socket.gethostname()} does not see the folder {folder.parent} in which --out is made;"
+            " name an --out that lies under the same name on every node"
+        )
+    if (path := description.get("path")) is not None and not Path(path).exists():
+        work.close()
+        raise UsageError(f"{socket.gethostname()} has no {path}; name an INPUT that every node sees, or a URL")
+    return work
+
+
+@contextmanager
+def _as_named(work: WorkFolder) -> Iterator[None]:
+    """Errors that speak of the path by which the working folder is reached speak of the one it was made by."""
+    inside, path = str(work.inside), str(work.path)
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(inside, path)
+        raise
+    except CacheToolError as error:
+        if inside == path or inside not in str(error):
+            raise
+        told = to_json(error)
+        raise from_json(told | {"message": told["message"].replace(inside, path)}) from error
+
+
+def _write(
+    source: Input, path: Path, kind: Format, start: int, stop: int, compression: str | None, channel: Channel
+) -> Written:
+    blocks, nbytes = sized(source, start, stop)
+    file = PlainFile(path, kind, source.schema, samples=stop - start, nbytes=nbytes, compression=compression)
+    try:
+        for block in blocks:
+            file.write(block)
+            channel.send({"samples": len(block), "bytes": block.nbytes})
+        return file.finish()
+    except BaseException:
+        file.abort()
+        raise
+
+
+def sized(source: Input, start: int, stop: int) -> tuple[Iterator[Block] | list[Block], int]:
+    """Blocks of a run and the bytes of their values, which a writer must know beforehand. Where samples differ in size
+    the run is read into memory first; its length was chosen for that."""
+    blocks = source.blocks(start, stop)
+    if source.schema.is_fixed:
+        return blocks, (stop - start) * source.schema.fixed_nbytes
+    held = list(blocks)
+    return held, sum(block.nbytes for block in held)
+
+
+@contextmanager
+def _place(out: Path) -> Iterator[int]:
+    """A descriptor of the folder in which ``out`` is to appear, made if it is not there."""
+    try:
+        make_missing(out.parent)
+        fd = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_write(out, error) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _cannot_write(out: Path, error: OSError) -> Exception:
+    if not isinstance(error, PermissionError | NotADirectoryError | FileExistsError | FileNotFoundError):
+        return error
+    return UsageError(f"cannot write into {out.parent}: {_why(error)}; name another --out")
+
+
+def _why(error: OSError) -> str:
+    return os.strerror(error.errno or 0).lower()
+
+
+@contextmanager
+def _working(out: Path, plan: Message) -> Iterator[WorkFolder]:
+    """The folder that is filled, of this process alone: one that an interrupted run left, or a new one."""
+    wanted = json.loads(json.dumps(plan))
+    prefix = f".{shortened(out.name)}.partial-"
+    there = list(WorkFolder.found(out.parent, prefix, out.name))
+    try:
+        if any(work.busy for work in there):
+            raise UsageError(f"another process is writing {out}; wait for it, or name another --out")
+        left = [work for work in there if _same_plan(work.inside, wanted)][:1]
+        for work in [work for work in there if work not in left]:
+            there.remove(work)
+            work.remove()
+        try:
+            (work,) = left or [WorkFolder.make(out.parent, prefix, out.name, durable=True)]
+        except OSError as error:
+            raise _cannot_write(out, error) from error
+        there = [work]
+        if not left:
+            for folder in (work.inside / _DONE, work.inside / _MADE, work.inside / _MADE / _EXTENTS):
+                make_folder(folder)
+            write_durable(work.inside / _PLAN, json.dumps(wanted).encode())
+        with _as_named(work):
+            yield work
+    finally:
+        for work in there:
+            work.close()
+
+
+@contextmanager
+def _resumable(work: WorkFolder, names: list[Name]) -> Iterator[None]:
+    """Around the writing: an error says what was kept of it. Without one part that is whole nothing is kept."""
+    _drop_unfinished(work.inside, names)
+    try:
+        yield
+    except CacheToolError as error:
+        if not (kept := len(_finished(work.inside, names))):
+            work.remove()
+            raise
+        _drop_unfinished(work.inside, names)
+        told = to_json(error)
+        told["message"] += (
+            f";\n{work.path} keeps {kept} of {len(names)} parts: the same command goes on from there while the input is"
+            " as it was; the folder may be deleted instead"
+        )
+        raise from_json(told) from error
+
+
+def _same_plan(where: Path, wanted: Message) -> bool:
+    folders = (where / _DONE, where / _MADE / _EXTENTS)
+    try:
+        same = json.loads((where / _PLAN).read_bytes()) == wanted
+    except (OSError, ValueError):
+        return False
+    return same and all(map(os.path.isdir, folders))
+
+
+def _finished(where: Path, names: list[Name]) -> dict[Name, Message]:
+    return {name: part for name in names if (part := _part(where, name)) is not None}
+
+
+def _record(where: Path, name: Name) -> Path:
+    return where / _DONE / f"{name}.json"
+
+
+def _part(where: Path, name: Name) -> Message | None:
+    """What is known of a part that is whole; None for one that is not."""
+    path = _record(where, name)
+    try:
+        part: Message = json.loads(path.read_bytes())
+        if part["file"] == name and all(isinstance(part[number], int) for number in ("samples", "payload")):
+            return part
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        pass
+    remove(where, _DONE, Name(path.name))  # killed while it was written: the part is made again
+    return None
+
+
+def _drop_unfinished(where: Path, names: list[Name]) -> None:
+    whole = _finished(where, names)
+    for folder in (where / _MADE, where / _MADE / _EXTENTS):
+        for each in os.listdir(folder):
+            if each.startswith("part-") and each not in whole:
+                _remove_part(where, Name(each))
+
+
+def _remove_part(where: Path, name: Name) -> None:
+    """Remove what is there of a part that is not whole, file or folder, and what lies beside it."""
+    remove(where, _MADE, name)
+    remove(where, _MADE, _EXTENTS, name)
+
+
+def _name(number: int, kind: Format) -> Name:
+    return Name(f"part-{number:05d}{kind.suffix}")
+
+
+def _digest(folder: Path, parts: list[Message], schema: Schema) -> str:
+    digest = ContentDigest(schema)
+    for part in parts:
+        digest.update(stored_checksums(side_folder(folder / part["file"]), schema))
+    return digest.hexdigest()

@@ -1,0 +1,307 @@
+"""Making the batches of a plan, one after another: what a feeder does, in a process of its own or in a thread.
+
+::
+
+    Mailbox --- plan --------->  work  -- batches of this feeder -->  Sink: slots of a ring, or a queue
+                                  |-- nearly all made --> exhausted(generation)
+
+A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
+batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.schema import KEY, Field, Schema
+from cachetool.formats.runs import Int64s
+from cachetool.loaders.feed.transform import Transform
+from cachetool.loaders.order import RUN_BYTES, Order
+from cachetool.loaders.read.checks import Checks
+from cachetool.loaders.read.gather import gather, new_array
+from cachetool.loaders.read.mapped import MappedParts
+from cachetool.loaders.read.readahead import NEAR
+from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.split import Split
+from cachetool.loaders.view import View
+from cachetool.proc.failure import described
+
+__all__ = ["Mailbox", "Sink", "announced", "work"]
+
+_LOOK = 0.5  # seconds
+_AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache
+_DENSE = 8  # of so many samples one is read, at least, where all that lies between them is read as well
+
+
+class Sink(Protocol):
+    """Where batches go."""
+
+    def open(self, over: Callable[[], bool]) -> bool:
+        """Wait for room for one batch; False, and none is taken, when it is ``over``."""
+        ...
+
+    def begin(self, schema: Schema) -> None:
+        """Say which fields the batch has."""
+        ...
+
+    def values(self, field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Memory for the values of a field; to be filled before the next is asked for."""
+        ...
+
+    def commit(self, generation: int, step: int, columns: Mapping[str, Column]) -> None:
+        """Hand the batch over."""
+        ...
+
+    def fail(self, generation: int, step: int, error: Mapping[str, Any]) -> None:
+        """Hand an error over in place of the batch."""
+        ...
+
+
+class Mailbox:
+    """Plans that wait for their turn."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._plans: deque[Plan] = deque()
+        self._least = self._newest = 0
+        self._closed = False
+
+    def put(self, plan: Plan) -> None:
+        """Add a plan; unless it only follows those before, they are over. The newest may come again to say so."""
+        with self._changed:
+            if not plan.follows:
+                self._least = plan.generation
+                while self._plans and self._plans[0].generation < self._least:
+                    self._plans.popleft()
+            if plan.generation > self._newest:
+                self._plans.append(plan)
+                self._newest = plan.generation
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """There will be no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def is_over(self, plan: Plan) -> bool:
+        """Whether another plan came in its place."""
+        return plan.generation < self._least or self._closed
+
+    def get(self, due: Callable[[], None] | None = None) -> Plan | None:
+        """The next plan, waited for; None when there will be none. ``due`` is called now and then meanwhile."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed or self._plans, None if due is None else _LOOK):
+                    return None if self._closed else self._plans.popleft()
+            assert due is not None
+            due()
+
+
+def work(
+    settings: Settings,
+    mailbox: Mailbox,
+    sink: Sink,
+    places: MappedParts,
+    *,
+    transform: Transform | None,
+    number: int,
+    feeders: int,
+    exhausted: Callable[[int], None],
+    soon: float = 0.0,
+    due: Callable[[], None] | None = None,
+) -> None:
+    """Make the batches of feeder ``number`` of ``feeders``, plan after plan, until the mailbox is closed.
+
+    ``exhausted`` is called when the last batch of a plan was made; with ``soon`` when about so many seconds of work are
+    left of it, which it must not fail for. ``due`` is called now and then while there is no plan.
+    """
+    maker = _Maker(settings, mailbox, sink, places, transform, exhausted, soon)
+    while (plan := mailbox.get(due)) is not None:
+        if plan.view is None:
+            places.close()
+            continue
+        places.keep(plan.view)
+        if maker.make(plan, plan.view, number, feeders):
+            exhausted(plan.generation)
+    places.close()
+
+
+class _Maker:
+    def __init__(
+        self,
+        settings: Settings,
+        mailbox: Mailbox,
+        sink: Sink,
+        places: MappedParts,
+        transform: Transform | None,
+        exhausted: Callable[[int], None],
+        soon: float,
+    ) -> None:
+        self._settings, self._mailbox, self._sink = settings, mailbox, sink
+        self._places, self._transform = places, transform
+        self._exhausted, self._soon = exhausted, soon
+        self._split = None if settings.split is None else Split(settings.split, settings.validation)
+        self._checks = Checks() if settings.verify else None
+        self._whole: Schema | None = None
+        self._fields: Schema | None = None
+
+    def _schema(self, view: View) -> Schema:
+        """The fields asked for: one object for as long as the dataset has the same ones."""
+        if self._fields is None or view.schema != self._whole:
+            self._whole = view.schema
+            self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
+        return self._fields
+
+    def make(self, plan: Plan, view: View, number: int, feeders: int) -> bool:
+        """All batches of one plan, but no more once it was replaced, or an error was handed over; gives whether all
+        were made and their end is still to be told."""
+        step, opened = number, False
+        made, told, begun = 0, False, time.perf_counter()
+        over = functools.partial(self._mailbox.is_over, plan)
+        try:
+            count = plan.steps(self._settings).count
+            schema = self._schema(view)
+            direct = self._transform is None and self._checks is None
+            empty = self._sink.values if direct else new_array
+            chosen = None if self._split is None else self._split.chosen(view)
+            steps = np.arange(number, count, feeders, dtype=np.int64)
+            for numbers, indices in announced(
+                plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
+            ):
+                found = self._places.batches(view, indices, schema, empty=empty)
+                for step, at in zip(numbers, indices, strict=True):
+                    columns: Mapping[str, Column]
+                    opened = self._sink.open(over)
+                    if not opened:
+                        return False
+                    if direct:
+                        self._sink.begin(schema)
+                        columns = next(found)
+                    else:
+                        columns = self._handed(plan, view, at, Block(schema, next(found)))
+                    self._sink.commit(plan.generation, step, columns)
+                    opened = False
+                    made += 1
+                    left = len(steps) - made
+                    # In the last quarter only: the first ones are made faster than they are taken.
+                    if not told and 3 * left <= made and (time.perf_counter() - begun) * left < self._soon * made:
+                        told = True
+                        self._exhausted(plan.generation)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
+            if not opened and not self._sink.open(over):
+                return False
+            self._sink.fail(plan.generation, step, described(error))
+            return False
+        return not told
+
+    def _handed(self, plan: Plan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
+        """What becomes of samples that were gathered into memory of ours, copied into the sink."""
+        if self._checks is not None:
+            self._checks.check(view, indices, block)
+        if self._transform is not None:
+            block = self._transformed(self._transform, plan, view, indices, block)
+        self._sink.begin(block.schema)
+        for field in block.schema:
+            column = block.columns[field.name]
+            values = column.values if isinstance(column, Ragged) else column
+            self._sink.values(field, values.shape)[...] = values
+        return block.columns
+
+    def _transformed(self, transform: Transform, plan: Plan, view: View, indices: Int64s, block: Block) -> Block:
+        if len(indices):
+            return transform(block, epoch=plan.epoch, indices=indices)
+        # Other ranks have the last samples: this one's batch is empty, and one of another's says which fields it has.
+        if (nothing := transform.nothing()) is None:
+            other = np.zeros(1, dtype=np.int64)
+            one = Block(block.schema, gather(view, other, self._places, block.schema))
+            nothing = transform(one, epoch=plan.epoch, indices=other).take([])
+        return nothing
+
+
+def _drawn(
+    plan: Plan, settings: Settings, order: Order | Int64s, steps: Int64s, chosen: Int64s | None
+) -> Iterator[tuple[list[int], list[Int64s]]]:
+    """Some of these steps of a plan at a time, and the indices of the samples of each."""
+    cut = plan.steps(settings)
+    most = max(1, _AHEAD // settings.batch_size)
+    at = 0
+    ahead = most if plan.follows else 1  # else the first batches are waited for: little is computed ahead of them
+    while at < len(steps):
+        now = steps[at : at + ahead]
+        starts, stops = cut.bounds(now)
+        sizes = stops - starts
+        ends = np.cumsum(sizes)
+        positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1], dtype=np.int64)
+        indices = order[positions]
+        if chosen is not None:
+            indices = chosen[indices]
+        yield now.tolist(), np.split(indices, ends[:-1])
+        at += len(now)
+        ahead = min(4 * ahead, most)
+
+
+def announced(
+    plan: Plan,
+    settings: Settings,
+    steps: Int64s,
+    places: MappedParts,
+    schema: Schema,
+    *,
+    feeders: int,
+    chosen: Int64s | None = None,
+) -> Iterator[tuple[list[int], list[Int64s]]]:
+    """Some of these steps of a plan at a time, and the indices of the samples of each. Before it gives them it tells
+    ``places`` what they need, which then reads ahead.
+
+    ``steps``: those of one feeder, every ``feeders``-th from its number on, or the last of them. ``chosen``: the
+    indices of the samples that take part, where it is not all of them.
+    """
+    view = plan.view
+    assert view is not None
+    order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
+    chunks = _drawn(plan, settings, order, steps, chosen)
+    if not len(steps):
+        yield from chunks
+        return
+    small = view.schema.fixed_nbytes * settings.world_size <= NEAR and all(
+        field.kind == "fixed" or field.name == KEY for field in view.schema
+    )
+    # Of a small side of a split, most of what lies between its samples is nobody's.
+    dense = chosen is None or _DENSE * len(chosen) >= view.samples
+    if isinstance(order, Order) and order.window and small and dense:
+        # All that lies between the samples of a window is read, by whichever feeder.
+        cut = plan.steps(settings)
+        sharers = min(feeders, cut.count)
+        feeder = int(steps[0]) % feeders
+        start, stop = int(cut.bounds(steps[:1] - feeder)[0][0]), cut.reached(cut.count)
+        # As far as the others are with the same batch of theirs, and two windows; with the last one, all.
+        reached = np.minimum(cut.bounds((steps // feeders + 1) * feeders)[0] + 2 * order.window, stop)
+        reached[-1] = stop
+        # Windows are numbered from the order's beginning, as by a feeder that goes on from another step of its own.
+        windows = (
+            (count, (rows if chosen is None else chosen[rows])[(feeder + number) % sharers :: sharers])
+            for number, (count, rows) in enumerate(order.runs(start, stop), start // order.window)
+        )
+        places.expect_windows(view, windows, schema, reached - start)
+        yield from chunks
+        return
+    # Of samples of other sizes in a window as well others need what is near, or this feeder a little later.
+    near = RUN_BYTES if settings.shuffle == "window" and dense else NEAR
+    before: tuple[list[int], list[Int64s]] | None = None
+    for chunk in chunks:
+        places.expect(view, chunk[1], schema, first=before is None, near=near)
+        if before is not None:
+            yield before
+        before = chunk
+    if before is not None:
+        yield before

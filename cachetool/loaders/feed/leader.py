@@ -1,0 +1,156 @@
+"""What the first feeder does beside its batches: the catalog's transactions, and telling the others what to read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cachetool.cache.history import Delivered
+from cachetool.loaders.feed.batches import Mailbox
+from cachetool.loaders.settings import Begun, Plan, Settings
+from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.resume import asked_for
+from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
+from cachetool.loaders.view import View
+from cachetool.proc.failure import described
+from cachetool.proc.lines import Lines, write_line
+
+__all__ = ["Leader"]
+
+_POLL = 0.2
+_SOON = 0.6
+"""Seconds after the end of an epoch in which the next one may begin at once, which then has not to wait."""
+_GRACE = 0.5
+"""Seconds that the clean-up may take once the training process is gone."""
+
+
+class Leader:
+    """Does what the training process asks for, and what is due by itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        mailbox: Mailbox,
+        lines: Lines,
+        answers: int,
+        followers: Sequence[int],
+        pids: Sequence[int],
+    ) -> None:
+        self._settings, self._mailbox, self._lines = settings, mailbox, lines
+        self._answers, self._followers, self._pids = answers, followers, pids
+        self._turns = Turns(settings, self._publish)
+        self._woken, self._wake = os.pipe()
+        self._made = 0
+        self._told: View | None = None
+        self._pending: tuple[dict[str, Any], float, Talk] | None = None
+
+    def exhausted(self, generation: int) -> None:
+        """Called by the main thread."""
+        self._made = generation
+        os.write(self._wake, b"\0")
+
+    def _publish(self, plan: Plan) -> None:
+        self._mailbox.put(plan)
+        if self._followers:
+            value = plan.to_json(self._told)
+            self._told = plan.view or self._told
+            for fd in self._followers:
+                with contextlib.suppress(BrokenPipeError):  # it died, after which all of us end
+                    write_line(fd, value)
+
+    def run(self, life: int) -> None:
+        """Until the training process ends, or all are to end."""
+        self._say({"id": 0, "feeders": self._pids})
+        poll = select.poll()
+        for fd in (self._lines.fd, self._woken, life):
+            poll.register(fd, select.POLLIN)
+        while True:
+            while (line := self._lines.next()) is not None:
+                asked = json.loads(line)
+                if asked["do"] == "left":  # said at any time, also while an answer is waited for
+                    self._turns.left(asked["generation"])
+                    continue
+                if asked["do"] == "stop":
+                    self._leave()
+                self._pending = None  # whoever waited for it gave up
+                self._answer(asked)
+            if self._pending is not None:
+                self._answer(self._pending[0])
+            wait = _POLL if self._pending else self._turns.tick()
+            if self._turns.unsettled:
+                wait = min(wait or _SOON, _SOON)
+            ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
+            if not ready and self._turns.unsettled:
+                self._turns.settle()
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._turns.exhausted(self._made)
+            if self._lines.fd in ready:
+                self._lines.receive()
+            if self._lines.ended or life in ready:
+                self._leave()
+
+    def _answer(self, asked: dict[str, Any]) -> None:
+        try:
+            result = self._do(asked)
+        except NotYet as short:
+            self._later(asked, short)
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever asked
+            result = {"error": described(error)}
+        self._pending = None
+        if result is not None:
+            self._say({"id": asked["id"], **result})
+        if asked["do"] == "begin":
+            self._turns.settle()
+            self._turns.exhausted(self._made)  # an epoch that was made, or nearly, while the one before was delivered
+
+    def _say(self, value: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the training process is gone, which is noticed by other means
+            write_line(self._answers, value)
+
+    def _later(self, asked: dict[str, Any], short: NotYet) -> None:
+        now = time.monotonic()
+        _, until, talk = self._pending or (
+            asked,
+            now + self._settings.wait,
+            Talk(self._settings.root, self._settings.wait, dataset=self._settings.dataset),
+        )
+        if now >= until:
+            self._pending = None
+            self._say({"id": asked["id"], "error": described(given_up(self._settings, short))})
+            return
+        talk.tell(short)
+        self._pending = asked, until, talk
+
+    def _do(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+        resume = asked_for(asked.get("resume"))
+        match asked["do"]:
+            case "begin":
+                plan = self._turns.begin(asked["epoch"], resume, surely=asked["surely"])
+            case "prepare":
+                plan = self._turns.prepare(asked["epoch"], resume, surely=asked["surely"])
+            case "delivered":
+                self._turns.delivered(asked["generation"], Delivered(*asked["pace"]))
+                return None
+            case "regain":
+                return {"regained": self._turns.regain(asked["generation"])}
+            case "state":
+                return {"state": asdict(self._turns.state(asked["generation"], asked["reached"]))}
+            case unknown:
+                raise AssertionError(unknown)
+        return Begun.of(plan, self._settings).to_json()
+
+    def _leave(self) -> None:
+        """Give the leases back, if that is quick: they end with this process in any case."""
+        threading.Timer(_GRACE, os._exit, (0,)).start()
+        with contextlib.suppress(Exception):
+            self._turns.close()
+        os._exit(0)

@@ -1,0 +1,71 @@
+"""What makes the batches of a loader: child processes (:mod:`~cachetool.loaders.feed.processes`), or a thread of this
+process (:mod:`~cachetool.loaders.feed.threads`)."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cachetool.loaders.ring.ring import Lock
+from cachetool.loaders.ring.slot import Batch
+from cachetool.loaders.settings import Begun
+
+__all__ = ["Feed"]
+
+
+class Feed(Protocol):
+    """Makes the batches of one epoch after another. Belongs to one thread at a time."""
+
+    pid: int
+    """Of the process that it belongs to."""
+    closed: bool
+    """Whether it was closed, by itself too when a feeder died."""
+    unsure: bool
+    """Whether :meth:`take` was interrupted, as whoever calls it notes: batches may have been taken out that were not
+    counted, so no other epoch may begin."""
+
+    def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """Start an epoch on the newest snapshot, or take one up again; waits until there is enough to train on."""
+        ...
+
+    def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
+        """What :meth:`begin` then starts, unless this process uses the catalog in between; the present epoch if it is
+        this one and nothing is resumed."""
+        ...
+
+    def take(self, generation: int, step: int, most: int) -> list[Batch]:
+        """The batches of this step, which is waited for, and of those behind it that are there, ``most`` at most.
+
+        Steps are taken in order. Raises what happened while the batch of ``step`` was made.
+        """
+        ...
+
+    def delivered(self, generation: int, batches: int) -> None:
+        """The last of so many batches of the epoch was delivered."""
+        ...
+
+    def ready(self, generation: int, step: int) -> bool:
+        """Whether :meth:`take` would not wait for this step."""
+        ...
+
+    def lock_pages(self, lock: Lock | None) -> None:
+        """Let batches of the present epoch lie in memory that is locked so, if it is shared with feeders. They are for
+        whoever sees to it that no device reads a batch that nothing sees any more."""
+        ...
+
+    def left(self, generation: int) -> None:
+        """Nobody has the iterator of this epoch any more, which was not delivered whole: its snapshot is given up
+        ``hold`` seconds from now. May be called in the middle of any other call."""
+        ...
+
+    def regain(self, generation: int) -> bool:
+        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
+        ...
+
+    def state(self, generation: int, reached: int) -> dict[str, Any]:
+        """What :meth:`begin` needs to take the present epoch up after ``reached`` samples of all ranks. Raises
+        :class:`UsageError` when another one is the present one."""
+        ...
+
+    def close(self) -> None:
+        """Stop. May be called twice; batches already taken stay as they are."""
+        ...

@@ -1,0 +1,404 @@
+"""What the loaders of all frameworks are: an epoch at each ``iter()``, state, and the feed behind them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeAlias, TypeVar
+
+from cachetool.cache import CacheDir
+from cachetool.cache.forking import members
+from cachetool.core.errors import CacheToolError, UsageError
+from cachetool.core.units import parse_whole
+from cachetool.loaders.arguments import parse_arguments, parse_place
+from cachetool.loaders.epoch import Epoch, Progress
+from cachetool.loaders.feed.processes import Processes
+from cachetool.loaders.feed.protocol import Feed
+from cachetool.loaders.feed.transform import Function, dumps
+from cachetool.loaders.fixed_epochs import FixedEpochs
+from cachetool.loaders.lengths import Lengths
+from cachetool.loaders.order import Steps, parse_epoch
+from cachetool.loaders.ranks import launched
+from cachetool.loaders.ring.slot import Batch
+from cachetool.loaders.settings import Settings
+from cachetool.loaders.snapshots.follow import launched_run
+from cachetool.loaders.snapshots.resume import SAVED, require_order, require_seed, require_state
+
+__all__ = ["BaseLoader", "CacheOrPaths"]
+
+T = TypeVar("T")
+CacheOrPaths: TypeAlias = CacheDir | str | Path | Sequence[str | Path]
+"""An open cache, its folder, or one or several shards outside any cache."""
+
+_STATE = 1
+
+
+class BaseLoader(ABC, Generic[T]):
+    """Batches of a cache, epoch by epoch. See :class:`cachetool.loaders.numpy.Loader` for the arguments."""
+
+    def __init__(
+        self,
+        cache_or_paths: CacheOrPaths,
+        *,
+        batch_size: int,
+        fields: str | Sequence[str] | None = None,
+        shuffle: str | bool = "full",
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        steps: int | None = None,
+        workers: int = 2,
+        prefetch: int | None = None,
+        transform: Function | None = None,
+        transform_each: str = "sample",
+        dataset: str | None = None,
+        run: str | None = None,
+        split: str | None = None,
+        validation: float | str | None = None,
+        min_samples: int | None = None,
+        wait: float | str = 600.0,
+        hold: float | str = 60.0,
+        epochs: int | None = None,
+        missing: str = "error",
+        verify: bool = False,
+        concurrent: bool = False,
+    ) -> None:
+        self._settings, self._limit, self._workers = parse_arguments(cache_or_paths, locals())
+        self._least_given = min_samples is not None
+        self._given = parse_place(rank, world_size)
+        self._here: tuple[int, Settings] | None = None  # a pid, and the settings with the place of that process
+        self._fed_with: Settings | None = None
+        self._transform = transform
+        self._concurrent, self._claim = concurrent, threading.Lock()
+        self._home: threading.Thread | None = None
+        self._function = b"" if transform is None or self._workers == 0 else dumps(transform)
+        self._epoch, self._chosen = 0, False
+        self._feed: Feed | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._latest: weakref.ref[Epoch[T]] | None = None  # iterator of the epoch that was begun last
+        self._progress: Progress | None = None  # of that epoch
+        self._resume: dict[str, Any] | None = None
+        self._taken = self._resumed = 0  # batches of the epoch to resume that were delivered before, and its number
+        self._loaded = False  # whether a state was loaded, and no epoch begun since
+        self._last = self._others = -1  # number of the epoch that was begun last, and of the last one beside another
+        self._beside: weakref.WeakSet[Epoch[T]] = weakref.WeakSet()
+        self._lengths = Lengths()
+        weakref.finalize(self, self._lengths.check)
+
+    # -- what a framework adds -----------------------------------------------------------------------------------------
+
+    def _world(self) -> tuple[int, int]:
+        """Rank and world size of this process, looked up anew."""
+        return self._given or launched()
+
+    def _shared_run(self) -> str | None:
+        """A name of this run that all its processes have, when the launcher gave none."""
+        return None
+
+    @property
+    def _collective(self) -> bool:
+        """True if all ranks agree on the steps of an epoch, and so must begin the same epochs."""
+        return False
+
+    def _agreed(self, steps: int) -> int:
+        """How many steps all ranks take, when this one could take ``steps``."""
+        return steps
+
+    @abstractmethod
+    def _finish(self, batch: Batch) -> T:
+        """The batch as the framework has it."""
+
+    # -- what trainers read --------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of one rank, at most."""
+        return self._settings.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """True if every batch has ``batch_size`` samples."""
+        return self._settings.drop_last
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch: how many were delivered before, or left with ``break``. The next ``iter()`` begins this
+        one, or the next one if it was left; after it was set, this one in any case."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch, self._chosen = parse_epoch(number), True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next ``iter()`` begin epoch number ``epoch``; trainers call this before each epoch.
+
+        A state that was loaded decides itself where its epoch goes on: then the number is ignored.
+        """
+        epoch = parse_epoch(epoch)
+        if not self._loaded and epoch != self._next():
+            self.epoch = epoch
+
+    def epochs_of(self, *, steps: int) -> FixedEpochs[T]:
+        """Return a view of this loader whose every epoch has ``steps`` batches, pass after pass of the cache.
+
+        A trainer that keeps the first length, and a learning-rate schedule that counts steps, are right with it while
+        the cache grows. Raises :class:`UsageError` for ``steps`` below 1.
+        """
+        return FixedEpochs(self, steps=steps)
+
+    # -- epochs --------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin an epoch on the newest snapshot, or the same one again if no batch of it was taken. Older iterators end
+        with an error, or go on with ``concurrent``."""
+        return self.begin()
+
+    def begin(self) -> Epoch[T]:
+        """The same, with batches in host memory whatever ``device=`` says."""
+        before = None if self._latest is None else self._latest()
+        going_on = before is not None and not before.progress.ended and not before.replaced
+        alone = not self._concurrent or (not going_on and self._home in (None, threading.current_thread()))
+        # Before the lock is taken: this may ask the feeders, and a signal's handler may begin an epoch meanwhile.
+        untouched = self._untouched(before) if alone else None
+        with self._claim:  # threads that begin at the same moment begin different epochs
+            beside = self._concurrent and (going_on or not self._at_home())
+            if untouched is not None and (beside or untouched is not self._progress or untouched.touched):
+                untouched = None
+            if not beside and untouched is None:
+                self._epoch = self._next()
+            self._last = number = max(self.epoch, self._last + 1) if beside else self.epoch
+            self._others = number if beside else self._others
+        if beside:
+            epoch = self._started(self._new_feed(), number, None, own=True)
+            epoch.own_feed()
+            self._beside.add(epoch)
+            return epoch
+        if untouched is not None:
+            untouched.feed.lock_pages(None)  # as after a begin: a prefetcher of the older iterator asked for it
+            epoch = Epoch(self, untouched)
+            if before is not None:
+                before.hand_over()
+            self._latest = weakref.ref(epoch)
+            return epoch
+        if before is not None:
+            before.replace()
+        self._lengths.check()
+        epoch = self._started(self._fed(), number, self._left_over(number))
+        self._chosen = self._loaded = False  # not where that failed: who tries again is to get the same epoch
+        self._latest, self._progress = weakref.ref(epoch), epoch.progress
+        self._lengths.progress = epoch.progress
+        if epoch.progress.ended:  # nothing was left of the epoch that was resumed
+            epoch.deliver()
+        return epoch
+
+    def _untouched(self, iterator: Epoch[T] | None) -> Progress | None:
+        """The epoch that was begun last, if no batch of it was asked for and its snapshot is still leased.
+
+        Trainers call ``iter()`` two or three times before they take a batch, and the length that they kept meanwhile
+        must be that of the epoch that they then read.
+        """
+        progress = self._progress
+        if progress is None or progress.touched or progress.ended or self._chosen:
+            return None
+        feed = progress.feed
+        if feed is not self._feed or feed.closed or feed.unsure or feed.pid != os.getpid():
+            return None
+        if self._fed_with is not self._placed():
+            return None
+        if iterator is not None:
+            return None if iterator.replaced else progress
+        if progress.kept:
+            return progress
+        # Nobody has its iterator, so its snapshot is given up after hold= seconds: the feeders know.
+        return progress if feed.regain(progress.begun.generation) else None
+
+    def _next(self) -> int:
+        """Number of the epoch that comes next: after one that was left another one, else a loop with a ``break`` in it
+        would see the same samples for ever."""
+        at = self._progress
+        left = at is not None and at.left and at.begun.epoch == self.epoch
+        number = self._last + 1 if left and not self._chosen else self.epoch
+        return number if self._chosen or self._left_over(number) else max(number, self._others + 1)
+
+    def _at_home(self) -> bool:
+        """Whether this thread is the one that shares the loader's own feeders with nobody: the first that iterates, and
+        once that has ended another."""
+        if self._home is None or not self._home.is_alive():
+            self._home = threading.current_thread()
+        return self._home is threading.current_thread()
+
+    def _started(self, feed: Feed, number: int, resume: dict[str, Any] | None, *, own: bool = False) -> Epoch[T]:
+        begun, taken = None, 0 if resume is None else self._taken
+        try:
+            begun = feed.begin(number, resume)
+            steps = self._agreed(self._limited(begun.steps, taken))
+        except BaseException as error:
+            # Interrupted, or with ranks that do not agree, it would wait for samples, or keep some, for nobody.
+            if own or begun is not None or not isinstance(error, CacheToolError):
+                feed.close()
+            raise
+        return Epoch(self, Progress(feed, begun, steps, taken, kept=self._collective))
+
+    def _limited(self, steps: Steps, taken: int) -> int:
+        return steps.count if self._limit is None else max(0, min(steps.count, self._limit - taken))
+
+    def _left_over(self, epoch: int) -> dict[str, Any] | None:
+        """What is left of this epoch, if it is the one to resume."""
+        return self._resume if epoch == self._resumed else None
+
+    def __len__(self) -> int:
+        """Number of batches of the whole epoch: of the one that ``iter()`` began, with those that were delivered before
+        it was resumed; else of the next one. Later epochs may have more.
+
+        Waits as ``iter()`` does, which then begins the snapshot that was counted: within ``hold`` seconds, unless this
+        process used the cache meanwhile.
+        """
+        epoch = None if self._latest is None else self._latest()
+        progress = None if epoch is None or epoch.over or epoch.replaced else epoch.progress
+        if progress is not None and progress.feed.pid != os.getpid():  # a fork may be another rank
+            steps = progress.begun.steps
+            progress = progress if (steps.rank, steps.world_size) == self._world() else None
+        if progress is None and (progress := self._untouched(None)) is not None and not progress.kept:
+            progress.feed.left(progress.begun.generation)  # still nobody has its iterator
+        if progress is not None:
+            return self._lengths.tell(progress.begun.epoch, progress.before + progress.steps)
+        number = self._next()
+        left_over = self._left_over(number)
+        taken = 0 if left_over is None else self._taken
+        count = self._limited(self._fed().prepare(number, left_over).steps, taken)
+        return self._lengths.tell(number, taken + count)
+
+    def _placed(self) -> Settings:
+        """The settings with rank, world size and run, looked up when an epoch begins or is counted.
+
+        In the constructor it would be too early: trainers start their ranks, or fork them, once they have the loader.
+        """
+        rank, world_size = self._world()
+        if self._here is not None and self._here[0] == os.getpid():
+            settings = self._here[1]
+            if (settings.rank, settings.world_size) == (rank, world_size):
+                return settings
+        run = self._settings.run or launched_run() or self._shared_run()
+        if world_size > 1 and run is None:
+            raise UsageError("several processes need run=NAME on their loaders, the same on each, to share snapshots")
+        least = self._settings.min_samples * (1 if self._least_given else world_size)
+        settings = replace(self._settings, rank=rank, world_size=world_size, run=run, min_samples=least)
+        self._here = os.getpid(), settings
+        return settings
+
+    def _fed(self) -> Feed:
+        settings = self._placed()
+        feed = self._feed  # a handler may close the loader anywhere in here: no feed is noted that none would end
+        if feed is not None and (feed.unsure or self._fed_with is not settings):
+            feed.close()
+        if feed is None or feed.closed or feed.pid != os.getpid():  # a fork has feeders of its own
+            feed = self._new_feed()
+            self._finalizer = weakref.finalize(self, feed.close)
+            self._feed, self._fed_with = feed, settings
+        return feed
+
+    def _new_feed(self) -> Feed:
+        settings = self._placed()
+        if self._workers:
+            return Processes(settings, feeders=self._workers, transform=self._function)
+        from cachetool.loaders.feed.threads import Thread
+
+        return Thread(settings, transform=self._transform)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands, as plain values: epoch, batches delivered, and the samples the epoch consists of.
+
+        Raises :class:`UsageError` in the middle of an epoch, also of one left with ``break``, once the feeders ended.
+        """
+        at = self._progress
+        state = {"state": _STATE, "epoch": self.epoch, "seed": self._settings.seed, "order": self._order()}
+        if at is None or at.step == 0 or at.ended or self._chosen or at.begun.epoch != self.epoch:
+            return {**state, "resume": self._left_over(self.epoch), "taken": self._taken}
+        return {**state, "resume": at.resume(), "taken": at.before + at.step}
+
+    def state_behind(self, batches: int) -> dict[str, Any]:
+        """Return ``state_dict()`` as it was so many batches ago, in the same epoch: for trainers that read ahead.
+
+        The last batch of an epoch ends it, but its state can be asked for until the next one begins. Raises
+        :class:`UsageError` for more batches than this epoch has delivered, and what :meth:`state_dict` does.
+        """
+        at, batches = self._progress, parse_whole(batches, what="batches=")
+        if batches == 0:
+            return self.state_dict()
+        if at is None or not 0 < batches <= at.step:
+            raise UsageError(f"the present epoch has not delivered {batches} batches, so it was never at that place")
+        taken = at.step - batches
+        state = {"state": _STATE, "epoch": at.begun.epoch, "seed": self._settings.seed, "order": self._order()}
+        return {**state, "resume": at.resume(taken), "taken": at.before + taken}
+
+    def _order(self) -> dict[str, Any]:
+        """What the samples of an epoch and their order depend on, beside the seed."""
+        found: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
+        return found if found["split"] is None else {**found, "validation": self._settings.validation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.
+
+        Raises :class:`UsageError` for what is no state of a loader or that of one with another seed, and in the middle
+        of an epoch for that of one with another ``shuffle``, ``split`` or ``validation``. The loader is then as before.
+        """
+        require_state(state, _STATE, SAVED, of="loaders")
+        require_seed(state.get("seed"), self._settings.seed, of="loader")
+        if state.get("resume"):
+            require_order(state.get("order"), self._order(), of="loader")
+        self._epoch = self._resumed = int(state["epoch"])
+        self._others = -1
+        self._resume, self._taken = state.get("resume"), int(state.get("taken") or 0)
+        self._loaded, self._chosen = True, False
+        if self._latest is not None and (before := self._latest()) is not None:
+            before.replace()
+        self._latest = self._progress = self._lengths.progress = None
+
+    def _delivered(self, progress: Progress) -> None:
+        """The last batch of an epoch was delivered. One that ran beside another is no part of the state."""
+        if progress is not self._progress:
+            return
+        if not self._chosen:
+            self._epoch = self._last + 1
+        self._resume, self._taken = None, 0
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a loader has feeders of its own and can be neither pickled nor copied; make another where it is iterated,"
+            " which load_state_dict() lets go on where this one is"
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the feeders and give the lease back; iterating again starts anew. Batches stay as they are."""
+        for beside in members(self._beside):
+            beside.replace()
+            beside.end()
+        if self._latest is not None and (before := self._latest()) is not None:
+            before.replace()
+        if self._finalizer is not None and self._feed is not None and self._feed.pid == os.getpid():
+            self._finalizer()
+        self._feed = None
+        self._lengths.check()  # last: stderr may be blocked
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+BaseLoader.__init__.__qualname__ = "Loader.__init__"  # as Python says it of a keyword that there is not

@@ -1,0 +1,1 @@
+"""Reads samples out of shards by their extents."""

@@ -1,0 +1,111 @@
+"""Single LMDB files outside any cache: shards of ours, and files of others as keys and raw values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Field, Schema
+from cachetool.formats.files import map_file
+from cachetool.formats.runs import Int64s, ends
+from cachetool.loaders.read.gather import OpenPart, Runs, open_by_library
+from cachetool.loaders.snapshots.plain_files import FileSubscription
+from cachetool.loaders.view import Part, View
+
+__all__ = ["RAW", "is_lmdb", "only_lmdb", "open_lmdb", "subscribe_file"]
+
+RAW = Schema((Field("key", "bytes"), Field("value", "bytes")))
+"""What a sample of a file of others is made of."""
+_FOREIGN = "lmdb, raw"
+
+
+def is_lmdb(path: Path) -> bool:
+    """Whether ``path`` is a file, or a folder of the kind that LMDB makes by default."""
+    return os.path.isfile(path) or os.path.isfile(path / "data.mdb")
+
+
+def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
+    """The samples of the LMDB file at ``path``, in key order.
+
+    Raises :class:`UsageError` for a file of others without ``value_format="raw"``.
+    """
+    if value_format not in (None, "raw"):
+        raise UsageError(f"value_format={value_format!r} is unknown; use 'raw', which gives the bytes of each value")
+    file = (path / "data.mdb" if path.is_dir() else path).absolute()
+    schema, samples = _look(file, foreign=value_format is not None)
+    kind = "lmdb" if value_format is None else _FOREIGN
+    part = Part(file.name, kind, samples, "", str(file.parent), file.name)
+    return FileSubscription(schema, (part,))
+
+
+def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
+    """Schema and number of samples. Of a file that should be ours by its pages alone: LMDB opens it only when every
+    pointer in it was found to stay inside."""
+    from cachetool.formats.lmdb import open_environment
+    from cachetool.formats.lmdb_file import is_ours, read_header
+
+    if not foreign:
+        buffer = map_file(file)
+        if not is_ours(buffer):
+            raise UsageError(f"{file} was not written by cachetool; value_format='raw' gives its keys and raw values")
+        samples, schema = read_header(buffer, name=str(file))
+        return schema, samples
+    environment = open_environment(file)
+    try:
+        with environment.env.begin() as txn:
+            return RAW, int(txn.stat()["entries"])
+    finally:
+        environment.close()
+
+
+def only_lmdb(view: View) -> None:
+    """Raise :class:`UsageError`, naming the formats, for a view with parts that py-lmdb cannot read."""
+    others = sorted({part.format for part in view.parts} - {"lmdb", _FOREIGN})
+    if others:
+        raise UsageError(
+            f"dataset {view.dataset!r} has shards in {', '.join(others)}, LMDBDataset reads lmdb: use CacheDataset,"
+            f" or run: {view.conversion('lmdb')}"
+        )
+
+
+def open_lmdb(part: Part, schema: Schema) -> OpenPart:
+    """Open a part through py-lmdb."""
+    if part.format == _FOREIGN:
+        return _ForeignPart(part.folder / part.file)
+    return open_by_library(part, schema)
+
+
+class _ForeignPart:
+    """Every key and value of a file of others. The keys are read once: sample i is the i-th of them."""
+
+    def __init__(self, file: Path) -> None:
+        from cachetool.formats.lmdb import open_environment
+
+        self._environment: Any = open_environment(file)
+        with self._environment.env.begin() as txn, txn.cursor() as cursor:
+            keys = list(cursor.iternext(keys=True, values=False))
+        self._starts = ends(np.fromiter(map(len, keys), dtype=np.int64, count=len(keys))).tolist()
+        self._keys = b"".join(keys)  # one string: a list of millions of them costs several times its bytes
+
+    def locate(self, within: Int64s, schema: Schema) -> Mapping[str, Runs]:
+        keys = [self._keys[self._starts[i] : self._starts[i + 1]] for i in within.tolist()]
+        columns = {"key": keys}
+        if "value" in schema:
+            with self._environment.env.begin() as txn:
+                columns["value"] = [txn.get(key) for key in keys]
+        return {name: _joined(columns[name]) for name in schema.names}
+
+    def close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            environment.close()
+
+
+def _joined(values: list[bytes]) -> Runs:
+    starts = ends(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
+    return Runs(np.frombuffer(b"".join(values), dtype=np.uint8), starts[:-1], np.diff(starts), None)

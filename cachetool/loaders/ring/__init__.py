@@ -1,0 +1,1 @@
+"""The memory that trainer and feeders share."""

@@ -1,0 +1,177 @@
+"""What feeders are told: how to read, for as long as they live, and what, epoch by epoch. Values, sent as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from cachetool.core.schema import Schema
+from cachetool.loaders.order import Int64s, Order, Shuffle, Steps
+from cachetool.loaders.view import Part, View
+
+__all__ = ["SHARE", "Begun", "Plan", "Settings", "rows"]
+
+SHARE = 0.05
+"""Of the samples for validation, where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a loader was made with and its feeders need to know."""
+
+    root: str
+    """Folder of the cache, or the first of the paths."""
+    paths: tuple[str, ...] = ()
+    """Where shards outside any cache are."""
+    dataset: str | None = None
+    run: str | None = None
+    fields: tuple[str, ...] | None = None
+    batch_size: int = 1
+    shuffle: Shuffle = "full"
+    seed: int = 0
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    split: str | None = None
+    validation: float = SHARE
+    min_samples: int = 1
+    wait: float = 600.0
+    hold: float = 60.0
+    epochs: int | None = None
+    missing: str = "error"
+    verify: bool = False
+    prefetch: int | None = None
+    each: str = "sample"
+    """What ``transform`` is called with: a sample or a batch."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """What :meth:`to_json` gave."""
+        fields = value["fields"]
+        return cls(**{**value, "fields": None if fields is None else tuple(fields), "paths": tuple(value["paths"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one epoch reads. Batches carry the number of their plan's ``generation``."""
+
+    generation: int
+    epoch: int
+    view: View | None
+    """None: nothing to read; let go of all files."""
+    samples: int = 0
+    """How many of the view's samples are read, after the split."""
+    position: int = 0
+    """Where in the order of the epoch to begin."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """Of an epoch taken up again: ranges of its indices whose shards were evicted, ascending. The plan then reads what
+    is left of it, and ``samples`` counts that."""
+    of: tuple[int, int] = (0, 0)
+    """How many samples that epoch had, and where in its order to begin."""
+    spare: int = 0
+    """How many of the samples, the last of the order, are in no batch."""
+    follows: bool = False
+    """Whether it waits for the plan before it to be made; else it comes in its place."""
+
+    def steps(self, settings: Settings) -> Steps:
+        """How it is cut into batches."""
+        return Steps(
+            self.samples - self.spare,
+            settings.batch_size,
+            settings.rank,
+            settings.world_size,
+            settings.drop_last,
+            self.position,
+        )
+
+    def order(self, settings: Settings) -> Order:
+        """The order of its samples."""
+        nbytes = 0 if self.view is None else self.view.schema.fixed_nbytes
+        return Order(
+            self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes
+        )  # fmt: skip
+
+    def left(self, settings: Settings) -> tuple[Int64s, Int64s]:
+        """With something lost: the positions that are left of the order of the whole epoch, and the indices in the view
+        of the samples there."""
+        samples, position = self.of
+        positions = np.arange(position, samples, dtype=np.int64)
+        indices = replace(self, samples=samples).order(settings)[positions]
+        here, before = np.ones(len(indices), dtype=np.bool_), np.zeros_like(indices)
+        for start, stop in self.lost:
+            here &= (indices < start) | (indices >= stop)
+            before += (indices >= stop) * (stop - start)
+        return positions[here], (indices - before)[here]
+
+    def to_json(self, told: View | None = None) -> dict[str, Any]:
+        """Plain values; a part is a row of seven. Of the view that was ``told`` before only its version."""
+        view = self.view
+        return {
+            "generation": self.generation,
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "position": self.position,
+            "lost": self.lost,
+            "of": self.of,
+            "spare": self.spare,
+            "follows": self.follows,
+            "view": None
+            if view is None
+            else {
+                "version": view.version,
+                **({} if view is told else _described(view)),
+            },
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any], told: View | None = None) -> Self:
+        """What :meth:`to_json` gave."""
+        found = value.pop("view")
+        value = {**value, "lost": tuple((a, b) for a, b in value["lost"]), "of": tuple(value["of"])}
+        if found is None or "parts" not in found:
+            return cls(**value, view=None if found is None else told)
+        parts = tuple(Part(*row) for row in found["parts"])
+        return cls(**value, view=View(found["version"], found["dataset"], Schema.from_json(found["schema"]), parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the training process knows of the plan of an epoch."""
+
+    generation: int
+    epoch: int
+    version: int
+    """Of the snapshot."""
+    steps: Steps
+    """How it is cut into batches."""
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Settings) -> Self:
+        """That of this plan."""
+        version = 0 if plan.view is None else plan.view.version
+        return cls(plan.generation, plan.epoch, version, plan.steps(settings))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """What :meth:`to_json` gave."""
+        return cls(**{**value, "steps": Steps(**value["steps"])})
+
+
+def _described(view: View) -> dict[str, Any]:
+    return {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
+
+
+def rows(parts: Sequence[Part]) -> list[list[Any]]:
+    """Parts as plain values."""
+    return [list(part) for part in parts]

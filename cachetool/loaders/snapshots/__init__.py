@@ -1,0 +1,1 @@
+"""Which shards an epoch reads, and how long they stay."""

@@ -1,0 +1,239 @@
+"""Shards outside any cache: folders that ``cachetool convert --out`` wrote, single files of them, folders of shards.
+
+::
+
+    DIR                   all parts that DIR/dataset.json lists
+    DIR/part-00003.h5     one of them
+    shards/<id>           the shard of a cache or a copy of it: no lease keeps it there
+
+They are read without a cache and never change: one view, nothing leased, nothing counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cachetool.cache import CacheDir
+from cachetool.cache.history import Delivered
+from cachetool.cache.layout import SHARD_FILE, Layout, place_of, root_of
+from cachetool.cache.marker import check
+from cachetool.cache.records import read_shard_json
+from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.names import Name
+from cachetool.core.schema import Schema
+from cachetool.core.text import shown
+from cachetool.formats import get_format
+from cachetool.loaders.view import Part, View
+
+__all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
+
+DATASET_FILE = "dataset.json"
+
+
+class FileSubscription:
+    """A :class:`~cachetool.loaders.snapshots.follow.Subscription` of files: one view that never changes."""
+
+    def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
+        self._view = View(1, "", schema, parts)
+
+    def newest(
+        self, *, epoch: int | None = None, run: str | None = None, peek: bool = False, sparing: bool = False,
+        anew: bool = False,
+    ) -> View:  # fmt: skip
+        """The view."""
+        return self._view
+
+    def shared(self, epoch: int) -> bool:
+        """False: nothing is leased."""
+        return False
+
+    def stay(self) -> View:
+        """As :meth:`now`."""
+        return self.now()
+
+    def now(self) -> View:
+        """The view."""
+        return self._view
+
+    def at(self, version: int) -> View:
+        """The view, whatever the version: there is no other."""
+        return self._view
+
+    def origins(self, view: View) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+    @property
+    def spared(self) -> bool:
+        """Never."""
+        return False
+
+    def moved(self, view: View) -> bool:
+        """Never."""
+        return False
+
+    def served(self, delivered: Delivered | None = None, *, last: bool = False) -> None:
+        """Nobody counts."""
+
+    def release(self, *, unread: bool = False) -> None:
+        """Nothing to give back."""
+
+    def abandon(self) -> None:
+        """Nothing to give back."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def is_shards(path: Path) -> bool:
+    """Whether the path names shards by itself, and not a cache that is there or may come to be."""
+    # os.path says no where pathlib raises: who may not look into a cache is told so by what comes next.
+    return any(map(os.path.isfile, (path, path / DATASET_FILE, path / SHARD_FILE))) or _listed(path, {})
+
+
+def located(cache_or_paths: CacheDir | str | Path | Sequence[str | Path]) -> tuple[Path, tuple[Path, ...]]:
+    """The folder of a cache, or where shards are: then that of the first of them too, and all of them.
+
+    A folder that is empty or not there yet is one of a cache. Raises what :func:`shards_at` raises.
+    """
+    if isinstance(cache_or_paths, CacheDir):
+        return cache_or_paths.root, ()
+    if isinstance(cache_or_paths, str | Path):
+        path = place_of(root_of(cache_or_paths))
+        if not is_shards(path):
+            try:
+                check(Layout(path))
+            except UsageError as error:
+                refused = error
+            else:
+                return path, ()
+            _look(path, {})
+            raise refused
+        cache_or_paths = [path]
+    try:
+        named = list(cache_or_paths)
+    except TypeError:
+        raise UsageError(
+            f"{shown(cache_or_paths)} is no cache: give an open one, its folder, or a list of shards"
+        ) from None
+    paths = tuple(root_of(path).absolute() for path in named)
+    shards_at(paths)
+    return paths[0], paths
+
+
+def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
+    """All samples of the shards at these paths, in this order.
+
+    Raises :class:`UsageError` for a path that is no shard, one that comes twice, and shards of different schemas;
+    :class:`CorruptError` for a damaged ``dataset.json`` or ``shard.json``.
+    """
+    if not paths:
+        raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
+    schema: Schema | None = None
+    parts: dict[str, Part] = {}
+    told: _Told = {}
+    for path in (Path(each).absolute() for each in paths):
+        found, more = _look(path, told)
+        if schema is not None and found.is_reordered(schema):
+            raise UsageError(
+                f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(found.names)} and"
+                f" {', '.join(schema.names)}; load them apart"
+            )
+        if schema is not None and found != schema:
+            raise UsageError(
+                f"{path} and {paths[0]} hold different fields: {found.describe()} and {schema.describe()}; load them"
+                " apart"
+            )
+        schema = found
+        for part in more:
+            where = f"{part.where}/{part.file}" if part.file else part.where
+            if where in parts:
+                raise UsageError(f"{where} comes twice; name it once")
+            parts[where] = part if len(paths) == 1 else _renamed(part, where)
+    assert schema is not None
+    return FileSubscription(schema, tuple(parts.values()))
+
+
+def _renamed(part: Part, id: str) -> Part:
+    """The part under a name that no part of another folder has."""
+    return Part(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
+
+
+_Told = dict[Path, tuple[Schema, dict[str, Part]]]
+"""Of a folder its ``dataset.json``, read once: schema and parts by the names of their files."""
+
+
+def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[Part]]:
+    if (path / DATASET_FILE).is_file():
+        return _dataset(path)
+    if (path / SHARD_FILE).is_file():
+        return _shard(path)
+    if _listed(path, told):
+        schema, parts = told[path.parent]
+        return schema, [parts[path.name]]
+    if not path.exists():
+        raise UsageError(f"there is nothing at {path}")
+    if Layout(path).marker.is_file():
+        raise UsageError(f"{path} is a cache; give it alone, not in a list of shards")
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is neither a cache nor a shard; a cache is filled from it with: cachetool pull"
+            f" {shlex.quote(str(path))} --cache FOLDER"
+        )
+    raise UsageError(
+        f"{path} is no shard: neither {DATASET_FILE} nor {SHARD_FILE} tells of it; shards are made of it with:"
+        f" cachetool convert {shlex.quote(str(path))} --to lmdb --out FOLDER"
+    )
+
+
+def _listed(path: Path, told: _Told) -> bool:
+    """Whether the folder of this part tells of it."""
+    folder = path.parent.absolute()
+    if folder not in told:
+        if not os.path.exists(path) or not os.path.isfile(folder / DATASET_FILE):
+            return False
+        schema, parts = _dataset(folder)
+        told[folder] = schema, {part.file: part for part in parts}
+    return path.name in told[folder][1] and os.path.exists(path)
+
+
+def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
+    """What ``cachetool convert --out`` wrote."""
+    about = folder / DATASET_FILE
+
+    def parse() -> tuple[Schema, list[Part]]:
+        value = json.loads(about.read_bytes())
+        name = get_format(value["format"]).name
+        return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
+
+    return _parsed(about, parse)
+
+
+def _part(folder: Path, format: str, value: dict[str, Any]) -> Part:
+    file = value["file"]
+    if not Name.fits(file):
+        raise ValueError(f"{file!r} is not the name of a file")
+    return Part(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
+
+
+def _shard(folder: Path) -> tuple[Schema, list[Part]]:
+    def parse() -> tuple[Schema, list[Part]]:
+        value = read_shard_json(folder)
+        name = get_format(value["format"]).name
+        samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
+        part = Part(value["id"], name, samples, content, str(folder), digest=digest)
+        return Schema.from_json(value["schema"]), [part]
+
+    return _parsed(folder / SHARD_FILE, parse)
+
+
+def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[Part]]]) -> tuple[Schema, list[Part]]:
+    try:
+        return parse()
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise CorruptError(f"{path} is not what cachetool writes: {error}") from error

@@ -1,0 +1,185 @@
+"""Waiting for the first samples of a dataset that a background pull is filling, and saying so."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cachetool.cache import CacheDir, open_cache
+from cachetool.cache.catalog import Connection
+from cachetool.cache.layout import cache_option
+from cachetool.core.errors import CacheToolError, SourceError, UsageError
+from cachetool.core.text import plain, shown
+from cachetool.loaders.settings import Settings
+
+if TYPE_CHECKING:
+    from cachetool.cache.pullers import PullState
+
+__all__ = [
+    "AGAIN",
+    "FIRST",
+    "WAIT",
+    "NotYet",
+    "Talk",
+    "failed_pull",
+    "given_up",
+    "no_samples",
+    "require",
+    "say",
+    "wait_for_samples",
+]
+
+WAIT = 600.0
+"""Seconds that a loader waits for its first samples."""
+_POLL = 0.1
+FIRST, AGAIN = 3.0, 60.0
+"""Seconds of waiting until the first line that says so, and between two lines."""
+
+
+class NotYet(CacheToolError):
+    """There are too few samples so far; the message says how many of how many."""
+
+    def __init__(self, text: str, *, less: str = "") -> None:
+        """``less``: the argument by which less would be asked for, such as ``min_samples=``."""
+        super().__init__(text)
+        self.less = less
+
+
+def require(settings: Settings, samples: int, *, grows: bool) -> None:
+    """Raise :class:`NotYet` when there are too few samples for an epoch; :class:`UsageError` where that never
+    ``grows``, as with plain files."""
+    need = max(settings.world_size, settings.min_samples) if grows else settings.world_size
+    whole = settings.world_size * settings.batch_size if settings.drop_last else 0
+    need = max(need, whole)
+    if samples >= need:
+        return
+    side = f" for {settings.split}" if settings.split else ""
+    text = f"{samples} of {need} samples{side} in {settings.root}"
+    less = "min_samples="
+    if need == whole:
+        text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
+        less = "batch_size="
+    elif settings.split and not samples:
+        less = "validation="
+    if not grows:
+        raise UsageError(f"{text}; more never come to plain files")
+    raise NotYet(text, less=less)
+
+
+def no_samples(root: str, dataset: str | None, there: Sequence[str]) -> NotYet:
+    """For a cache that holds none of ``dataset``, but those of the names that are ``there``."""
+    text = f"no samples{f' of dataset {shown(dataset)}' if dataset else ''} in {root}"
+    return NotYet(f"{text} (there is {', '.join(map(plain, there))})", less="dataset=") if there else NotYet(text)
+
+
+class Talk:
+    """Says on stderr what a loader waits for and who brings it, when that takes longer than a moment."""
+
+    def __init__(self, root: str | Path, wait: float, *, dataset: str | None = None) -> None:
+        """``wait``: seconds that it takes at most, from now on; ``dataset``: the one that was asked for by name."""
+        self._root, self._dataset = Path(root), dataset
+        self._most = f" (for {wait:g} s at most)" if math.isfinite(wait) else ""
+        self._next = time.monotonic() + FIRST
+
+    def tell(self, short: NotYet) -> None:
+        """``short`` says what there is too little of; called again and again."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + AGAIN
+        say(f"waiting for samples{self._most}: {short}; {_who_pulls(self._root, self._dataset, short.less)}")
+
+
+def say(text: str) -> None:
+    """A line on stderr; where that is closed or its disk is full it is lost, and training goes on."""
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # the last: from a handler in the middle of a print
+        if sys.stderr is not None:
+            print(f"cachetool: {plain(text)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def given_up(settings: Settings, short: NotYet) -> CacheToolError:
+    """The error of a wait that lasted too long, with the newest error of a pull if there was one."""
+    text = f"waited {settings.wait:g} s for samples: {short}"
+    with contextlib.suppress(CacheToolError), open_cache(settings.root, create=False) as cache:
+        for event in cache.stats().errors[:1]:
+            return CacheToolError(f"{text}\nthe last error of a pull: {event['text']}")
+    less = f", or set {short.less}" if short.less else ""
+    return UsageError(f"{text}; fill it with: {_command(Path(settings.root), settings.dataset)}{less}")
+
+
+def _command(root: Path, dataset: str | None) -> str:
+    name = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
+    return f"cachetool pull SOURCE{name}{cache_option(root)}"
+
+
+def _who_pulls(root: Path, dataset: str | None, less: str) -> str:
+    """The pulls that draw into a cache now, those in the foreground too, or how to begin one."""
+    with contextlib.suppress(CacheToolError), open_cache(root, create=False) as cache:  # recovers: who is in it lives
+        with cache.catalog.read() as connection:
+            states = [state for state in _pulls(connection, cache, None) if state.alive]
+            drawing = connection.execute(
+                "SELECT url, dataset FROM jobs j JOIN sources s ON s.id = j.source JOIN holders h ON h.id = j.holder"
+            ).fetchall()
+        if states:
+            return _described(states[0])
+        if drawing:
+            return f"the pull of {drawing[0]['url']} draws into dataset {drawing[0]['dataset']!r}"
+    start = f"start one with: {_command(root, dataset)}"
+    return f"no pull is drawing into this cache; {start}{f', or set {less}' if less else ''}"
+
+
+def wait_for_samples(cache: CacheDir, dataset: str | None, *, least: int = 1, wait: float = WAIT) -> None:
+    """Come back when ``dataset`` has ``least`` samples, or nobody pulls into it.
+
+    Raises :class:`SourceError` with the pull's own error when that failed and there are too few samples, and after
+    ``wait`` seconds.
+    """
+    deadline, talk = time.monotonic() + wait, Talk(cache.root, wait)
+    while True:
+        with cache.catalog.read() as connection:
+            have = connection.execute(
+                "SELECT coalesce(sum(samples), 0) FROM shards WHERE state = 'ready' AND dataset = coalesce(?, dataset)",
+                (dataset,),
+            ).fetchone()[0]
+            if have >= least:
+                return
+            states = _pulls(connection, cache, dataset)
+        working = [state for state in states if state.alive]
+        if not working:
+            if (error := _failure(states)) is not None:
+                raise error
+            return
+        if time.monotonic() > deadline:
+            raise SourceError(f"no samples to train on after {wait:.0f} s; {_described(working[0])}")
+        talk.tell(NotYet(f"{have} of {least} in {cache.root}"))
+        time.sleep(_POLL)
+
+
+def failed_pull(cache: CacheDir, dataset: str | None) -> SourceError | None:
+    """The error of the background pull that was to fill ``dataset``, when none is at work any more."""
+    with cache.catalog.read() as connection:
+        return _failure(_pulls(connection, cache, dataset))
+
+
+def _pulls(connection: Connection, cache: CacheDir, dataset: str | None) -> list[PullState]:
+    from cachetool.cache.pullers import pull_states  # most loaders wait for no pull: 15 ms of their start
+
+    return pull_states(connection, cache.layout, dataset=dataset)
+
+
+def _failure(states: Sequence[PullState]) -> SourceError | None:
+    failed = [state for state in states if state.error is not None]
+    if not failed or any(state.alive for state in states):
+        return None
+    return SourceError(f"no samples to train on: the pull of {failed[0].url} failed: {failed[0].error}")
+
+
+def _described(state: PullState) -> str:
+    listed = f", {state.listed} objects so far" if state.listed else ""
+    error = f" ({state.error})" if state.error else ""
+    return f"the pull of {state.url} is {state.phase}{listed}{error}"

@@ -1,0 +1,1 @@
+"""Processes and disks: starts children, talks to them, writes durably."""

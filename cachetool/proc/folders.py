@@ -1,0 +1,360 @@
+"""Files and folders of ours: made new, put in place whole, removed without leaving their root.
+
+Others may write to the folder in which we work (``/tmp``, a group's folder), or may have made the one that we were
+given. Three rules keep what is theirs, or leads to theirs, untouched:
+
+* A working file or folder has a random name and is made by an exclusive call, never found: nobody can plant it. One
+  that a killed process left is known by a mark inside (:mod:`cachetool.proc.scratch`).
+* What appears under a name that the user gave appears by a rename of such a file.
+* Removal descends by directory descriptors from a root. It follows no link, enters no mount and no folder of another
+  user, and takes a :class:`~cachetool.core.names.Name`, which no text from a file becomes unchecked.
+
+Nothing else in the package removes or makes files; ``tests/test_own_paths.py`` walks the code for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from cachetool.core.errors import UsageError
+from cachetool.core.names import Name
+from cachetool.proc.disk import naming_inodes
+
+__all__ = [
+    "ALLOW_SHARED",
+    "disk_bytes",
+    "fsync_folder",
+    "make_folder",
+    "make_missing",
+    "new_descriptor",
+    "new_file",
+    "new_folder",
+    "put_in_place",
+    "remove",
+    "remove_held",
+    "remove_path",
+    "replacing",
+    "resolved",
+    "shared_file",
+    "shortened",
+    "tree_bytes",
+    "write_durable",
+    "write_piece",
+]
+
+ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
+"""Environment variable that lets a cache be in a folder that others may write to all the same."""
+
+_DEEPEST = 64
+"""Folders in each other that a removal enters. Ours are four; each that is entered holds a descriptor."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ANY_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""One to name things in, which may be closed to reading."""
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def new_folder(parent: Path, prefix: str) -> Path:
+    """A new folder of this user alone in ``parent``, with a random end to its name."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(6)}"
+        try:
+            with naming_inodes(path):
+                path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+
+
+def make_folder(path: Path) -> None:
+    """Make one folder in a folder of ours. Raises ``FileExistsError`` where anything is, a link too."""
+    with naming_inodes(path):
+        path.mkdir()
+
+
+def make_missing(folder: Path) -> None:
+    """Make a folder that a user named, or one below a folder of ours, and those above it that are missing. Nothing is
+    emptied; links to folders are followed, as the user made them."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def new_file(path: Path, buffering: int = -1) -> BinaryIO:
+    """A new file to read and write. Raises ``FileExistsError`` where anything is, a link too."""
+    return open(new_descriptor(path), "w+b", buffering)
+
+
+def new_descriptor(path: Path, mode: int = 0o666) -> int:
+    """:func:`new_file` for those that write by descriptor."""
+    with naming_inodes(path):
+        return os.open(path, os.O_RDWR | _NEW, mode)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Write a new file and fsync it. Raises ``FileExistsError`` where one is: names are never shared."""
+    with new_file(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def shared_file(path: Path) -> BinaryIO:
+    """A file in a folder of ours which several processes of a command read and write: made by the first of them. What
+    is written is seen at once. Raises ``OSError`` for a link and for what is no file."""
+    return open(_regular(path.name, path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
+
+
+def write_piece(root: Path, names: Sequence[Name], at: int, piece: memoryview) -> None:
+    """Write a piece of the file ``root/names[0]/...`` from byte ``at`` on. The folders and the file are made when they
+    are missing; a piece at 0 begins the file anew. Follows no link below the root."""
+    if not names or not all(isinstance(name, Name) for name in names):
+        raise TypeError("pieces go to Names")
+    with contextlib.ExitStack() as stack:
+        folder = os.open(root, _ANY_FOLDER)
+        stack.callback(os.close, folder)
+        for name in names[:-1]:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+            folder = os.open(name, _FOLDER, dir_fd=folder)
+            stack.callback(os.close, folder)
+        flags = os.O_WRONLY | os.O_CREAT | (0 if at else os.O_TRUNC)
+        with open(_regular(names[-1], root.joinpath(*names), flags, folder), "wb") as file:
+            file.seek(at)
+            file.write(piece)
+
+
+def _regular(name: str, path: Path, flags: int, folder: int | None = None) -> int:
+    """A descriptor of a plain file in a folder of ours."""
+    # A pipe that has no reader is an error then, and waits for none.
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path if folder is None else name, flags, 0o600, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EEXIST, "it is no plain file", str(path))
+    return fd
+
+
+@contextlib.contextmanager
+def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A new file to write to, which takes the place of ``target`` at the end by one rename: whole or not at all. A link
+    at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask."""
+    while True:
+        aside = target.with_name(f".{shortened(target.name)}.{secrets.token_hex(6)}")
+        try:
+            fd = new_descriptor(aside, mode)
+        except FileExistsError:
+            continue
+        break
+    try:
+        with open(fd, "w+b") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(fd)
+        os.replace(aside, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+    if durable:
+        fsync_folder(target.parent)
+
+
+def put_in_place(folder: Path, parent: int, name: str) -> None:
+    """Give a folder of ours the name that the user chose, in the folder with the descriptor ``parent``; durably.
+
+    Raises ``FileExistsError`` where anything has that name, a link or an empty folder too.
+    """
+    try:
+        os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        pass
+    else:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+    try:
+        # What came in between stays as well: a folder takes the place of an empty folder alone, never of a link.
+        os.rename(folder, name, dst_dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR, errno.EEXIST):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+        raise
+    os.fsync(parent)
+
+
+def resolved(path: Path, option: str) -> Path:
+    """Where ``path`` leads, over the links of this user. Raises :class:`UsageError` for a link on the way that another
+    user made in a folder which is not that user's: whoever made it may not write where it leads. Linux refuses such
+    links in ``/tmp`` alone."""
+    at, parts, links = Path("/"), list(reversed(path.absolute().parts[1:])), 0
+    while parts and links < _MOST_LINKS:
+        above, part = at, parts.pop()
+        at = above.parent if part == ".." else above / part
+        try:
+            found = at.lstat()
+            if not stat.S_ISLNK(found.st_mode):
+                continue
+            if found.st_uid not in (0, os.geteuid(), above.stat().st_uid):
+                raise UsageError(
+                    f"{option} {str(path)!r} leads over {at}, a link that another user ({found.st_uid}) made;\n"
+                    "remove that link, or name another place"
+                )
+            leads = Path(os.readlink(at))
+        except OSError:  # what is not there, or may not be looked at, leads nowhere
+            break
+        at, links = Path("/") if leads.is_absolute() else above, links + 1
+        parts += reversed(leads.parts[leads.is_absolute() :])
+    return at.joinpath(*reversed(parts))
+
+
+_MOST_LINKS = 40
+"""After which Linux gives up, too."""
+
+
+def shortened(name: str) -> str:
+    """The beginning of a name, so that what cachetool adds to it fits into a name."""
+    return os.fsencode(name)[:100].decode("utf-8", "ignore")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names added to or removed from ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def disk_bytes(found: os.stat_result) -> int:
+    """What a file takes: allocated or apparent bytes, whichever is more, so that ``du`` in both modes stays below."""
+    return max(found.st_blocks * 512, found.st_size)
+
+
+def tree_bytes(folder: Path) -> int:
+    """:func:`disk_bytes` of a folder and everything in it."""
+    total = disk_bytes(folder.lstat())
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += tree_bytes(Path(entry.path))
+            else:
+                total += disk_bytes(entry.stat(follow_symlinks=False))
+    return total
+
+
+def remove(root: Path, *names: Name, first: Name | None = None) -> None:
+    """Delete ``names[-1]``, a file, a link or a folder with all in it, in the folder ``root/names[0]/...``; the file
+    ``first`` in it before the rest. What is gone already is fine. A link goes alone, wherever it leads.
+
+    Raises ``OSError`` with the path for what may not be removed: where a folder on the way is a link or a mount, or
+    belongs neither to this user nor to whom the root belongs (another user's file in a folder of ours goes with it).
+    Nothing of it was removed then, but what was reached before.
+    """
+    if not names or not all(isinstance(name, Name) for name in names) or not isinstance(first, Name | None):
+        raise TypeError("removal takes Names")
+    with contextlib.ExitStack() as stack:
+        fd, path = os.open(root, _ANY_FOLDER), root
+        stack.callback(os.close, fd)
+        tree = _Tree(fd)
+        for name in names[:-1]:
+            path = path / name
+            try:
+                fd = tree.enter(fd, name, path)
+            except FileNotFoundError:
+                return
+            stack.callback(os.close, fd)
+        tree.remove(fd, names[-1], path / names[-1], first)
+
+
+def remove_path(path: Path) -> None:
+    """:func:`remove` for a file or folder that this process made and named itself."""
+    remove(path.parent, Name(path.name))
+
+
+def remove_held(fd: int, path: Path) -> None:
+    """Delete a folder of ours, whose descriptor is ``fd`` and which was made as ``path``. It is emptied wherever it
+    lies by now; what others put at ``path`` in its place stays."""
+    tree = _Tree(fd)
+    for name in os.listdir(fd):
+        tree.remove(fd, name, path / name)
+    parent = os.open(path.parent, _ANY_FOLDER)
+    try:
+        if os.path.samestat(os.stat(path.name, dir_fd=parent, follow_symlinks=False), os.fstat(fd)):
+            os.rmdir(path.name, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(parent)
+
+
+class _Tree:
+    """All that may be removed below the folder with the descriptor ``root``."""
+
+    def __init__(self, root: int) -> None:
+        found = os.fstat(root)
+        self._device, self._mount = found.st_dev, _mount(root)
+        self._owners = {os.geteuid(), found.st_uid}
+        self._shared = os.environ.get(ALLOW_SHARED) == "1"
+
+    def enter(self, parent: int, name: str, path: Path) -> int:
+        """A descriptor of a folder, if it may be entered."""
+        try:
+            fd = os.open(name, _FOLDER, dir_fd=parent)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        try:
+            found = os.fstat(fd)
+            if found.st_dev != self._device or _mount(fd) != self._mount:
+                raise OSError(errno.EBUSY, "another file system is mounted here, so it is not removed", str(path))
+            if found.st_uid not in self._owners and not self._shared:
+                raise OSError(
+                    errno.EBUSY,  # not a PermissionError: what to do is not what is done about one
+                    f"it belongs to another user ({found.st_uid}), so it is not removed",
+                    str(path),
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def remove(self, parent: int, name: str, path: Path, first: str | None = None, depth: int = 0) -> None:
+        try:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=parent)
+                return
+            if depth > _DEEPEST:
+                raise OSError(errno.ELOOP, f"more than {_DEEPEST} folders in each other", str(path))
+            fd = self.enter(parent, name, path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        try:
+            inside = os.listdir(fd)
+            for each in ([first] if first in inside else []) + [each for each in inside if each != first]:
+                self.remove(fd, each, path / each, None, depth + 1)
+        finally:
+            os.close(fd)
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            error.filename = str(path)
+            raise
+
+
+def _mount(fd: int) -> bytes | None:
+    """Which mount a descriptor lies on: two that show the same file system differ in this alone. None where the system
+    does not say."""
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+            return next((line for line in file if line.startswith(b"mnt_id:")), None)
+    except (FileNotFoundError, PermissionError):  # nothing else: who has no descriptor left must not call this a mount
+        return None

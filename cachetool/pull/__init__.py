@@ -1,0 +1,1 @@
+"""Draws samples of a source into a cache."""

@@ -1,0 +1,314 @@
+"""Where a sampler's positions come from, and to whom it tells what became of them.
+
+::
+
+    Own       the catalog of the cache that it fills                     one machine
+    Handed    a coordinator that all nodes ask (cluster.coordinator)   several; the coordinator claims by Own itself
+
+A claim is committed in the cache that it was drawn into in either case; of several caches one more catalog knows all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.cache import CacheDir, Claim, SourceRow, again, draws
+from cachetool.cache import parts as share
+from cachetool.cache.catalog import Connection
+from cachetool.cache.jobs import job_row
+from cachetool.cache.kinds import AGAIN
+from cachetool.proc.task import Asking
+from cachetool.pull.passes import Cached, order_of_turn
+from cachetool.sources import Source
+
+__all__ = ["Claims", "Done", "Handed", "Own", "claim_json"]
+
+_Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The first positions of a claim that are not done yet, from ``start`` up to but without ``upto``."""
+
+    start: int
+    upto: int
+    ranges: tuple[tuple[int, int], ...]
+    """Those whose samples were fetched or skipped, not there before."""
+    draws: int
+    """Of them, those that gave samples."""
+    skipped: int
+    vanished: int
+    fetched: int
+    """Bytes over the wire."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Those that are still open: what came behind them is done."""
+
+
+class Claims(Protocol):
+    """Used by one sampler, in one thread."""
+
+    samples: Source | None
+    """The source as the newest claim needs it; None before the first."""
+
+    def take(self) -> Claim | float | None:
+        """The next claim; or for how many seconds to wait before asking again; or None at the end."""
+        ...
+
+    def ahead(self) -> Claim | None:
+        """The next claim while this one is at its end; None where there is none now, or the source has changed."""
+        ...
+
+    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+        """Which of a claim's units need no fetch, since an earlier pass brought them and they did not go since."""
+        ...
+
+    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+        """Count positions as done, inside the transaction that commits their samples."""
+        ...
+
+    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+        """What was committed just now, and in which shard, for whoever keeps the books of several caches."""
+        ...
+
+    def unused(self) -> tuple[int, int]:
+        """How many draws of the pull could not be used, of how many."""
+        ...
+
+    def give_back(self) -> None:
+        """Open the claims that are not done; let go of the source."""
+        ...
+
+
+class Own:
+    """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
+
+    ``note`` is called with each claim, inside the transaction that made it. ``again``: where evicted shards come back,
+    the draws of each claim that were theirs.
+    """
+
+    def __init__(
+        self,
+        cache: CacheDir,
+        open: Callable[[SourceRow], Source],
+        *,
+        job: str,
+        source: str,
+        most: int,
+        follow: bool = False,
+        lost: bool = False,
+        holder: str | None = None,
+        note: Callable[[Connection, Claim], None] | None = None,
+        again: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._again = again or {}
+        self._cache, self._open, self._job = cache, open, job
+        self.most = most
+        """Draws of a claim."""
+        self._follow, self._lost, self._note = follow, lost, note
+        self._holder = cache.holder.id if holder is None else holder
+        self._source = source
+        self.samples: Source | None = None
+        self.cached = Cached()
+        self._row = cache.source(source)
+
+    def look(self) -> None:
+        """Most of the work of a claim, before others must wait for it."""
+        if self._row is None:
+            return
+        if self.samples is None or self.samples.units != self._row.units:
+            if self.samples is not None:
+                self.samples.close()  # it has grown
+            self.samples = self._open(self._row)
+        with self._cache.catalog.read() as connection:
+            self.cached.look(connection, self.samples, self._row)
+
+    def take(self) -> Claim | float | None:
+        """As :meth:`Claims.take`; with ``follow`` the next pass begins when this one is complete."""
+        while self._row is not None:
+            self.look()
+            assert self.samples is not None
+            with self._cache.catalog.write() as connection:
+                self._cache.holder.register(connection)
+                now, self._row = self._row, draws.source_row(connection, self._source)
+                if self._row is None or self._row.units != now.units:
+                    continue
+                self.cached.look(connection, self.samples, self._row)
+                held = self._claim(connection)
+                if held is not None:
+                    return held
+                rest = self._follow and (
+                    self.cached.all_there(connection, self.samples, self._row) or draws.idle(connection, self._source)
+                )
+                if self._follow and not rest:
+                    draws.next_turn(connection, self._source)
+                left = job_row(connection, self._job).left
+            only = self._lost or self._job.startswith(AGAIN)
+            if self._follow or not (self._row.whole or left == 0 or only):
+                # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
+                return 2.0 if rest else 0.2
+            return None
+        return None
+
+    def ahead(self) -> Claim | None:
+        """As :meth:`Claims.ahead`. Of what was lost there is none: each claim of that decides what is left of it."""
+        if self._lost:
+            return None
+        assert self.samples is not None
+        with self._cache.catalog.write() as connection:
+            now = draws.source_row(connection, self._source)
+            if now is None or now.units != self.samples.units:
+                return None
+            self._row = now
+            self.cached.look(connection, self.samples, now)
+            return self._claim(connection)
+
+    def _claim(self, connection: Connection) -> Claim | None:
+        if self._job.startswith(AGAIN):
+            return again.take(connection, self._job, holder=self._holder)
+        held = draws.claim(
+            connection, self._job, holder=self._holder, most=self.most, whole=self._whole, lost=self._lost
+        )
+        if held is not None and self._note is not None:
+            self._note(connection, held)
+        return held
+
+    def _whole(self, turn: int, start: int, stop: int) -> int:
+        assert self._row is not None
+        assert self.samples is not None
+        order = order_of_turn(self.samples, self._row, turn)
+        if turn != self._row.turn:
+            return order.whole(start, stop)
+        return self.cached.reach(order, start, stop, end=self._row.units)
+
+    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+        """As :meth:`Claims.there`."""
+        if ranges := self._again.get((held.start, held.stop)):
+            flags = np.ones(len(units), dtype=np.bool_)
+            for start, stop in ranges:
+                flags[start - held.start : stop - held.start] = False
+            return flags
+        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
+        return self.cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
+
+    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+        """As :meth:`Claims.finish`."""
+        draws.finish(
+            connection, self._job, held, done.upto,
+            samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched, gaps=done.gaps,
+        )  # fmt: skip
+
+    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+        """The catalog knows."""
+
+    def unused(self) -> tuple[int, int]:
+        """As :meth:`Claims.unused`."""
+        with self._cache.catalog.read() as connection:
+            job, row = job_row(connection, self._job), draws.source_row(connection, self._source)
+            return job.skipped, job.skipped if row is None else max(job.skipped, draws.drawn(connection, row))
+
+    def give_back(self) -> None:
+        """As :meth:`Claims.give_back`."""
+        if self.samples is not None:
+            self.samples.close()
+        with self._cache.catalog.write() as connection:
+            draws.give_back(connection, self._holder, self._job)
+
+
+class Handed:
+    """Claims that a coordinator hands out; they are fenced by the row ``job`` of the node's own catalog."""
+
+    def __init__(self, channel: Asking, open: Callable[[SourceRow], Source], *, job: str, most: int) -> None:
+        self._channel, self._open, self._job, self._most = channel, open, job, most
+        self.samples: Source | None = None
+        self._there: dict[int, tuple[tuple[int, int], ...]] = {}
+        """Of each claim that is not done, which positions need no fetch."""
+        self._tokens: dict[int, str] = {}
+        """By which word it was asked for."""
+        self._unused = 0, 0
+
+    def take(self) -> Claim | float | None:
+        """As :meth:`Claims.take`."""
+        # What was claimed is known by this word: the coordinator may be asked twice, when it died before it answered.
+        token = secrets.token_hex(8)
+        asked = {"what": "claim", "token": token, "word": self._job, "most": self._most}
+        answer = self._channel.ask(asked)
+        if "claim" not in answer:
+            return answer.get("wait")
+        value = answer["claim"]
+        held = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
+        if self.samples is None or self.samples.units != held.source.units:
+            if self.samples is not None:
+                self.samples.close()  # it has grown
+            self.samples = self._open(held.source)
+        self._tokens[held.id] = token
+        self._there[held.id] = tuple((start, stop) for start, stop in answer["there"])
+        return held
+
+    def ahead(self) -> Claim | None:
+        """As :meth:`Claims.ahead`."""
+        held = self.take()
+        return held if isinstance(held, Claim) else None
+
+    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+        """As :meth:`Claims.there`."""
+        flags = np.zeros(len(units), dtype=np.bool_)
+        for start, stop in self._there[held.id]:
+            flags[start - held.start : stop - held.start] = True
+        return flags
+
+    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+        """As :meth:`Claims.finish`."""
+        share.settle(
+            connection, self._job, held, done.upto, done.start,
+            samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched,
+        )  # fmt: skip
+
+    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+        """As :meth:`Claims.tell`."""
+        answer = self._channel.ask(
+            {
+                "what": "finish",
+                "claim": claim_json(held),
+                "token": self._tokens[held.id],
+                "upto": done.upto,
+                "ranges": done.ranges,
+                "draws": done.draws,
+                "skipped": done.skipped,
+                "vanished": done.vanished,
+                "fetched": done.fetched,
+                "shard": shard,
+                "samples": samples,
+            }
+        )
+        self._unused = answer["skipped"], answer["drawn"]
+        if done.upto >= held.stop:
+            del self._there[held.id], self._tokens[held.id]
+
+    def unused(self) -> tuple[int, int]:
+        """As :meth:`Claims.unused`."""
+        return self._unused
+
+    def give_back(self) -> None:
+        """As :meth:`Claims.give_back`."""
+        if self.samples is not None:
+            self.samples.close()
+        if self._tokens:
+            self._channel.ask({"what": "back", "claims": list(self._tokens.items())})
+
+
+def claim_json(held: Claim) -> dict[str, object]:
+    """A claim as plain values, from which it is made again by its fields."""
+    return {
+        "id": held.id,
+        "turn": held.turn,
+        "start": held.start,
+        "stop": held.stop,
+        "source": held.source.to_json(),
+        "lost": held.lost,
+    }

@@ -1,0 +1,302 @@
+"""What a pull settles before its workers start: which source, which order, which schema, how large its shards are.
+
+Nothing in here writes to the cache; what is found is taken in by :mod:`cachetool.pull.run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from cachetool.cache import CacheDir, SourceRow, draws
+from cachetool.cache.admission import asked, refuse_full_disk
+from cachetool.cache.capping import least_cap
+from cachetool.cache.commit import folder_bound
+from cachetool.cache.layout import Layout, cache_option
+from cachetool.cache.records import RANGE_BYTES
+from cachetool.cache.usage import measure
+from cachetool.core.errors import CapTooSmall, UsageError
+from cachetool.core.names import Id
+from cachetool.core.progress import Progress, Report
+from cachetool.core.schema import Schema
+from cachetool.core.units import format_size, parse_rate, parse_size
+from cachetool.formats.base import Format
+from cachetool.formats.shard import samples_within, shard_bound
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.task import Message, Task
+from cachetool.pull.job import too_many
+from cachetool.pull.options import PullOptions
+from cachetool.sources.early import SEGMENT
+from cachetool.sources.listing import TABLE_FILE
+from cachetool.stores import canonical, local_path, redact, split_url
+from cachetool.stores.base import SCHEMES
+
+__all__ = [
+    "cap_for_all",
+    "check_place",
+    "drawn_as",
+    "drawn_of",
+    "faults_of",
+    "format_of",
+    "looked_at",
+    "pace",
+    "prepare",
+    "refuse_cap",
+    "refuse_small_cap",
+    "samples_per_shard",
+    "shard_bytes",
+    "source_id",
+    "source_row",
+]
+
+_MANY = 2**17
+DEFAULT_SHARD = 64 * 10**6
+"""Bytes of values in a shard, unless a sixteenth of the cap is less."""
+
+
+def source_id(url: str, options: PullOptions) -> Id:
+    """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
+    text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
+    return Id(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def check_place(url: str) -> None:
+    """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
+    if not url.strip():
+        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme in SCHEMES and not rest.startswith("//") and not Path(url).exists():
+        slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
+        meant = redact(f"{scheme}:{slashes}{rest.lstrip('/')}")
+        raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
+
+
+def refuse_cache(url: str) -> None:
+    """Raise :class:`UsageError` for a source that is the folder of a cache: its files are no samples."""
+    if split_url(url)[0] in ("", "file") and Layout(path := local_path(url)).is_cache:
+        as_files = f"cachetool convert --to lmdb --out DIR{cache_option(path)}"
+        raise UsageError(
+            f"{path} is a cache; give it by --cache, and as SOURCE the place of the samples;\n"
+            f"to copy its samples, write them into files and pull these: {as_files}"
+        )
+
+
+def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
+    """Seed, and whether sequential, that a source is drawn with. Raises :class:`UsageError` when it is another way."""
+    seed, order = options.seed, options.order
+    if known is None:
+        return seed or 0, order == "sequential"
+    drawn = "sequential" if known.sequential else "random"
+    for name, wanted, have in (("--seed", seed, known.seed), ("--order", order, drawn)):
+        if wanted is not None and wanted != have:
+            raise UsageError(
+                f"{known.url} is drawn with {name} {have} in this cache; leave {name} out, or use another cache"
+            )
+    return known.seed, known.sequential
+
+
+def drawn_of(cache: CacheDir, source: SourceRow) -> int:
+    """How many draws of a source's present pass are done."""
+    with cache.catalog.read() as connection:
+        return draws.drawn(connection, source)
+
+
+def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
+    """That of a source's present pass more draws could not be used than may be left out, whichever pull met them, and
+    what to do about it; both empty when it is not so. As many as a refresh did not find any more count no longer: they
+    were mended or taken away, or, where much has vanished that had come, this says nothing."""
+    drawn = drawn_of(cache, source)
+    if not too_many(source.skipped, drawn):
+        return "", ""
+    unused, listing = source.skipped, cache.listing(source.id)
+    advice = "mend the files, and draw them into another --dataset"
+    if (listing / "listing.json").exists() and not (listing / TABLE_FILE).exists():
+        from cachetool.sources.segments import SegmentedListing
+
+        unused -= len(SegmentedListing.open(listing, units=source.units).vanished)
+        advice = "mend these objects or take them away, and list again with --refresh"
+    if not too_many(unused, drawn):
+        return "", ""
+    return f"{unused} of {drawn} draws could not be used, more than 1 %", advice
+
+
+def prepare(
+    engine: LocalEngine,
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    listing: Path,
+    order: tuple[int, bool],
+    known: SourceRow | None,
+    scratch: Path,
+    report: Report,
+) -> tuple[Schema, Message]:
+    """List and probe in a process of its own; gives the schema to use and what was found, as
+    :func:`cachetool.pull.listing.prepare` has it. What a refresh finds lies in ``scratch / "segment"``."""
+
+    def on_message(_: int, message: Message) -> None:
+        if "listed" in message:
+            report(Progress("list", message["listed"]))
+        else:
+            report(Progress("schema", 0, message["probing"]))
+
+    has = options.dataset in cache.datasets()
+    task = Task(
+        "cachetool.pull.listing:prepare",
+        {
+            "url": url,
+            "listing": str(listing),
+            "options": options.source.to_json(),
+            "order": {
+                "seed": order[0],
+                "sequential": order[1],
+                "turn": known.turn if known else 0,
+                "cuts": known.cuts if known else (),
+            },
+            "units": known.units if known else None,
+            # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
+            "skip_bad": options.on_error == "skip" or has,
+            "refresh": str(scratch) if options.refresh and known is not None and known.whole else None,
+            "pace": pace(options, scratch),
+            "looked": looked_at(url, scratch),
+            "early": SEGMENT if options.start_early else None,
+        },
+    )
+    found = engine.run([task], on_message)[0]
+    if found["units"] > _MANY:
+        engine.dismiss()  # who listed so many names keeps their memory
+    schema = Schema.from_json(found["schema"])
+    if has:
+        cache.check_schema(options.dataset, schema)
+    if known is not None and found["identity"] != known.identity:
+        raise UsageError(
+            f"the listing of {known.url} was lost and what is there now differs; draw it into another --dataset"
+        )
+    return schema, found
+
+
+def pace(options: PullOptions, scratch: Path) -> Message | None:
+    """The limit on bytes a second that all processes of this pull share by a file in ``scratch``."""
+    if options.max_rate is None:
+        return None
+    return {"path": str(scratch / "pace"), "rate": parse_rate(options.max_rate, what="--max-rate")}
+
+
+def looked_at(url: str, scratch: Path) -> str | None:
+    """The folder for what is looked at beforehand; None for local files, which nobody has to wait for."""
+    return None if split_url(url)[0] in ("", "file") else str(scratch / "looked")
+
+
+def source_row(
+    id: Id, options: PullOptions, found: Message, order: tuple[int, bool], known: SourceRow | None
+) -> SourceRow:
+    """The row of a source that is taken in; that of a known one stays."""
+    if known is not None:
+        return known
+    return SourceRow(
+        id=id,
+        url=found["url"],
+        options=options.source.to_json(),
+        identity=found["identity"],
+        dataset=options.dataset,
+        units=found["units"],
+        samples=found["samples"],
+        seed=order[0],
+        turn=0,
+        frontier=0,
+        skipped=0,
+        sequential=order[1],
+        whole=found["whole"],
+    )
+
+
+def format_of(cache: CacheDir, dataset: str) -> str | None:
+    """Format of the newest shard."""
+    shards = cache.shards(dataset)
+    return shards[-1].format if shards else None
+
+
+def shard_bytes(cap: int, options: PullOptions) -> int:
+    """Most bytes of values in one shard of a cache with this cap."""
+    if options.shard_size is not None:
+        return parse_size(options.shard_size, what="--shard-size")
+    return max(1, min(DEFAULT_SHARD, cap // 16))
+
+
+def samples_per_shard(cap: int, options: PullOptions, schema: Schema, kind: Format, found: Message) -> int:
+    """How many samples a shard takes, by the mean size of those probed where they differ; not more than there are."""
+    size, most = schema.fixed_nbytes if schema.is_fixed else found["mean"], shard_bytes(cap, options)
+    count = samples_within(kind, schema, most, size) if options.shard_size is None else most // max(1, size)
+    limits = [count, *([] if options.samples is None else [options.samples])]
+    if found["whole"]:
+        limits.append(found["units"] * found["per_unit"])
+    return max(1, min(limits))
+
+
+def cap_for_all(
+    cache: CacheDir, job: str, options: PullOptions, schema: Schema, kind: Format, *, samples: int
+) -> int | None:
+    """About the cap under which a pull that stopped full would hold all its ``samples``, judged by those it has, or by
+    those of its dataset; None where there are none."""
+    sums = "SELECT sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload"
+    held = f"{sums} FROM shards WHERE state = 'ready'"
+    with cache.catalog.read() as connection:
+        own = connection.execute(f"{held} AND job = ?", (job,)).fetchone()
+        alike = connection.execute(f"{held} AND dataset = ?", (options.dataset,)).fetchone()
+        growth = asked(connection, cache.layout, 0)
+        beside = measure(connection, cache.layout).total - (own["bytes"] or 0)
+    seen = own if own["samples"] else alike
+    if not seen["samples"]:
+        return None
+    block = cache.layout.disk_block
+    cap = least = int(beside + seen["bytes"] * samples // seen["samples"] + growth)
+    for _ in range(8):  # under a larger cap shards are larger, and each worker reserves a whole one
+        nbytes = shard_bytes(cap, options)
+        each = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
+        bound = shard_bound(kind, schema, min(each, samples), nbytes, block) + RANGE_BYTES
+        cap = least + options.workers * (bound + folder_bound(schema, bound, block))
+    return cap + cap // 50
+
+
+def refuse_small_cap(
+    cache: CacheDir, options: PullOptions, schema: Schema, kind: Format, found: Message, *, listing: Path | None
+) -> None:
+    """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one shard of this pull, and
+    :class:`CapacityError` when the disk of a new cache has no room for one above its floor."""
+
+    def one(cap: int) -> tuple[int, int]:
+        """Bytes of values in a shard, and the most that it takes."""
+        samples = samples_per_shard(cap, options, schema, kind, found)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes(cap, options), found["mean"])
+        return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block) + RANGE_BYTES
+
+    need = refuse_cap(cache, one, schema, kind, listing=listing)
+    if not cache.exists:  # where there is one, older shards may go
+        refuse_full_disk(cache.layout, need, cache.min_free)
+
+
+def refuse_cap(
+    cache: CacheDir, one: Callable[[int], tuple[int, int]], schema: Schema, kind: Format, *, listing: Path | None
+) -> int:
+    """Raise :class:`CapTooSmall` when the cap does not hold a shard; else give the least cap that does. ``one(cap)``
+    says how many bytes of values a shard has under a cap, and how many its files take at most.
+
+    A larger cap may mean larger shards: the minimum in the message is one that holds its own.
+    """
+    cap = least = cache.max_size
+    while True:
+        nbytes, bound = one(least)
+        need = least_cap(cache.catalog if cache.exists else None, cache.layout, bound, schema, listing=listing)
+        if need <= least:
+            break
+        least = need
+    if least == cap:
+        return need
+    shard = bound + folder_bound(schema, bound, cache.layout.disk_block)
+    raise CapTooSmall(
+        f"a cap of {format_size(cap)} cannot hold one {kind.name} shard of {format_size(nbytes)} of values;\n"
+        f"the minimum is {least} bytes, up to {format_size(shard)} for such a shard and {format_size(least - shard)}"
+        " beside it: raise --max-size or lower --shard-size"
+    )

@@ -1,0 +1,329 @@
+"""One claim on its way from a source into shards.
+
+::
+
+    units in drawn order -> fetch, decode -> blocks -> shard, reserved whole -> commit, draws done
+                                                 ^                                |
+                                                 +--- the rest of the claim, when a shard closed early
+
+The claim is taken by :mod:`cachetool.pull.worker`, which asks for the next one as soon as all of this one was asked
+for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
+from cachetool.cache.catalog import Connection, bump
+from cachetool.cache.losses import regain
+from cachetool.cache.records import RANGE_BYTES, write_source_record
+from cachetool.core.block import BLOCK_BYTES, Block, Ragged
+from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
+from cachetool.core.schema import KEY, Schema
+from cachetool.core.units import format_size
+from cachetool.formats.base import Format
+from cachetool.formats.shard import ShardFiles, shard_bound
+from cachetool.proc.task import Channel
+from cachetool.pull.claims import Claims, Done, Handed
+from cachetool.pull.job import too_many
+from cachetool.pull.passes import order_of_turn, runs
+from cachetool.pull.pulse import Waiting
+from cachetool.sources import Piece, Skipped
+from cachetool.stores.redact import printable
+
+__all__ = ["Drawing", "FirstShard", "Plan"]
+
+
+class FirstShard:
+    """When a worker closes its first shard at the latest, with what it has: training begins with that."""
+
+    def __init__(self, seconds: float | None) -> None:
+        """In so many ``seconds`` from now; None: when it is full."""
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        """Seconds until then, as :data:`cachetool.sources.base.Hurry`; None once a shard was closed."""
+        return None if self._at is None else self._at - time.monotonic()
+
+    def closed(self) -> None:
+        """A shard was committed."""
+        self._at = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What stays the same for all shards of a worker."""
+
+    job: str
+    source: str
+    dataset: str
+    kind: Format
+    schema: Schema
+    shard_bytes: int
+    room: Room
+    skip_bad: bool
+    per_unit: int
+    """About how many samples one draw brings."""
+    first: FirstShard
+    again: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
+
+
+class Drawing:
+    """One claim on its way into one shard, or into several when samples turn out larger than expected."""
+
+    def __init__(self, cache: CacheDir, claims: Claims, plan: Plan, held: Claim, channel: Channel) -> None:
+        source = claims.samples
+        assert source is not None
+        self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
+        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        self._is_handed = isinstance(claims, Handed)
+        self._cached = claims.there(held, units)
+        vanished = np.isin(units, source.vanished) & ~self._cached
+        self._barren = vanished.copy()
+        """Positions that give no sample, as far as is known."""
+        self._gaps = np.zeros(len(units), dtype=np.bool_)
+        """Positions that stay open although some behind them are done."""
+        self._there = np.nonzero(~vanished & ~self._cached)[0]
+        """Positions in the claim whose units are still in the source, and not in the cache."""
+        self._units, self._vanished = units[self._there], np.cumsum(vanished)
+        self._channel = channel
+        self._from = self._upto = held.start
+        """Positions below the one are committed; of those below the other the samples are in the open shard."""
+        self._even = True
+        """Whether just these samples are in it: not while some are written."""
+        self._skipped: list[Skipped] = []
+        self._fetched = 0
+        self._staging: Staging | None = None
+        self._files: ShardFiles | None = None
+        self._room = (0, 0)
+        """Samples and bytes of values that the open shard still takes."""
+        self._pieces = source.read(
+            self._units,
+            schema=plan.schema,
+            skip_bad=plan.skip_bad,
+            block_bytes=min(BLOCK_BYTES, plan.shard_bytes),
+            hurry=plan.first.left,
+        )
+
+    def run(self, ahead: Callable[[], Drawing | None]) -> Drawing | None:
+        """Fetch all positions of the claim and commit them. Gives what ``ahead`` did, which is called once all of them
+        have been asked for."""
+        coming, asked = None, False
+        try:
+            for piece in self._pieces:
+                if self._pieces.begun and not asked:
+                    coming, asked = ahead(), True
+                self._take(piece)
+            self._even = False
+            self._commit(self._held.stop)
+        except BaseException as error:
+            if coming is not None:
+                coming.close()
+            self._keep(error)
+            raise
+        finally:
+            self.close()
+        return coming
+
+    def _take(self, piece: Piece) -> None:
+        """Write the samples of a piece, and commit what is full, or wanted by now."""
+        if piece.gaps is not None and not self._may_leave(piece.gaps, piece.block.nbytes, len(piece.block)):
+            return
+        self._even = False
+        skipped = [replace(skip, draw=int(self._there[skip.draw])) for skip in piece.skipped]
+        self._barren[[skip.draw for skip in skipped]] = True
+        self._skipped += skipped
+        self._fetched += piece.fetched
+        self._channel.send({"fetched": piece.fetched, "samples": len(piece.block), "bytes": piece.block.nbytes})
+        block, at = piece.block.with_plain_bools(), self._there[piece.draws]
+        while len(block):
+            fit = self._fitting(block, at)
+            if fit == 0:
+                self._commit(self._held.start + int(at[0]))
+                least = int(np.searchsorted(at, at[0], side="right"))
+                try:
+                    self._open(block, least)
+                except CapTooSmall as error:
+                    self._leave_out(block.slice(0, least), int(at[0]), error)
+                    block, at = block.slice(least, len(block)), at[least:]
+                continue
+            assert self._files is not None
+            self._files.write(block.slice(0, fit))
+            self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
+            block, at = block.slice(fit, len(block)), at[fit:]
+        if piece.done:
+            self._upto = self._held.start + int(self._there[piece.done - 1]) + 1
+        left = self._plan.first.left()
+        if left is not None and left <= 0 and self._files is not None:
+            self._commit(self._upto)
+        self._even = True
+
+    def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
+        """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
+        its record has then. Draws that are lost or come back are counted in one piece."""
+        held, at = self._held, self._there[gaps]
+        more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
+        fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
+        if not fits or held.lost or self._is_handed or self._plan.again:
+            return False
+        self._gaps[at] = True
+        return True
+
+    def _keep(self, error: BaseException) -> None:
+        """Commit what came before an error, rather than to fetch it again. Not for a coordinator that is gone."""
+        if self._even and self._files is not None and not (isinstance(error, Interrupted) and self._is_handed):
+            with contextlib.suppress(CacheToolError, OSError):  # the first error is the one that matters
+                self._commit(self._upto)
+
+    def close(self) -> None:
+        """Cancel what is in flight, and give the open shard up."""
+        self._pieces.close()
+        self._abort()
+
+    def _fitting(self, block: Block, at: npt.NDArray[np.int64]) -> int:
+        """How many samples go into the open shard; those of one unit are in one shard, else it could be half drawn."""
+        samples, nbytes = self._room
+        upto = np.cumsum(block.sample_nbytes[:samples])
+        fit = int(np.searchsorted(upto, nbytes, side="right"))
+        return fit if fit in (0, len(block)) or at[fit] != at[fit - 1] else int(np.searchsorted(at, at[fit]))
+
+    def _open(self, block: Block, least: int) -> None:
+        """Reserve a shard for what is left of the claim, the first ``least`` samples of ``block`` in any case; they may
+        be more than a shard."""
+        plan = self._plan
+        ahead = len(self._there) - int(np.searchsorted(self._there, self._from - self._held.start))
+        samples = max(least, ahead * plan.per_unit)
+        nbytes = max(plan.shard_bytes, int(block.sample_nbytes[:least].sum()))
+        if plan.schema.is_fixed:
+            samples = min(samples, max(least, nbytes // max(1, plan.schema.fixed_nbytes)))
+            nbytes = samples * plan.schema.fixed_nbytes
+        bound = shard_bound(plan.kind, plan.schema, samples, nbytes, self._cache.layout.disk_block)
+        self._staging = self._cache.stage(
+            dataset=plan.dataset,
+            schema=plan.schema,
+            format=plan.kind.name,
+            bound=bound + RANGE_BYTES * self._most_ranges(),
+            job=plan.job,
+            room=plan.room,
+            waiting=Waiting(self._channel).tell,
+        )
+        self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
+        self._room = (samples, nbytes)
+
+    def _leave_out(self, block: Block, at: int, error: CapTooSmall) -> None:
+        """One draw that no shard under this cap can hold: skipped, or refused by its name."""
+        nbytes, keys = block.nbytes, block.columns.get(KEY)
+        if nbytes <= self._plan.shard_bytes:
+            raise error
+        key = f"draw {self._held.start + at}"
+        if isinstance(keys, Ragged):
+            key = keys[int(np.argmax(block.sample_nbytes))].tobytes().decode("utf-8", "surrogateescape")
+        size = format_size(nbytes)
+        if len(block) > 1:
+            size += f" together with {len(block) - 1} others of its archive"
+        if not self._plan.skip_bad:
+            advice = str(error).replace("lower --shard-size", "leave it out with --on-error skip")
+            raise CapTooSmall(f"sample {printable(key[:200])!r} has {size}: {advice}") from None
+        self._barren[at] = True
+        self._skipped.append(Skipped(at, key, f"it has {size}, more than a shard under this cap can hold"))
+
+    def _commit(self, upto: int) -> None:
+        """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
+        plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
+        files, staging, start = self._files, self._staging, self._from
+        left_out = len(skipped), self._gone(upto) - self._gone(start)
+        drawn = self._ranges(upto)
+        fresh = sum(b - a for a, b in drawn)
+        brought = fresh if self._held.lost else fresh - sum(left_out)
+        gaps = runs(start, self._gaps[start - self._held.start : upto - self._held.start])
+        done = Done(start, upto, drawn, brought, *left_out, self._fetched, gaps)
+        if files is None or staging is None:
+            if upto == start:
+                return
+            self._require_same(start, upto, "")
+            with self._cache.catalog.write() as connection:
+                self._regain(connection, upto, 0)
+                self._claims.finish(connection, self._held, done)
+                if fresh < upto - start:  # done with no shard to tell of it
+                    bump(connection)
+                    write_source_record(connection, self._cache.layout, plan.source)
+            self._claims.tell(self._held, done, None, 0)
+        else:
+            facts = files.facts()
+            self._files = None
+            self._require_same(start, upto, facts.content)
+
+            def close(connection: Connection) -> None:
+                self._regain(connection, upto, facts.samples)
+                self._claims.finish(connection, self._held, done)
+
+            staging.commit(
+                Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
+                origin=Origin(plan.source, self._source.url, self._held.turn, drawn),
+                close=close,
+            )
+            self._staging = None
+            plan.first.closed()
+            self._claims.tell(self._held, done, staging.id, facts.samples)
+            self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
+        self._from, self._room, self._fetched = upto, (0, 0), 0
+        self._skipped = [s for s in self._skipped if s not in skipped]
+        if skipped:
+            self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
+            self._refuse_too_many(skipped[-1])
+
+    def _require_same(self, start: int, upto: int, content: str) -> None:
+        """Raise :class:`BadObject` when these draws were another shard before: it is not taken in, so that it can be
+        tried again with what the source had then."""
+        again = self._plan.again
+        if again and again.get((start, upto)) != content:
+            last = self._skipped[-1:]
+            why = f"; of {last[0].key} it says: {last[0].reason}" if last else ""
+            raise BadObject(f"{self._source.url} does not give the same samples any more as for an evicted shard{why}")
+
+    def _regain(self, connection: Connection, upto: int, samples: int) -> None:
+        """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
+        if not self._held.lost:
+            return
+        part = slice(self._from - self._held.start, upto - self._held.start)
+        samples += int(np.count_nonzero(self._cached[part]))
+        barren = runs(self._from, self._barren[part])
+        regain(connection, self._plan.job, self._held, upto, samples=samples, barren=barren)
+
+    def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
+        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
+        draws, those that gave none are still open."""
+        part = slice(self._from - self._held.start, upto - self._held.start)
+        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._held.lost))[part])
+
+    def _most_ranges(self) -> int:
+        """How many :meth:`_ranges` there will be, whatever turns out to be barren."""
+        count = len(self._ranges(self._held.stop))
+        return count + (self._held.stop - self._from) // 2 if self._held.lost and self._plan.skip_bad else count
+
+    def _gone(self, upto: int) -> int:
+        """How many of the claim's positions below ``upto`` have vanished."""
+        return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
+
+    def _refuse_too_many(self, last: Skipped) -> None:
+        if self._plan.again:  # they were counted when they were drawn first
+            return
+        unused, drawn = self._claims.unused()
+        if too_many(unused, drawn):
+            raise BadObject(
+                f"{unused} of {drawn} draws could not be used, more than 1 %; the last was {last.key}: {last.reason}"
+            )
+
+    def _abort(self) -> None:
+        if self._files is not None:
+            self._files.abort()
+        if self._staging is not None:
+            self._staging.abort()

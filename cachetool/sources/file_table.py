@@ -1,0 +1,259 @@
+"""Which samples the files of a source hold, on disk beside its listing: how many rows, where, and fetched how.
+
+::
+
+    table.json     kind, options that choose fields, distinct layouts, files left out, sizes and ETags that the listing
+                   does not tell; written last
+    rows.npy       int64 (files,)          samples of each file
+    chunk.npy      int64 (files,)          of which so many are one unit; 0: as in cuts.npy
+    layout.npy     int32 (files,)          which of the layouts of table.json
+    offsets.npy    int64 (files, fields)   where the first row of each field lies, -1 when a library has to find it;
+                                           fields in the order of the first file, which others need not have
+    parts.npy      int64 (parts, 5)        file, first row, object, start and stop of what a unit is fetched by
+    cuts.npy       int64 (units of files whose units differ,)   samples of each
+
+Files are numbered as the listing has them, by key; samples one file after another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cachetool.core.errors import UsageError
+from cachetool.core.schema import Schema
+from cachetool.proc.folders import new_file, replacing
+from cachetool.sources.byte_source import Seen
+from cachetool.sources.kinds import Kind
+from cachetool.sources.listing import TABLE_FILE, opened
+from cachetool.sources.opening import FileFacts
+from cachetool.sources.options import SourceOptions
+
+__all__ = ["Layout", "Run", "Table", "write_table"]
+
+UNIT_BYTES = 64 * 2**10
+"""Rows smaller than this are fetched, and so drawn, with their neighbours: a request costs as much as so many bytes."""
+_VERSION = 1
+_Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What all files of one kind of rows have in common."""
+
+    schema: Schema
+    stored: tuple[np.dtype[Any], ...]
+    """The dtype of each field in the file; empty when a library has to read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Some draws that follow each other and lie in one unit."""
+
+    first: int
+    """Position of the first in the array that was asked for."""
+    file: int
+    start: int
+    stop: int
+    """Rows of the unit, in its file."""
+    inside: _Numbers
+    """Those of them that are asked for, counted from ``start``, in the order asked for."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tables of a folder, memory-mapped."""
+
+    kind: Kind
+    chosen: dict[str, Any]
+    roots: tuple[str, ...]
+    """For Zarr the folder of each; else empty, and the objects of the listing are the files."""
+    folders: tuple[str, ...]
+    """For Zarr all folders that hold metadata."""
+    whole: bool
+    """Whether a file is one unit, whose samples nobody has counted."""
+    layouts: tuple[Layout, ...]
+    """Empty for archives and records, whose fields are seen when they are read."""
+    piece: int
+    skipped: tuple[tuple[str, str], ...]
+    ours: Schema | None
+    """What files hold that ``cachetool convert --out`` wrote; None for those of others."""
+    seen: Seen
+    """Which content of their objects the tables are of, where the listing does not tell it."""
+    rows: _Numbers
+    chunk: _Numbers
+    layout: npt.NDArray[np.int32]
+    offsets: _Numbers
+    cuts: _Numbers
+    parts: _Numbers
+    starts: _Numbers
+    """The number of the first sample of each file, and the number of samples."""
+    cut_bounds: _Numbers
+    """The first of the cuts of each file, and the one behind its last, (files, 2)."""
+
+    @classmethod
+    def open(cls, folder: Path) -> Table:
+        """Map the tables in ``folder``. Raises :class:`CorruptError` when they are none."""
+        names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
+        with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
+            layouts = tuple(
+                Layout(Schema.from_json(each["schema"]), tuple(np.dtype(name) for name in each["stored"]))
+                for each in about["layouts"]
+            )
+        counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
+        return cls(
+            about["kind"],
+            about["chosen"],
+            tuple(about["roots"]),
+            tuple(about["folders"]),
+            about["whole"],
+            layouts,
+            about["piece"],
+            tuple((str(name), str(why)) for name, why in about["skipped"]),
+            Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
+            {int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
+            **arrays,
+            starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
+            cut_bounds=np.searchsorted(
+                np.cumsum(arrays["cuts"]),
+                np.stack([np.cumsum(counts) - counts, np.cumsum(counts)], axis=1),
+                side="right",
+            ),
+        )
+
+    def refuse_others(self, options: SourceOptions, url: str) -> None:
+        """Raise :class:`UsageError` for options that would choose other fields than these tables hold."""
+        if chosen(options) != self.chosen:
+            raise UsageError(
+                f"{url} was listed with other --fields or --rename; give the same, or use another --dataset or cache"
+            )
+
+    def unit_sizes(self) -> _Numbers | int:
+        """Samples of each unit; the number of units when each is one sample."""
+        if self.whole:
+            return len(self.rows)
+        if not len(self.cuts) and (self.chunk == 1).all():
+            return int(self.starts[-1])
+        parts = []
+        for file in range(len(self.rows)):
+            rows, chunk = int(self.rows[file]), int(self.chunk[file])
+            if chunk == 0:
+                sizes = self._cuts_of(file)
+            else:
+                sizes = np.full(-(-rows // chunk), chunk, dtype=np.int64)
+                if rows % chunk:
+                    sizes[-1] = rows % chunk
+            parts.append(sizes)
+        return np.concatenate(parts)
+
+    def _cuts_of(self, file: int) -> _Numbers:
+        """Samples of each unit of a file whose units differ."""
+        first, last = self.cut_bounds[file]
+        return self.cuts[first:last]
+
+    def parts_of(self, run: Run) -> _Numbers:
+        """Object, start and stop of what is known to be fetched for a run, (parts, 3)."""
+        first, last = np.searchsorted(self.parts[:, 0], [run.file, run.file + 1])
+        rows = self.parts[first:last, 1]
+        a, b = np.searchsorted(rows, [run.start, run.stop])
+        return self.parts[first + a : first + b, 2:]
+
+    def offset(self, file: int, name: str) -> int:
+        """Where the first row of a field lies in its file."""
+        return int(self.offsets[file, self.layouts[0].schema.names.index(name)])
+
+    def runs(self, samples: _Numbers) -> list[Run]:
+        """``samples`` in the order given, cut wherever the unit changes."""
+        if self.whole:
+            return [Run(at, int(file), 0, 0, np.zeros(1, np.int64)) for at, file in enumerate(samples)]
+        files = np.searchsorted(self.starts, samples, side="right") - 1
+        rows = samples - self.starts[files]
+        chunks = self.chunk[files]
+        start = rows // np.maximum(chunks, 1) * chunks
+        stop = np.minimum(start + chunks, self.rows[files])
+        for file in np.unique(files[chunks == 0]):
+            mine = files == file
+            sizes = self._cuts_of(file)
+            ends = np.cumsum(sizes)
+            at = np.searchsorted(ends, rows[mine], side="right")
+            stop[mine] = ends[at]
+            start[mine] = ends[at] - sizes[at]
+        changes = np.flatnonzero((np.diff(files) != 0) | (np.diff(start) != 0)) + 1
+        firsts = [0, *changes.tolist()] if len(samples) else []
+        lasts = [*changes.tolist(), len(samples)]
+        return [
+            Run(a, int(files[a]), int(start[a]), int(stop[a]), rows[a:b] - start[a])
+            for a, b in zip(firsts, lasts, strict=False)
+        ]
+
+
+def chosen(options: SourceOptions) -> dict[str, Any]:
+    """The options that decide which rows and fields there are."""
+    return {"fields": None if options.fields is None else list(options.fields), "rename": dict(options.rename)}
+
+
+def write_table(
+    folder: Path,
+    kind: Kind,
+    options: SourceOptions,
+    facts: list[FileFacts],
+    *,
+    files: int,
+    roots: tuple[str, ...] = (),
+    folders: tuple[str, ...] = (),
+    skipped: tuple[tuple[str, str], ...] = (),
+    parts: Sequence[tuple[int, int, int, int, int]] = (),
+    ours: Schema | None = None,
+    seen: Seen | None = None,
+) -> None:
+    """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
+    layouts: dict[str, int] = {}
+    layout, chunk, cuts = [], [], []
+    names = Schema.from_json(facts[0].schema).names if facts and facts[0].schema else ()
+    for each in facts:
+        stored = list(each.stored.values()) if len(each.stored) == len(each.schema) else []
+        if each.schema:
+            text = json.dumps({"schema": each.schema, "stored": stored})
+            layout.append(layouts.setdefault(text, len(layouts)))
+        if each.cuts is not None:
+            chunk.append(0)
+            cuts += [stop - start for start, stop in zip([0, *each.cuts], each.cuts, strict=False)]
+        else:
+            chunk.append(_unit_rows(each))
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "rows": np.array([each.rows for each in facts] if facts else [1] * files, dtype=np.int64),
+        "chunk": np.array(chunk if facts else [1] * files, dtype=np.int64),
+        "layout": np.array(layout, dtype=np.int32),
+        "offsets": np.array([[each.offsets[name] for name in names] for each in facts], dtype=np.int64),
+        "cuts": np.array(cuts, dtype=np.int64),
+        "parts": np.array(sorted(parts), dtype=np.int64).reshape(-1, 5),
+    }
+    for name, array in arrays.items():
+        with new_file(folder / f"{name}.npy") as file:
+            np.save(file, array, allow_pickle=False)
+    about = {
+        "version": _VERSION,
+        "kind": kind,
+        "chosen": chosen(options),
+        "roots": roots,
+        "folders": folders,
+        "whole": not facts,
+        "layouts": [json.loads(each) for each in layouts],
+        "piece": max((each.piece for each in facts), default=0),
+        "skipped": skipped,
+        "ours": None if ours is None else ours.to_json(),
+        "seen": [[number, *told] for number, told in (seen or {}).items()],
+    }
+    with replacing(folder / TABLE_FILE, durable=False) as file:
+        file.write(json.dumps(about).encode())
+
+
+def _unit_rows(facts: FileFacts) -> int:
+    row = Schema.from_json(facts.schema).fixed_nbytes
+    return facts.chunk * max(1, UNIT_BYTES // max(1, facts.chunk * row)) if row else facts.chunk

@@ -1,0 +1,239 @@
+"""What a file that others made looks like to ``convert``: its schema, its count, and all samples as blocks, in order.
+
+Files hold their samples in one of two ways:
+
+- columns (``.npy``, ``.npz``, HDF5, Zarr): arrays whose rows are samples, :mod:`cachetool.sources.columns`. An array
+  becomes a field when its first dimension is the file's number of samples; the others are left out and named;
+- records (tar, TFRecord, LMDB): one sample after another, the schema found by looking at all of them.
+
+What a file says of itself is not believed before it is compared with the bytes that are there
+(:mod:`cachetool.sources.limits`): a few bytes can claim any shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, UsageError
+from cachetool.core.schema import KEY, Field, Schema
+from cachetool.core.units import parse_text, parse_whole
+from cachetool.sources.limits import quoted
+from cachetool.sources.options import SourceOptions
+from cachetool.stores.base import EXHAUSTED
+
+__all__ = [
+    "NOT_ASKED",
+    "ClosingFile",
+    "FileOptions",
+    "FileSource",
+    "LeftOut",
+    "RandomAccess",
+    "because",
+    "bounded",
+    "checked_key",
+    "field_names",
+    "make_schema",
+    "reading",
+]
+
+MAX_SKIPPED = 100
+"""Names that :attr:`FileSource.skipped` lists; more are counted."""
+NOT_ASKED = "not asked for"
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions(SourceOptions):
+    """How files become samples: the options of ``pull``, and two more. Raises :class:`UsageError` when made
+    wrongly."""
+
+    value_format: str | None = None
+    """What the values of an LMDB file are: ``bytes``, ``npy``, ``image`` or ``raw:DTYPE,SHAPE``; None: bytes, unless
+    they look pickled."""
+    samples: int | None = None
+    """First dimension of the arrays to take; None for the one that most arrays have."""
+
+    def __post_init__(self) -> None:
+        SourceOptions.__post_init__(self)
+        if self.value_format is not None:
+            object.__setattr__(self, "value_format", parse_text(self.value_format, what="--value-format"))
+        if self.samples is not None:
+            object.__setattr__(self, "samples", parse_whole(self.samples, what="--samples"))
+        if self.samples is not None and self.samples < 0:
+            raise UsageError(f"the number of samples must be at least 0, got {self.samples}")
+
+    def _decodes_images(self) -> bool:
+        return self.decode == "image" or self.value_format == "image"
+
+    def wants(self, name: str) -> bool:
+        """Whether what a file calls ``name`` is asked for."""
+        return self.fields is None or self.rename.get(name, name) in self.fields
+
+
+class FileSource(Protocol):
+    """One input: a file, or a folder of files of one kind. Used by one thread of one process.
+
+    Opens what it needs when it needs it: after :meth:`close` it can be read again.
+    """
+
+    path: Path
+    schema: Schema
+    samples: int
+    skipped: tuple[tuple[str, str], ...]
+    """What of the file is not taken: (name, reason)."""
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order, in blocks of about ``block_bytes``; a single sample may be larger.
+
+        Raises :class:`BadObject` naming the file and the dataset, record or member.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of files and processes; blocks handed out stay valid. May be called twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class RandomAccess(FileSource, Protocol):
+    """A file source that reads any run of samples: arrays and LMDB, not tar and TFRecord."""
+
+    piece: int
+    """Bytes of the largest row or chunk, which is in memory as a whole while it is read."""
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``; cheapest when each call goes on where the last one ended."""
+        ...
+
+
+class ClosingFile:
+    """Base of all file sources: a context manager over :meth:`close`."""
+
+    def close(self) -> None:
+        """Let go of files and processes."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def field_names(
+    path: Path, found: Sequence[str], skipped: list[tuple[str, str]], options: FileOptions
+) -> dict[str, str]:
+    """What each of ``found`` shall be called, ``{name in the file: name of the field}``, in the order asked for.
+
+    The others are added to ``skipped``. Raises :class:`UsageError` for a name that is asked for and not there.
+    """
+    names = {name: options.rename.get(name, name) for name in found}
+    left_out = {options.rename.get(name, name): reason for name, reason in skipped}
+    for name in options.rename:
+        if name not in names and name not in dict(skipped):
+            raise UsageError(f"{path}: --rename {name}: there is {_listed([*names, *dict(skipped)])}")
+    twice = [name for name in names.values() if list(names.values()).count(name) > 1]
+    if twice:
+        raise UsageError(f"{path}: two fields would be called {twice[0]!r}; rename one with --rename")
+    if options.fields is None:
+        return names
+    by_name = {new: name for name, new in names.items()}
+    for new in options.fields:
+        if new in left_out:
+            raise UsageError(f"{path}: field {new!r} cannot be taken: {left_out[new]}")
+        if new not in by_name:
+            raise UsageError(f"{path}: no field {new!r}; there is {_listed([*by_name, *left_out])}")
+    skipped += [(name, NOT_ASKED) for new, name in by_name.items() if new not in options.fields]
+    return {by_name[new]: new for new in options.fields}
+
+
+def make_schema(path: Path, fields: Sequence[Field], skipped: Sequence[tuple[str, str]]) -> Schema:
+    """The schema of ``fields``. Raises :class:`UsageError` saying why nothing is left when there is none."""
+    if not fields:
+        raise UsageError(f"{path}: nothing in it can be taken as samples{because(skipped)}")
+    try:
+        return Schema(tuple(fields))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def checked_key(field: Field) -> Field:
+    """The field itself. Raises :class:`UsageError` for one that has the name of the samples' keys and is no text: it
+    would take their place."""
+    if field.name == KEY and field.kind not in ("str", "bytes"):
+        raise UsageError(f"keys of samples have this name, and they are text; it is {field.describe()}")
+    return field
+
+
+def because(skipped: Iterable[tuple[str, str]]) -> str:
+    """The first three reasons, as the end of a message."""
+    reasons = [f"{quoted(name)}: {reason}" for name, reason in skipped]
+    return f";\n{'; '.join(reasons[:3])}" if reasons else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(quoted(name) for name in list(names)[:20]) or "none"
+
+
+class LeftOut:
+    """Collects what of a file is not taken: the first ``MAX_SKIPPED`` by name, the rest as a number."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, str]] = []
+        self._more = 0
+
+    def add(self, name: str, reason: str) -> None:
+        """One more."""
+        if len(self._names) < MAX_SKIPPED:
+            self._names.append((name, reason))
+        else:
+            self._more += 1
+
+    def listed(self) -> tuple[tuple[str, str], ...]:
+        """For :attr:`FileSource.skipped`."""
+        return (*self._names, ("...", f"and {self._more} more")) if self._more else tuple(self._names)
+
+    def because(self) -> str:
+        """The first three, for messages."""
+        return because(self._names)
+
+
+def bounded(skipped: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """At most ``MAX_SKIPPED`` of them, the rest as a number."""
+    out = LeftOut()
+    for name, reason in skipped:
+        out.add(name, reason)
+    return out.listed()
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever a library says about a damaged file into :class:`BadObject`, "``what``: its message".
+
+    Errors of cachetool pass through: they name the file already.
+    """
+    try:
+        yield
+    except (CacheToolError, MemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise NotFound(f"{what}: it is not there") from error
+    except PermissionError as error:
+        raise AccessDenied(f"{what}: permission denied") from error
+    except Exception as error:  # codecs and parsers raise classes of their own for damaged bytes
+        if isinstance(error, OSError) and error.errno in EXHAUSTED:
+            raise SourceError(f"{what}: {error.strerror}") from error
+        lines = str(error).strip().splitlines() or [""]
+        text = lines[0][:200] if lines[0].isprintable() and lines[0] else type(error).__name__
+        raise BadObject(f"{what}: {text}") from error
