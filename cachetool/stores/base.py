@@ -68,6 +68,8 @@ class Limits:
     """Without a single byte: the attempt is given up."""
     listing: float = 25.0
     """The same for a page of an object store's listing, which some servers take long to put together."""
+    page: float = 600.0
+    """For 1,000 more keys of an object store's listing or its end, in however many answers; many may be empty."""
     retry: float = 18.0
     """After the first attempt: no further attempt begins, unless the server itself asked to wait."""
     throttle: float = 600.0

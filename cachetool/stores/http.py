@@ -36,6 +36,8 @@ _INDEX_BYTES = 2**27
 _MANIFEST_BYTES = 2**30
 _FILE_BYTES = 2**46
 _MAX_DEPTH = 64
+EMPTY_FOLDERS = 100_000
+"""Folders in a row without a file, at which a list is given up: a server may make up folders without end."""
 
 
 def open_http_store(url: str, limits: Limits) -> HttpStore:
@@ -87,7 +89,7 @@ class HttpStore:
         self._left_out = left_out
 
     def _walk(self, left_out: Counter[str]) -> Pages:
-        folders, seen = [""], {""}
+        folders, seen, empty = [""], {""}, 0
         while folders:
             folder = folders.pop()
             page = self._origin + self._folder + quote(folder, errors="surrogateescape")
@@ -114,6 +116,12 @@ class HttpStore:
                     seen.add(below)
                     folders.append(below)
             yield batch
+            empty = 0 if batch else empty + 1
+            if folders and empty == EMPTY_FOLDERS:
+                raise SourceError(
+                    f"{self.url}: {EMPTY_FOLDERS} folders in a row have no file;\n"
+                    "give a folder below, or a manifest (.txt, .jsonl)"
+                )
 
     def _index(self, page: str, accept: str) -> builtins.list[Entry]:
         answer = self._fetch(page + self._query, redact(page), most=_INDEX_BYTES, accept=accept)

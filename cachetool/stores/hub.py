@@ -29,6 +29,8 @@ __all__ = ["HubStore", "open_hub_store"]
 
 ENDPOINT = "https://huggingface.co"
 _PAGE_BYTES = 2**27
+EMPTY_PAGES = 1000
+"""Pages in a row without a file, at which a list is given up; the hub's pages have 1,000 entries each."""
 _SENT = re.compile(r"[!-~]*")
 _NEXT = re.compile(r'<([^<>]+)>\s*;\s*rel="next"')
 
@@ -90,17 +92,19 @@ class HubStore:
         place = quote(path, errors="surrogateescape")
         url = f"{self._api}/tree/{self._at()}{f'/{place}' if path else ''}?recursive={str(recursive).lower()}"
         start = len(self._path) + 1 if self._path else 0
-        seen = {url}
+        seen, empty = {url}, 0
         while url:
             answer = self._fetch(url, self.url)
             try:
-                yield [
+                page = [
                     Object(str(entry["path"])[start:], int(entry["size"]), str((entry.get("lfs") or entry)["oid"]))
                     for entry in json_objects(answer.body)
                     if entry["type"] == "file" and str(entry["path"])[: max(0, start - 1)] == self._path
                 ]
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
                 raise SourceError(f"{self.url}: the hub's answer is no list of files") from error
+            yield page
+            empty = 0 if page else empty + 1
             more = _NEXT.search(answer.headers.get("Link", ""))
             try:
                 url = urljoin(answer.url, more.group(1)) if more else ""
@@ -109,6 +113,11 @@ class HubStore:
                 raise SourceError(f"{self.url}: the hub names a next page of its list that is no URL") from None
             if url in seen:
                 raise SourceError(f"{self.url}: the hub's list leads back into itself")
+            if url and empty == EMPTY_PAGES:
+                raise SourceError(
+                    f"{self.url}: the hub's list has {EMPTY_PAGES} pages in a row without a file;\n"
+                    "check HF_ENDPOINT, or give a folder of the dataset"
+                )
             seen.add(url)
 
     def find(self, key: str) -> Object:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachetool.core.errors import AccessDenied, CacheToolError, NotFound, SourceError, UsageError
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.bounded import KEYS, bounded_pages
 from cachetool.stores.credentials import (
     EXPIRES,
     Options,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectStore", "open_object_store"]
 
-_LIST_CHUNK = 1000
 _runtime_pid: int | None = None
 
 
@@ -202,7 +202,8 @@ class ObjectStore:
         while True:
             credentials = self._login.now()
             try:
-                for page in credentials.value.listing().list(offset=after, chunk_size=_LIST_CHUNK):
+                stream = credentials.value.listing().list(offset=after, chunk_size=KEYS)
+                for page in bounded_pages(stream, self.url, self._limits):
                     yield page
                     after, patience = page[-1]["path"] if page else after, Patience(self._limits)
                 return
