@@ -3,7 +3,7 @@
 obstore holds an answer in memory whatever its size, and follows empty pages for ever. Neither can be seen from outside,
 and its calls do not return early. So each page is awaited in an event loop: a page that takes too much is cancelled,
 and obstore then closes the connection. Memory is counted for the whole process, because listings are made in processes
-that do nothing else meanwhile (:mod:`cachetool.lister`, :mod:`cachetool.remote`).
+that do nothing else meanwhile (:mod:`cachetool.pull.listing`, :mod:`cachetool.conversion.remote`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from cachetool.errors import SourceError
+from cachetool.core.errors import SourceError
 from cachetool.stores.base import Limits
 
 __all__ = ["KEYS", "PAGE_MEMORY", "bounded_pages"]

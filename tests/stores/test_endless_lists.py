@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.errors import BadObject, SourceError
+from cachetool.core.errors import BadObject, SourceError
 from cachetool.stores import Limits, open_store
 from tests.servers import Http, Scripted, scripted_server
 
