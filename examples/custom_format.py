@@ -44,8 +44,17 @@ import numpy.typing as npt
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Reader, Writer
-from cachetool.formats.columnar import ArrayPlan, ColumnarWriter, Held, Place, array_plans, header, parse_header
-from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
+from cachetool.formats.columnar import (
+    ArrayPlan,
+    ColumnarReader,
+    ColumnarWriter,
+    Held,
+    Place,
+    array_plans,
+    corrupt_errors,
+    header,
+    parse_header,
+)
 from cachetool.formats.files import BulkFile, allocated_bound, fsync_folder, write_durably
 from cachetool.proc.disk import DISK_BLOCK
 

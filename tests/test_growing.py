@@ -20,11 +20,10 @@ from cachetool.cache import CacheDir
 from cachetool.core.permutation import Permutation, SegmentedOrder
 from cachetool.pull import prepare as planning
 from cachetool.pull import run as pull
-from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import Listing, write_listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.segments import SegmentedListing, segment_name, write_changes
+from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 from cachetool.stores import Object
 from tests.servers import Moto
 

@@ -35,7 +35,7 @@ from cachetool.loaders.snapshots.plain_files import shards_at
 from cachetool.proc import scratch as scratches
 from cachetool.proc.folders import remove_held, replacing, write_piece
 from cachetool.proc.scratch import WorkFolder, scratch
-from cachetool.sources.parts import read_parts
+from cachetool.sources.ours import read_parts
 from tests.test_layers import MODULES
 
 OTHER = 65534

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import cachetool
 from cachetool.cache.agreement import contradiction
-from cachetool.cache.copies import Copies, copies
+from cachetool.cache.draws import Copies, copies
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapBlocked
 from cachetool.core.permutation import SegmentedOrder
-from cachetool.pull import passes
-from cachetool.pull.passes import Cached, runs
+from cachetool.pull import claims
+from cachetool.pull.claims import Cached, runs
 from cachetool.sources import open_source
 from tests.test_background import until
 from tests.test_growing import drawn, write
@@ -48,11 +48,11 @@ def test_a_claim_brings_as_many_draws_as_asked_for_and_no_more_ranges_than_are_k
     most = data.draw(st.integers(1, 20))
     cached = Cached()
     cached._draws = np.array(sorted(held), dtype=np.int64)
-    before, passes.MOST_RUNS = passes.MOST_RUNS, most
+    before, claims.MOST_RUNS = claims.MOST_RUNS, most
     try:
         stop = cached.reach(order, start, min(start + wanted, count), end=count)
     finally:
-        passes.MOST_RUNS = before
+        claims.MOST_RUNS = before
     assert start < stop <= count
     flags = np.array([int(unit) not in held for unit in order[np.arange(start, stop)]])
     assert flags.sum() <= wanted

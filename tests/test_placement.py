@@ -26,7 +26,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir, Room
-from cachetool.cache.jobs import add_job
+from cachetool.cache.draws import add_job
 from cachetool.cluster import crew
 from cachetool.cluster import node as member
 from cachetool.cluster import pull as cluster

@@ -14,7 +14,7 @@ import pytest
 
 import cachetool
 from cachetool.cache.agreement import contradiction
-from cachetool.cache.losses import losses
+from cachetool.cache.draws import losses
 from cachetool.check.verify import verify
 from cachetool.cli.app import run
 from cachetool.pull.options import PullOptions

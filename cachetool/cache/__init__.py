@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from cachetool.cache.commit import Facts, Origin, Staging, commit_together
     from cachetool.cache.draws import Claim, SourceRow
     from cachetool.cache.opening import open_cache
-    from cachetool.cache.policies import Victim, policy_names
+    from cachetool.cache.policies import Room, Victim, policy_names
     from cachetool.cache.removal import Removal
-    from cachetool.cache.room import Room
     from cachetool.cache.root import CacheDir
     from cachetool.cache.snapshots import Shard, Snapshot
     from cachetool.cache.stats import Stats

@@ -19,9 +19,8 @@ from collections.abc import Callable
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
-from cachetool.cache.policies import Candidate, choose, protected
+from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
-from cachetool.cache.room import Room
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.units import format_duration, format_size

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import Claim, SourceRow, source_row
-from cachetool.cache.jobs import job_row
+from cachetool.cache.draws import Claim, SourceRow, job_row, source_row
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import without, write_source_record
 from cachetool.core.errors import UsageError

@@ -27,14 +27,13 @@ from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
 from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.policies import Room
 from cachetool.cache.records import read_shard_json, record_bound, seal, source_progress
 from cachetool.cache.removal import delete_trash, sweep
-from cachetool.cache.room import Room
 from cachetool.core.errors import CacheToolError, CatalogError
 from cachetool.core.names import Id
 from cachetool.core.schema import Schema
-from cachetool.proc.disk import naming_inodes
-from cachetool.proc.filesystem import file_system
+from cachetool.proc.disk import file_system, naming_inodes
 from cachetool.proc.folders import fsync_folder, tree_bytes, write_durable
 
 __all__ = ["Facts", "Origin", "Staging", "commit_together", "folder_bound", "stage_together"]

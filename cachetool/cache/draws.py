@@ -7,7 +7,23 @@ A source's draws are the positions ``0 .. units - 1`` of one seeded order per tu
 
 A source that grows gets more positions behind those it has; the others stay what they are. A claim has a holder while a
 worker is on it, none after that died or gave it back: then it is handed out before the frontier moves, ``lost`` first.
-Lost draws that gave nothing again stay open (:func:`cachetool.cache.losses.regain`), and no pass is held up by them.
+Lost draws that gave nothing again stay open (:func:`cachetool.cache.draws.regain`), and no pass is held up by them.
+
+Pulls that are under way: what each may still draw, and how room is made for it.
+
+What the cache has of a source: which draws of which passes lie in its ready shards, or are to be there again. To the
+catalog of several nodes their shards are its own.
+
+Samples that were committed and then damaged: which are still missing, and how their loss is accepted.
+
+::
+
+    shard given up  -- reopen -->  claims with `lost` samples  -- drawn again, before all others -->  row gone
+                                                               -- regain: gave nothing ---------->  `tried`, still lost
+                                                               -- accept ------------------------->  open like any
+    exists nowhere else          ->  state `quarantine`        -- purge -------------------------->  trash, recorded
+
+Whatever is in one of the two middle columns is what ``verify`` calls missing or in quarantine.
 """
 
 from __future__ import annotations
@@ -15,31 +31,156 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachetool.cache.catalog import Connection, Row, event
-from cachetool.cache.copies import Pass, still_there
-from cachetool.cache.jobs import add_job, job_row
+from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
+from cachetool.cache.holders import Holder
 from cachetool.cache.kinds import AGAIN, NOT_AGAIN, OVER, let_go
-from cachetool.cache.room import Room
+from cachetool.cache.layout import Layout
+from cachetool.cache.policies import Room
+from cachetool.cache.records import write_source_record
+from cachetool.cache.removal import delete_trash
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
 
 __all__ = [
     "Claim",
+    "Copies",
+    "Job",
+    "Loss",
+    "Pass",
     "SourceRow",
+    "accept",
+    "add_job",
     "add_source",
     "claim",
+    "close_job",
+    "copies",
     "drawn",
     "finish",
     "give_back",
     "idle",
+    "job_row",
+    "losses",
     "next_turn",
     "open_job",
+    "promised",
+    "purge",
+    "quarantined",
+    "regain",
+    "reopen",
     "source_row",
+    "still_there",
 ]
+
+
+Pass = tuple[int, int, tuple[int, ...]]
+"""What the positions of a pass are of: its number, units, cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The draws of one ready shard, or of one claim."""
+
+    shard: str
+    turn: int
+    draws: str
+    """As in the catalog: of thousands few are looked into."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Positions of that turn."""
+        return tuple((start, stop) for start, stop in json.loads(self.draws))
+
+
+def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
+    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
+    these."""
+    rows = connection.execute(
+        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
+        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
+        {"source": source, "but": but},
+    )
+    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
+
+
+def promised(connection: Connection, source: str) -> list[Copies]:
+    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
+    are as good as there, else it would bring them too."""
+    rows = connection.execute(
+        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        " WHERE c.source = ? AND c.turn <> s.turn",
+        (source,),
+    )
+    return [
+        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
+        for row in rows
+    ]
+
+
+def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
+    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
+    left = {copy.turn for copy in copies(connection, source)}
+    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
+    return [each for each in passes if each[0] in left]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of ``pull``."""
+
+    id: str
+    source: str
+    wanted: int | None
+    """Samples to commit; None for the rest of the turn."""
+    committed: int
+    skipped: int
+    """Draws that could not be used, since the present pass began."""
+    evicted: int
+    """Shards that went to make room for it."""
+
+    @property
+    def left(self) -> int | None:
+        """Samples that it may still commit, those under way included; None without a budget."""
+        return None if self.wanted is None else self.wanted - self.committed
+
+
+def add_job(connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room) -> None:
+    """Enter a pull of ``source``, which lives as long as its holder."""
+    row = {
+        "id": job,
+        "holder": holder,
+        "source": source,
+        "wanted": wanted,
+        "committed": 0,
+        "skipped": 0,
+        "created": time.time(),
+        "renew": room.renew,
+        "policy": room.policy,
+        "min_epochs": room.min_epochs,
+        "keep_own": int(room.keep_own),
+        "hungry": 0,
+    }
+    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row)
+
+
+def job_row(connection: Connection, job: str) -> Job:
+    """The state of a pull. Raises :class:`UsageError` when it ended."""
+    columns = ", ".join(Job.__dataclass_fields__)
+    row = connection.execute(f"SELECT {columns} FROM jobs WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UsageError(f"pull {job} has ended")
+    return Job(*row)
+
+
+def close_job(connection: Connection, job: str) -> Job:
+    """End a pull; gives what it came to."""
+    state = job_row(connection, job)
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
+    return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,3 +463,154 @@ def _moves(connection: Connection) -> int:
     """A number that every commit and every eviction raises."""
     query = "SELECT (SELECT value FROM meta WHERE key = 'seq') + (SELECT coalesce(sum(shards), 0) FROM evictions)"
     return int(connection.execute(query).fetchone()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Samples of one source that are missing."""
+
+    source: str
+    """Its id."""
+    url: str
+    dataset: str
+    samples: int
+    draws: int
+    """Positions of the passes that drew them, which bring them again."""
+    why: str
+    """The newest error of that source; empty when there was none."""
+
+
+def reopen(
+    connection: Connection, source: SourceRow, turn: int, ranges: Iterable[tuple[int, int]], samples: int | None
+) -> int:
+    """Open draws again whose ``samples`` were lost (None: and are not missed); gives how many draws. What an
+    earlier pass drew is drawn again as what it was, positions of that pass: the present one has been past it, or goes
+    around it. When it is not missed, a later pass brings it."""
+    if turn != source.turn and samples is None:
+        return 0
+    parts = [(start, stop) for start, stop in ranges if start < stop]
+    left, count = samples, sum(stop - start for start, stop in parts)
+    draws = count
+    for start, stop in parts:
+        mine = None if left is None else left * (stop - start) // draws
+        if left is not None and mine is not None:
+            left, draws = left - mine, draws - (stop - start)
+        connection.execute(
+            "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
+            (source.id, turn, start, stop, mine),
+        )
+    if turn == source.turn and samples is not None:  # what was skipped among them is counted when it is again
+        again = max(0, count - samples)
+        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (again, source.id))
+    return count
+
+
+def regain(
+    connection: Connection, job: str, held: Claim, upto: int, *, samples: int, barren: Sequence[tuple[int, int]]
+) -> None:
+    """Before the positions of a claim of lost draws below ``upto`` are finished: count the ``samples`` that came, of
+    those that were lost with any claim of this source.
+
+    The ranges ``barren`` gave none, and the pull ``job`` tries them no more. Some of them may never have given any, and
+    nobody knows which: so they stay open together as long as samples are missing, and are done once none is.
+    """
+    row = connection.execute("SELECT lost FROM claims WHERE id = ?", (held.id,)).fetchone()
+    if row is None or row["lost"] is None:
+        return
+    source = held.source.id
+    connection.executemany(
+        "INSERT INTO claims (source, turn, start, stop, lost, tried) VALUES (?, ?, ?, ?, 0, ?)",
+        [(source, held.turn, start, stop, job) for start, stop in barren],
+    )
+    count = sum(stop - start for start, stop in barren)
+    connection.execute("UPDATE sources SET skipped = skipped - ? WHERE id = ?", (count, source))  # not yet
+    left = row["lost"] - samples
+    if left > 0 and upto >= held.stop:
+        connection.execute(
+            "UPDATE claims SET lost = lost + ? WHERE id = (SELECT max(id) FROM claims WHERE source = ? AND tried = ?)",
+            (left, source, job),
+        )
+    connection.execute("UPDATE claims SET lost = ? WHERE id = ?", (max(0, left) if upto < held.stop else 0, held.id))
+    others = connection.execute("SELECT id, lost FROM claims WHERE source = ? AND lost > 0", (source,)).fetchall()
+    for other in others:  # their share was a guess
+        more = min(max(0, -left), other["lost"])
+        connection.execute("UPDATE claims SET lost = lost - ? WHERE id = ?", (more, other["id"]))
+        left += more
+    if not connection.execute("SELECT 1 FROM claims WHERE source = ? AND lost > 0", (source,)).fetchone():
+        _close(connection, source, "lost = 0 AND holder IS NULL")
+
+
+def _close(connection: Connection, source: str, which: str) -> None:
+    """Call draws done that gave nothing."""
+    gone = connection.execute(
+        f"DELETE FROM claims WHERE source = ? AND {which} RETURNING stop - start AS draws, turn", (source,)
+    ).fetchall()
+    for row in gone:
+        connection.execute(
+            "UPDATE sources SET skipped = skipped + ? WHERE id = ? AND turn = ?", (row["draws"], source, row["turn"])
+        )
+
+
+def losses(connection: Connection) -> list[Loss]:
+    """What is missing of each source."""
+    rows = connection.execute(
+        "SELECT s.id AS source, s.url, s.dataset, sum(c.lost) AS samples, sum(c.stop - c.start) AS draws FROM claims c"
+        " JOIN sources s ON s.id = c.source WHERE c.lost IS NOT NULL GROUP BY s.id HAVING sum(c.lost) > 0"
+        " ORDER BY s.created"
+    ).fetchall()
+    return [Loss(**dict(row), why=_newest(connection, "error", row["url"])) for row in rows]
+
+
+def accept(catalog: Catalog, layout: Layout) -> None:
+    """Call nothing missing any more: what was not pulled again is open like other draws, or done where it was tried."""
+    with catalog.write() as connection:
+        rows = connection.execute("SELECT DISTINCT source FROM claims WHERE lost IS NOT NULL").fetchall()
+        for row in rows:
+            _close(connection, row["source"], "tried IS NOT NULL")
+        connection.execute("UPDATE claims SET lost = NULL")
+        if rows:
+            bump(connection)  # newer than what the shards say of their source
+        for row in rows:
+            write_source_record(connection, layout, row["source"])
+
+
+def quarantined(connection: Connection) -> Iterator[dict[str, Any]]:
+    """Shards in quarantine: id, dataset, samples, bytes, and why."""
+    for row in connection.execute(
+        "SELECT id, dataset, samples, bytes FROM shards WHERE state = 'quarantine'"
+    ).fetchall():
+        yield {**dict(row), "why": _newest(connection, "corrupt", row["id"])}
+
+
+def purge(catalog: Catalog, layout: Layout, holder: Holder) -> tuple[int, int, int]:
+    """Delete what is in quarantine, as a recorded eviction: shards, samples and bytes deleted.
+
+    The draws of data that came from a file are open again, so that whoever has the file can convert it once more.
+    """
+    with catalog.write() as connection:
+        rows = connection.execute("SELECT * FROM shards WHERE state = 'quarantine'").fetchall()
+        if not rows:
+            return 0, 0, 0
+        holder.register(connection)
+        bump(connection)
+        for row in rows:
+            event(connection, time.time(), "evict", row["id"], "purged, verify")
+            connection.execute(
+                "INSERT INTO evictions VALUES (?, 'purged', 'verify', 1, ?, ?)"
+                " ON CONFLICT (dataset, reason, policy) DO UPDATE SET"
+                " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",
+                (row["dataset"] or "", row["samples"], row["bytes"]),
+            )
+            connection.execute("UPDATE shards SET state = 'trash', holder = ? WHERE id = ?", (holder.id, row["id"]))
+            source = source_row(connection, row["source"] or "")
+            if source is not None:
+                reopen(connection, source, row["turn"], json.loads(row["draws"]), None)
+                write_source_record(connection, layout, source.id)
+    return delete_trash(catalog, layout, [Id(row["id"]) for row in rows])
+
+
+def _newest(connection: Connection, kind: str, subject: str) -> str:
+    row = connection.execute(
+        "SELECT text FROM events WHERE kind = ? AND subject = ? ORDER BY id DESC LIMIT 1", (kind, subject)
+    ).fetchone()
+    return row["text"] if row else ""

@@ -20,8 +20,8 @@ from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Connection, bump, event
 from cachetool.cache.draws import SourceRow, add_source, source_row
 from cachetool.cache.listings import append_segment, copy_aside, listing_bound, take_in
+from cachetool.cache.policies import Room
 from cachetool.cache.records import record_bound, write_source_record
-from cachetool.cache.room import Room
 from cachetool.core.errors import UsageError
 from cachetool.core.names import Name
 

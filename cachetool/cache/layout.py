@@ -12,6 +12,11 @@
       listings/<id>.json how far it was drawn, when no shard says so any more
 
 This module knows paths and bytes on disk; it knows nothing of what the catalog says.
+
+Whose a cache is. One that others may write to is refused: they could put links and shards of their own into it.
+
+A new cache's folder is made for its user alone (0700), whatever the umask, and so is safe from others with all that is
+in it. A folder that is there already has the rights that somebody gave it.
 """
 
 from __future__ import annotations
@@ -22,26 +27,30 @@ import functools
 import os
 import re
 import shlex
+import stat
 from pathlib import Path
 
 from cachetool.core.errors import UsageError
 from cachetool.core.names import Id, Name
 from cachetool.core.text import shown
 from cachetool.core.units import parse_location
-from cachetool.proc.disk import cache_around, too_long
-from cachetool.proc.filesystem import disk_block
-from cachetool.proc.folders import disk_bytes, remove, write_durable
+from cachetool.proc.disk import cache_around, disk_block, too_long
+from cachetool.proc.folders import ALLOW_SHARED, disk_bytes, remove, write_durable
 
 __all__ = [
+    "ALLOW_SHARED",
     "LAYOUT_VERSION",
-    "SHARD_FILE",
     "Layout",
+    "SHARD_FILE",
     "cache_option",
     "default_root",
+    "loose",
     "place_of",
     "refuse_in_cache",
+    "refuse_loose",
     "root_of",
 ]
+
 
 LAYOUT_VERSION = 1
 SHARD_FILE = Name("shard.json")
@@ -223,3 +232,27 @@ class Layout:
         while not os.path.exists(path) and path != path.parent:  # nor does what may not be looked at count
             path = path.parent
         return path
+
+
+def loose(root: Path) -> str | None:
+    """Why others could change the cache at ``root``; None when they cannot, or nothing is there yet.
+
+    A folder of root's is fine, and to root one of anybody's: in a container the user of a mounted folder is another.
+    """
+    try:
+        found = root.stat()
+    except OSError:
+        return None
+    if found.st_mode & stat.S_IWOTH:
+        return f"any user may write to it; run: chmod o-w {shlex.quote(str(root))}"
+    if os.geteuid() and found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user ({found.st_uid})"
+    return None
+
+
+def refuse_loose(root: Path) -> None:
+    """Raise :class:`UsageError` for a folder that others could change, unless :data:`ALLOW_SHARED` allows it."""
+    if (why := loose(root)) is not None and os.environ.get(ALLOW_SHARED) != "1":
+        raise UsageError(
+            f"cache {root} is refused: {why},\nor set {ALLOW_SHARED}=1 if you trust all who may write there"
+        )

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
-from cachetool.cache.layout import Layout, cache_option, place_of, root_of
+from cachetool.cache.layout import Layout, cache_option, place_of, refuse_loose, root_of
 from cachetool.cache.marker import check, settings
-from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.root import CacheDir
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import format_size, parse_flag, parse_size
-from cachetool.proc.disk import known_error
-from cachetool.proc.filesystem import check_file_system
+from cachetool.proc.disk import check_file_system, known_error
 
 __all__ = ["open_cache", "open_root"]
 

@@ -10,13 +10,12 @@ import json
 import secrets
 
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import Claim, SourceRow, source_row
-from cachetool.cache.jobs import add_job
+from cachetool.cache.draws import Claim, SourceRow, add_job, source_row
 from cachetool.cache.kinds import OVER
 from cachetool.cache.layout import Layout
 from cachetool.cache.placing import Placed, carve
+from cachetool.cache.policies import Room
 from cachetool.cache.records import write_source_record
-from cachetool.cache.room import Room
 from cachetool.core.errors import CatalogError, UsageError
 
 __all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]

@@ -1,4 +1,7 @@
-"""In which order shards are given up: pure functions over rows, and the plan made from them."""
+"""In which order shards are given up: pure functions over rows, and the plan made from them.
+
+How room may be made for a writer: a value that travels from the command line to admission and renewal.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from cachetool.core.text import shown
 from cachetool.core.units import format_size, is_one_of
 
 __all__ = [
-    "POLICIES",
     "Candidate",
+    "POLICIES",
+    "Room",
     "Victim",
     "check_policy",
     "choose",
@@ -150,3 +154,26 @@ def choose(
         why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
         victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {why}"))
     return victims
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How room may be made for a writer."""
+
+    evict: bool = False
+    """Whether older shards may go."""
+    policy: str = "oldest"
+    min_epochs: int = 0
+    job: str | None = None
+    """The pull that writes."""
+    keep_own: bool = False
+    """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
+    what it has would be for nothing."""
+    keep: tuple[str, ...] = ()
+    """Shards that stay in any case."""
+    wait: float = 60.0
+    """Seconds to wait for others."""
+    advise: bool = True
+    """Whether an error says what to do; else its receiver does, who knows how much is still to come."""
+    renew: float = 0.1
+    """Share of the cap that snapshots free for the pull at each epoch, once it wants room."""

@@ -23,7 +23,7 @@ from cachetool.cache.records import keep_newest
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.core.errors import CatalogError
 from cachetool.core.names import Id
-from cachetool.proc.filesystem import holds_open_files
+from cachetool.proc.disk import holds_open_files
 from cachetool.proc.folders import fsync_folder
 
 __all__ = [

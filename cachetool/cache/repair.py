@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachetool.cache.catalog import Catalog, Row, bump, event
-from cachetool.cache.draws import source_row
+from cachetool.cache.draws import reopen, source_row
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
-from cachetool.cache.losses import reopen
 from cachetool.cache.rebuild import quarantine_folder
 from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep

@@ -32,8 +32,8 @@ from cachetool.core.units import format_size, parse_duration, parse_flag, parse_
 if TYPE_CHECKING:  # what fills or empties a cache is loaded when it does: a feeder only reads
     from cachetool.cache.commit import Staging
     from cachetool.cache.draws import SourceRow
+    from cachetool.cache.policies import Room
     from cachetool.cache.removal import Removal
-    from cachetool.cache.room import Room
     from cachetool.cache.stats import Stats
 
 __all__ = ["CacheDir"]
@@ -282,7 +282,7 @@ class CacheDir:
     ) -> list[Staging]:  # fmt: skip
         """As :meth:`stage` for several shards that are committed together: room for all is reserved at once."""
         from cachetool.cache.commit import stage_together
-        from cachetool.cache.room import Room
+        from cachetool.cache.policies import Room
 
         return stage_together(
             self.catalog, self.layout, self.holder, dataset=dataset, schema=schema, format=format, bounds=bounds,

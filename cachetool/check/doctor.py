@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cachetool.cache.catalog import Catalog, library_version
+from cachetool.cache.draws import losses, quarantined
 from cachetool.cache.holders import lock_states, locks_work
-from cachetool.cache.layout import Layout, cache_option, place_of, root_of
-from cachetool.cache.losses import losses, quarantined
+from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, place_of, root_of
 from cachetool.cache.marker import look, settings
-from cachetool.cache.ownership import ALLOW_SHARED, loose
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
 from cachetool.cache.usage import is_copied, measure
 from cachetool.core.errors import CatalogError
 from cachetool.core.units import format_size
-from cachetool.proc.disk import DISK_BLOCK, refused_in
-from cachetool.proc.filesystem import ALLOW, file_system, is_network
+from cachetool.proc.disk import ALLOW, DISK_BLOCK, file_system, is_network, refused_in
 
 __all__ = ["Finding", "examine"]
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
-from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, root_of
-from cachetool.cache.losses import Loss, accept, losses, quarantined
-from cachetool.cache.losses import purge as purge_quarantine
+from cachetool.cache.draws import Loss, accept, losses, quarantined
+from cachetool.cache.draws import purge as purge_quarantine
+from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, refuse_loose, root_of
 from cachetool.cache.marker import look
-from cachetool.cache.ownership import refuse_loose
 from cachetool.cache.records import read_shard_json
 from cachetool.check.one_shard import Fault, faults_of
 from cachetool.check.own_files import Missing, Problem, Verified, check_own

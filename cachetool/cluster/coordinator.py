@@ -28,8 +28,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.placing import Placed, Ranges
 from cachetool.core.errors import Interrupted, UsageError
 from cachetool.proc.task import Message
-from cachetool.pull.claims import Own, claim_json
-from cachetool.pull.passes import order_of_turn, positions, runs
+from cachetool.pull.claims import Own, claim_json, order_of_turn, positions, runs
 from cachetool.sources import Source, SourceOptions, open_source
 
 __all__ = ["Coordinator", "placed_of"]

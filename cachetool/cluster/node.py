@@ -22,8 +22,8 @@ from pathlib import Path
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
 from cachetool.cache import parts as share
 from cachetool.cache.bound import bind, bound, unbind
+from cachetool.cache.draws import close_job, job_row
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.listings import segments
 from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused

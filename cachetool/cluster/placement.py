@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cachetool.cache import CacheDir, SourceRow, draws, placing
-from cachetool.cache.jobs import job_row
+from cachetool.cache.draws import job_row
 from cachetool.cache.listings import segments
 from cachetool.cluster.crew import Crew, Member
 from cachetool.cluster.engine import NodeLost

@@ -14,8 +14,8 @@ from pathlib import Path
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
 from cachetool.cache.bound import PLACEMENTS, bind, refuse_other, unbind
 from cachetool.cache.catalog import Connection
+from cachetool.cache.draws import close_job
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import close_job
 from cachetool.cache.layout import root_of
 from cachetool.cluster.crew import Crew
 from cachetool.cluster.engine import connect

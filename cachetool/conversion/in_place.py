@@ -29,8 +29,7 @@ from cachetool.cache.catalog import Row
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
-from cachetool.conversion.foresight import Swap, way_out
-from cachetool.conversion.groups import Piece, cuts, groups, is_exact, origin_of
+from cachetool.conversion.groups import Piece, Swap, cuts, groups, is_exact, origin_of, way_out
 from cachetool.conversion.inputs import run_of_blocks
 from cachetool.core.block import Block
 from cachetool.core.errors import CapBlocked, CapTooSmall, CatalogError, CorruptError

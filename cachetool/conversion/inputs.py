@@ -30,8 +30,7 @@ from cachetool.proc.task import Message
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.doors import FileOptions, FileSource, is_file_input, open_files
 from cachetool.sources.guard import GuardedFile
-from cachetool.sources.ours import run_of_blocks
-from cachetool.sources.parts import DATASET_FILE, is_ours, open_alone, read_parts
+from cachetool.sources.ours import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
 from cachetool.sources.readers import reading
 
 __all__ = ["Input", "Survey", "describe", "identity", "open_input", "run_of_blocks", "survey"]

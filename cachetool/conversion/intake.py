@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
 from cachetool.cache.catalog import Connection
+from cachetool.cache.draws import close_job
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import close_job
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.conversion.inputs import Input, Survey, identity, open_input, survey
 from cachetool.conversion.to_files import sized

@@ -38,7 +38,7 @@ from cachetool.pull.prepare import check_place
 from cachetool.sources import list_source, open_source
 from cachetool.sources.doors import FileOptions, kind_of_name, kind_of_names
 from cachetool.sources.fetch import Fetcher
-from cachetool.sources.parts import DATASET_FILE
+from cachetool.sources.ours import DATASET_FILE
 from cachetool.stores import Object, Store, canonical, local_path, open_store, redact, split_url
 from cachetool.stores.base import Streaming
 

@@ -46,7 +46,7 @@ from cachetool.proc.folders import (
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import WorkFolder
 from cachetool.proc.task import Channel, Engine, Message, Task
-from cachetool.sources.parts import DATASET_FILE, LAYOUT
+from cachetool.sources.ours import DATASET_FILE, LAYOUT
 
 __all__ = ["export", "require_new", "sized", "write_parts"]
 

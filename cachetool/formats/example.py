@@ -19,6 +19,11 @@ then shapes), then for each other field an entry head and the value::
 Varints are padded to the width their type may need, so the pieces differ only in bytes at known places: a block is
 written and read by one vectorised copy for each place. Records by others (any order, any width, packed or not) are no
 shards: :mod:`cachetool.sources.tfrecord` reads them.
+
+Writing varints, the numbers of protocol buffers, padded with zero groups to a width that is the same in all records.
+
+Readers of protocol buffers take any width up to ten bytes. Reading records that anybody wrote is
+:mod:`cachetool.core.tf_example`'s job.
 """
 
 from __future__ import annotations
@@ -34,9 +39,46 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.core.tf_example import BYTES, FLOAT, INT64
 from cachetool.formats.runs import Bytes, Int64s, as_bytes, copy_runs, ends, windows
-from cachetool.formats.varints import unpad_varints, varint, varints
 
-__all__ = ["MAX_RECORD", "ExampleLayout", "StorageKind", "shape_name", "storage_kind"]
+__all__ = [
+    "ExampleLayout",
+    "MAX_RECORD",
+    "StorageKind",
+    "shape_name",
+    "storage_kind",
+    "unpad_varints",
+    "varint",
+    "varints",
+]
+
+
+def varint(value: int, width: int = 0) -> bytes:
+    """``value`` (0 to 2**64 - 1) as a varint of at least ``width`` bytes."""
+    out = bytearray()
+    while value > 0x7F or len(out) + 1 < width:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def varints(values: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.uint8]:
+    """Each of ``values`` as a varint of exactly ``width`` bytes, (k, width). They must fit."""
+    shifts = np.arange(width, dtype=np.uint64) * np.uint64(7)
+    groups = (values[:, None] >> shifts & np.uint64(0x7F)).astype(np.uint8)
+    groups[:, :-1] |= 0x80
+    return groups
+
+
+def unpad_varints(groups: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64] | None:
+    """What :func:`varints` encoded, (k,) as two's complement; None when a row is no varint of exactly that width."""
+    more = groups >= 0x80
+    if not more[:, :-1].all() or more[:, -1:].any():
+        return None
+    shifts = np.arange(groups.shape[1], dtype=np.uint64) * np.uint64(7)
+    values: npt.NDArray[np.uint64] = ((groups & 0x7F).astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64)
+    return values.view(np.int64)
+
 
 StorageKind = Literal["int64", "float", "bytes"]
 

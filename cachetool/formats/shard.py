@@ -21,7 +21,7 @@ from cachetool.core.errors import CorruptError
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
-from cachetool.formats.columnar_reading import corrupt_errors
+from cachetool.formats.columnar import corrupt_errors
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
 from cachetool.formats.files import allocated_bound, fsync_folder, write_durably
 from cachetool.formats.reading import (

@@ -24,8 +24,17 @@ from cachetool.core.extents import FieldExtents
 from cachetool.core.schema import Schema
 from cachetool.formats.example import ExampleLayout, StorageKind, shape_name, storage_kind
 from cachetool.formats.files import BulkFile, allocated_bound, map_file, missing_is_corrupt
-from cachetool.formats.framing import AFTER, BEFORE, check_records, frame_records, frame_size, scan_records
-from cachetool.formats.gzipped import GZIP_MAGIC, GZIP_WBITS, GzipFile
+from cachetool.formats.framing import (
+    AFTER,
+    BEFORE,
+    GZIP_MAGIC,
+    GZIP_WBITS,
+    GzipFile,
+    check_records,
+    frame_records,
+    frame_size,
+    scan_records,
+)
 from cachetool.formats.reading import check_indices, check_range, field_extents
 from cachetool.formats.runs import Bytes, Int64s, ends
 from cachetool.formats.writing import ShardWriter

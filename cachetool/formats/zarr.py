@@ -25,15 +25,16 @@ from cachetool.formats.columnar import (
     ATTRIBUTE,
     STREAM_BYTES,
     ArrayPlan,
+    ColumnarReader,
     ColumnarWriter,
     Held,
     Place,
     Steps,
     array_plans,
+    corrupt_errors,
     header,
     parse_header,
 )
-from cachetool.formats.columnar_reading import ColumnarReader, corrupt_errors
 from cachetool.formats.files import BulkFile
 from cachetool.formats.runs import as_bytes
 from cachetool.formats.zarr_files import (

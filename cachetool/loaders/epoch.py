@@ -22,7 +22,7 @@ from cachetool.loaders.feed.protocol import Feed
 from cachetool.loaders.ring.forks import drop_in_child
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun
-from cachetool.proc.failure import closed
+from cachetool.proc.lines import closed
 
 if TYPE_CHECKING:
     from cachetool.loaders.loader import BaseLoader

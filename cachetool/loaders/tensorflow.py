@@ -17,6 +17,8 @@ Records of half a MiB and more are decoded one by one and then batched: each is 
 
 The snapshot's lease ends when the last file of the epoch has been read, or with an iterator that was abandoned. Nothing
 here imports the ``tfrecord`` package, which cannot be loaded beside TensorFlow.
+
+Records as tensors: any ``tf.train.Example`` by parsing it, those that we wrote by where their values lie.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import functools
 import itertools
 import secrets
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ import numpy as np
 
 from cachetool.cache import CacheDir
 from cachetool.core.errors import UsageError, without
+from cachetool.core.schema import Field, Schema
 from cachetool.core.units import parse_flag, parse_text, parse_whole
-from cachetool.formats.example import ExampleLayout
+from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.loaders.order import order
 from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
@@ -47,7 +50,6 @@ except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
 
 from cachetool.loaders import tensorflow_stages as stages
-from cachetool.loaders.tensorflow_values import feature_spec, fields_of, parse_batch
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 
@@ -60,6 +62,84 @@ _BUFFER = 2**18
 """Bytes of one file that are read at once."""
 _HUGE = 2**19
 """Bytes of a record from which on a batch of them leaves the processor's cache between reading and parsing."""
+
+
+def feature_spec(schema: Iterable[Field]) -> dict[str, tf.io.FixedLenFeature]:
+    """What ``tf.io.parse_example`` needs to parse records of this schema; :func:`parse_batch` decodes the result.
+
+    Integer and bool scalars are int64 features, float32 scalars float32. All else is one string: the little-endian
+    bytes of an array or of another scalar, UTF-8 text, plain bytes. A ragged field ``x`` has its shape in ``x/shape``.
+    """
+    spec: dict[str, tf.io.FixedLenFeature] = {}
+    types = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}
+    for field in schema:
+        spec[field.name] = tf.io.FixedLenFeature([], types[storage_kind(field)])
+        if field.kind == "ragged":
+            spec[shape_name(field)] = tf.io.FixedLenFeature([field.rank], tf.int64)
+    return spec
+
+
+def parse_batch(records: tf.Tensor, schema: Schema) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+    """The fields of serialised records, (batch,) strings; see :func:`make_dataset` for the result."""
+    return fields_of(records, schema, None)
+
+
+def fields_of(
+    records: tf.Tensor, schema: Schema, layout: ExampleLayout | None
+) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+    """As :func:`parse_batch`; of records of a ``layout``, which we wrote, fixed fields are cut out where they lie."""
+    heads = () if layout is None else layout.places
+    places = {place.field.name: place for place in heads if place.field.kind == "fixed"}
+    others = [field for field in schema if field.name not in places]
+    count = tf.shape(records)[0]
+    parsed = tf.io.parse_example(records, feature_spec(others)) if others else {}
+    out = {}
+    for field in schema:
+        if field.name in places:
+            place = places[field.name]
+            raw = tf.strings.substr(records, place.offset, place.nbytes)
+            if place.mode == "int":
+                out[field.name] = _integers(_varints(raw, place.nbytes), field)
+            else:
+                out[field.name] = tf.reshape(_numbers(raw, field), [count, *field.sizes])
+        else:
+            out[field.name] = _decode(field, parsed, count)
+    return out
+
+
+def _varints(raw: tf.Tensor, nbytes: int) -> tf.Tensor:
+    """Padded varints as int64: seven bits of each byte, the lowest first."""
+    bits = tf.cast(tf.io.decode_raw(raw, tf.uint8), tf.int64) & 0x7F
+    return tf.reduce_sum(tf.bitwise.left_shift(bits, np.arange(0, 7 * nbytes, 7)), axis=1)
+
+
+def _integers(value: tf.Tensor, field: Field) -> tf.Tensor:
+    if field.numpy == np.uint64:
+        return tf.bitcast(value, tf.uint64)  # numbers above 2**63 - 1 are stored as their two's complement
+    return tf.cast(value, field.numpy)
+
+
+def _decode(field: Field, parsed: dict[str, tf.Tensor], count: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
+    value = parsed[field.name]
+    if field.kind in ("bytes", "str"):
+        return value
+    if field.kind == "ragged":
+        shapes = parsed[shape_name(field)]
+        flat = _numbers(tf.strings.reduce_join(value), field)
+        lengths = [tf.repeat(shapes[:, axis], tf.reduce_prod(shapes[:, :axis], axis=1)) for axis in range(field.rank)]
+        return tf.RaggedTensor.from_nested_row_lengths(flat, lengths)
+    if storage_kind(field) == "bytes":
+        return tf.reshape(_numbers(value, field), [count, *field.sizes])
+    return value if storage_kind(field) == "float" else _integers(value, field)
+
+
+def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
+    """Strings of equal length as numbers, with one dimension more."""
+    dtype = field.numpy
+    # decode_raw knows neither dates nor unsigned numbers of more than 16 bits.
+    known = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
+    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(known))
+    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and known != dtype else numbers
 
 
 def make_dataset(

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cachetool.cache import CacheDir, open_cache
-from cachetool.cache.pullers import (
+from cachetool.cache.stats import (
     FAILED,
     STOPPED,
     PullState,

@@ -24,11 +24,10 @@ from cachetool.proc.arrays import load_array
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
 from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
-from cachetool.sources.early import EarlyListing, last_key
 from cachetool.sources.listing import TABLE_FILE, Listing
 from cachetool.sources.looked import LookedAt
 from cachetool.sources.registry import refuse_empty
-from cachetool.sources.segments import SegmentedListing, segment_name, write_changes
+from cachetool.sources.segments import EarlyListing, SegmentedListing, last_key, segment_name, write_changes
 
 __all__ = ["PROBED", "list_on", "naming_skip", "pace_of", "prepare"]
 

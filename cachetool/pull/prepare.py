@@ -28,8 +28,8 @@ from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Message, Task
 from cachetool.pull.job import too_many
 from cachetool.pull.options import PullOptions
-from cachetool.sources.early import SEGMENT
 from cachetool.sources.listing import TABLE_FILE
+from cachetool.sources.segments import SEGMENT
 from cachetool.stores import canonical, local_path, redact, split_url
 from cachetool.stores.base import SCHEMES
 

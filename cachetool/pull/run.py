@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from cachetool.cache import CacheDir, SourceRow, again, draws
 from cachetool.cache.catalog import Connection
+from cachetool.cache.draws import close_job, job_row
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
-from cachetool.cache.jobs import close_job, job_row
 from cachetool.cache.kinds import AGAIN
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
@@ -51,7 +51,7 @@ from cachetool.pull.prepare import (
 )
 from cachetool.pull.reports import Fill, Tally
 from cachetool.sources import SourceOptions
-from cachetool.sources.early import SEGMENT
+from cachetool.sources.segments import SEGMENT
 from cachetool.stores.credentials import marks
 
 __all__ = ["PullResult", "ask_for_more", "pull", "pull_and_follow", "pull_on"]

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.losses import regain
+from cachetool.cache.draws import regain
 from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.core.block import BLOCK_BYTES, Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
@@ -31,10 +31,9 @@ from cachetool.core.units import format_size
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.task import Channel
-from cachetool.pull.claims import Claims, Done, Handed
+from cachetool.pull.claims import Claims, Done, Handed, order_of_turn, runs
 from cachetool.pull.job import too_many
-from cachetool.pull.passes import order_of_turn, runs
-from cachetool.pull.pulse import Waiting
+from cachetool.pull.reports import Waiting
 from cachetool.sources import Piece, Skipped
 from cachetool.stores.redact import printable
 

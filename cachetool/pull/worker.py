@@ -22,7 +22,7 @@ from cachetool.formats import get_format
 from cachetool.proc.task import Asking, Message
 from cachetool.pull.claims import Claims, Handed, Own
 from cachetool.pull.listing import naming_skip, pace_of
-from cachetool.pull.pulse import Pulse
+from cachetool.pull.reports import Pulse
 from cachetool.pull.shards import Drawing, FirstShard, Plan
 from cachetool.sources import Source, SourceOptions, open_source
 from cachetool.sources.looked import LookedAt

@@ -9,8 +9,7 @@ import numpy as np
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.core.schema import KEY, Field, Schema
-from cachetool.sources.byte_ranges import RangeServer
-from cachetool.sources.byte_source import Files, renamed
+from cachetool.sources.byte_source import Files, RangeServer, renamed
 from cachetool.sources.decode import MAX_HEADER, npy_layout
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_table import write_table

@@ -4,6 +4,8 @@
 
     draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
       -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
+
+Runs that become one piece, and the requests that fetch their parts: neighbours in one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,23 +27,89 @@ from cachetool.core.block import BLOCK_BYTES, Block, Column
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
-from cachetool.sources.batches import MAX_RUNS, MOST, Batch, Body, Get, batch_of, deliver
 from cachetool.sources.blame import Blame
 from cachetool.sources.byte_source import Files
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_reading import Reader, Want, reader_of
 from cachetool.sources.file_table import Run, Table
-from cachetool.sources.fitting import common_of, fitted
+from cachetool.sources.images import packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import Order, order_of
 from cachetool.sources.readers import NOT_ASKED
-from cachetool.sources.remote_images import packed, unpacked, with_images
 from cachetool.sources.rows import joined
+from cachetool.sources.shapes import common_of, fitted
 from cachetool.stores import Store
 from cachetool.stores.traffic import arrived
 
-__all__ = ["open_files_source"]
+__all__ = ["Batch", "Body", "Get", "MAX_RUNS", "MOST", "batch_of", "deliver", "open_files_source"]
+
+
+GAP = 4 * 2**10
+"""Bytes between two parts that are fetched along rather than asked for apart."""
+MOST = 8 * 2**20
+"""Bytes of one request, unless one part is larger."""
+MAX_RUNS = 4096
+
+
+@dataclass(slots=True)
+class Get:
+    """One request: the parts of a batch that lie side by side in one object."""
+
+    item: int
+    start: int
+    stop: int
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Run and part of the run."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Runs that become one piece."""
+
+    runs: list[Run]
+    wants: list[list[Want]]
+    gets: list[Get]
+    bodies: list[list[memoryview]]
+    errors: dict[int, BadObject | NotFound] = field(default_factory=dict)
+    fetched: int = 0
+    missing: int = 0
+
+
+Body = memoryview | BadObject | NotFound
+
+
+def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObject | NotFound]) -> Batch:
+    """The batch of these runs; ``errors`` are known before. Parts that lie side by side become one request."""
+    parts = sorted(
+        (want.item, want.start, want.stop, number, part)
+        for number, mine in enumerate(wants)
+        for part, want in enumerate(mine)
+    )
+    gets: list[Get] = []
+    for item, start, stop, number, part in parts:
+        last = gets[-1] if gets else None
+        near = last is not None and last.item == item and start - last.stop <= GAP
+        if last is not None and near and max(stop, last.stop) - last.start <= MOST:
+            last.stop = max(stop, last.stop)
+            last.parts.append((number, part))
+        else:
+            gets.append(Get(item, start, stop, [(number, part)]))
+    bodies = [[memoryview(b"")] * len(mine) for mine in wants]
+    return Batch(runs, wants, gets or [Get(0, 0, 0)], bodies, errors)
+
+
+def deliver(batch: Batch, get: Get, body: Body) -> None:
+    """Hand what a request brought to the parts it was for."""
+    if isinstance(body, memoryview):
+        batch.fetched += len(body)
+    for number, part in get.parts:
+        if isinstance(body, memoryview):
+            want = batch.wants[number][part]
+            batch.bodies[number][part] = body[want.start - get.start : want.stop - get.start]
+        else:
+            batch.errors[number] = body
+
 
 AHEAD = 128 * 2**20
 """Bytes that may be in flight or waiting for their turn."""

@@ -33,10 +33,9 @@ from cachetool.core.block import Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
-from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import Slab, joined, of_sizes, unpadded
+from cachetool.sources.rows import ColumnFile, Part, Slab, StoredColumn, joined, of_sizes, unpadded
 
 __all__ = ["open_hdf5"]
 

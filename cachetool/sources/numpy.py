@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import BadObject
-from cachetool.sources.columns import ColumnFile, StoredColumn
 from cachetool.sources.decode import MAX_HEADER, npy_layout, parse_npy
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.npz import directory_of, stream_of
 from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import unpadded
+from cachetool.sources.rows import ColumnFile, StoredColumn, unpadded
 
 __all__ = ["open_npy", "open_npz"]
 

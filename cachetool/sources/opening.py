@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, cast
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
-from cachetool.sources.byte_ranges import RangeFile, Ranges
-from cachetool.sources.columns import ColumnFile, Part, StoredColumn
+from cachetool.sources.byte_source import RangeFile, Ranges
 from cachetool.sources.joined import common, conform
 from cachetool.sources.readers import ClosingFile, FileOptions, bounded
+from cachetool.sources.rows import ColumnFile, Part, StoredColumn
 
 __all__ = ["FileFacts", "open_remote"]
 

@@ -26,10 +26,9 @@ import numpy as np
 from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import BadObject, MissingExtra, UsageError
 from cachetool.core.schema import storage_dtype
-from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import of_sizes
+from cachetool.sources.rows import ColumnFile, Part, StoredColumn, of_sizes
 
 __all__ = ["open_parquet"]
 

@@ -2,7 +2,7 @@
 
 Files hold their samples in one of two ways:
 
-- columns (``.npy``, ``.npz``, HDF5, Zarr): arrays whose rows are samples, :mod:`cachetool.sources.columns`. An array
+- columns (``.npy``, ``.npz``, HDF5, Zarr): arrays whose rows are samples, :mod:`cachetool.sources.rows`. An array
   becomes a field when its first dimension is the file's number of samples; the others are left out and named;
 - records (tar, TFRecord, LMDB): one sample after another, the schema found by looking at all of them.
 

@@ -1,16 +1,35 @@
-"""Rows of stored arrays: chunks of many rows read once, however rows are asked for; texts as columns."""
+"""Rows of stored arrays: chunks of many rows read once, however rows are asked for; texts as columns.
+
+Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.block import BLOCK_BYTES, Ragged
+from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Field
+from cachetool.sources.limits import check_claims, quoted
+from cachetool.sources.readers import (
+    ClosingFile,
+    FileOptions,
+    because,
+    bounded,
+    checked_key,
+    field_names,
+    make_schema,
+    reading,
+)
 
-__all__ = ["Slab", "joined", "of_sizes", "unpadded"]
+__all__ = ["ColumnFile", "Part", "Slab", "StoredColumn", "joined", "of_sizes", "unpadded"]
+
 
 SLABS_BYTES = 256 * 2**20
 """Most bytes kept at a time by all arrays of a file, unless a row is larger; chunks that reach further are read several
@@ -78,3 +97,166 @@ def unpadded(rows: Array) -> Ragged:
     flat = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
     sizes = np.char.str_len(rows).astype(np.int64)
     return of_sizes(flat[np.arange(flat.shape[1]) < sizes[:, None]], sizes)
+
+
+Part = tuple[int, int, int, str]
+"""The first row of a part, where it lies in the file and how many bytes it has; for Zarr its key instead, 0 and 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """One array of a file, as a candidate for a field."""
+
+    name: str
+    """As the file has it."""
+    dtype: str
+    """As in :class:`Field`: a NumPy dtype, ``bytes`` or ``str``."""
+    shape: tuple[int, ...]
+    """Of the whole array; its first size counts samples."""
+    nbytes: int
+    """Bytes of all values, the least that they can have where they differ in size."""
+    read: Callable[[int, int], Column]
+    """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
+    ragged: bool = False
+    """Whether every row is an array of its own size, of rank 1."""
+    piece: int = 0
+    """Bytes of the largest part that is in memory at once, if that is not a row."""
+    offset: int = -1
+    """Where in the file row 0 lies when the rows lie one after another as :attr:`stored`; else -1."""
+    stored: str = ""
+    """The dtype of the rows in the file, its byte order included."""
+    chunk: int = 1
+    """Rows that are stored, and so fetched, together."""
+    parts: Callable[[], Iterable[Part]] | None = None
+    """Where those lie, if that can be told beforehand."""
+
+    def field(self, name: str) -> Field:
+        """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
+        if self.dtype in ("bytes", "str"):
+            return Field(name, self.dtype)
+        return Field(name, self.dtype, (None,) if self.ragged else self.shape[1:])
+
+
+class ColumnFile(ClosingFile):
+    """A file made of arrays; see :class:`RandomAccess`."""
+
+    def __init__(
+        self,
+        path: Path,
+        found: Sequence[StoredColumn],
+        options: FileOptions,
+        *,
+        skipped: Sequence[tuple[str, str]] = (),
+        stored: int,
+        close: Callable[[], None] = lambda: None,
+        cuts: list[int] | None = None,
+        ours: bool = False,
+    ) -> None:
+        """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
+        go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
+        ``ours``: whether the file carries the mark of those that cachetool writes.
+
+        Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
+        there were none, or larger ones than their file can hold.
+        """
+        self.path = path
+        self._close, self.cuts = close, cuts
+        out = list(skipped)
+        if ours:
+            found = _rows_of_ours(found, out)
+        by_name = {column.name: column for column in found}
+        names = field_names(path, list(by_name), out, options)
+        self.samples = _common_length(path, [by_name[name] for name in names], options.samples, out)
+        self._columns: dict[str, StoredColumn] = {}
+        fields: list[Field] = []
+        for name, new in names.items():
+            column = by_name[name]
+            if column.shape[0] != self.samples:
+                out.append((name, f"its first dimension is {column.shape[0]}, not {self.samples}"))
+                continue
+            try:
+                fields.append(checked_key(column.field(new)))
+            except UsageError as error:
+                out.append((name, str(error)))
+                continue
+            self._columns[new] = column
+        self.schema = make_schema(path, fields, out)
+        self.skipped = bounded(out)
+        self.piece = max(max(c.piece, c.nbytes // max(1, self.samples)) for c in self._columns.values())
+        check_claims(
+            str(path),
+            {name: (column.nbytes, self.samples) for name, column in self._columns.items()},
+            stored=stored,
+        )
+
+    @property
+    def columns(self) -> Mapping[str, StoredColumn]:
+        """The arrays taken, by the names of their fields."""
+        return self._columns
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        if not 0 <= start <= stop <= self.samples:
+            raise UsageError(f"{self.path}: samples {start} to {stop} of {self.samples}")
+        columns: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            if start == stop:
+                columns[name] = Block.from_samples(self.schema.select([name]), []).columns[name]
+                continue
+            with reading(f"{self.path}: {quoted(column.name)}, rows {start} to {stop}"):
+                columns[name] = column.read(start, stop)
+        return Block(self.schema, columns)
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order."""
+        fixed = self.schema.fixed_nbytes
+        step = max(1, block_bytes // max(1, fixed)) if self.schema.is_fixed else 16
+        start = 0
+        while start < self.samples:
+            block = self.read(start, min(start + step, self.samples))
+            yield block
+            start += len(block)
+            if not self.schema.is_fixed:  # the sizes to come are not known: go by those that came
+                step = max(1, min(4 * step, block_bytes * len(block) // max(1, block.nbytes)))
+
+    def close(self) -> None:
+        """Let go of files."""
+        self._close()
+
+
+def _rows_of_ours(found: Sequence[StoredColumn], skipped: list[tuple[str, str]]) -> list[StoredColumn]:
+    """Without the arrays of fields that differ in length (:mod:`cachetool.formats.columnar`), which go to ``skipped``.
+
+    The values of all samples lie in one array: it has as many rows as there are samples by chance only.
+    """
+    there = {*(column.name for column in found), *(name for name, _ in skipped)}
+    rows = []
+    for column in found:
+        name = column.name.removesuffix(".offsets").removesuffix(".shapes")
+        if f"{name}.offsets" not in there:
+            rows.append(column)
+        elif name == column.name:
+            skipped.append((name, "its samples differ in length; first cachetool convert FILE --to lmdb --out NEW"))
+        else:
+            skipped.append((column.name, f"says where the samples of {quoted(name)} lie"))
+    return rows
+
+
+def _common_length(
+    path: Path, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
+) -> int:
+    """The first dimension that most arrays have; of several the one that holds most bytes."""
+    if not columns and not skipped:
+        raise BadObject(f"{path}: no samples in it")
+    if not columns:
+        raise BadObject(f"{path}: nothing in it can be taken as samples{because(skipped)}")
+    weight: dict[int, tuple[int, int]] = {}
+    for column in columns:
+        count, nbytes = weight.get(column.shape[0], (0, 0))
+        weight[column.shape[0]] = (count + 1, nbytes + column.nbytes)
+    if wanted is None:
+        return max(weight, key=lambda length: (*weight[length], length))
+    if wanted not in weight:
+        have = ", ".join(map(str, sorted(weight)))
+        raise UsageError(f"{path}: no array has {wanted} rows; there are {have}")
+    return wanted

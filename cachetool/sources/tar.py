@@ -22,11 +22,11 @@ from typing import IO, Any, TypeVar
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources.assemble import Assembled, Assembler
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
 from cachetool.sources.images import image_shape
 from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.objects import Assembled, Assembler
 from cachetool.sources.readers import ClosingFile, FileOptions, LeftOut, reading
 from cachetool.sources.shapes import Shape, common_schema, names_of, nbytes_of, shape_of
 

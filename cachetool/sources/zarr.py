@@ -24,10 +24,9 @@ from cachetool.core.block import Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
-from cachetool.sources.columns import ColumnFile, Part, StoredColumn
 from cachetool.sources.limits import allowed, check_allocation, disk_bytes, quoted
 from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import Slab, joined, unpadded
+from cachetool.sources.rows import ColumnFile, Part, Slab, StoredColumn, joined, unpadded
 from cachetool.sources.zarr_codecs import distrust_codecs
 
 __all__ = ["Folder", "is_zarr", "open_zarr"]

@@ -1,5 +1,5 @@
 """A remote Zarr as :mod:`cachetool.sources.zarr` walks it and as zarr reads it: objects by key, asked for over
-:class:`cachetool.sources.byte_ranges.Ranges`."""
+:class:`cachetool.sources.byte_source.Ranges`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
-from cachetool.sources.byte_ranges import Ranges
+from cachetool.sources.byte_source import Ranges
 
 __all__ = ["RemoteFolder"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
-from cachetool.cache.jobs import close_job
+from cachetool.cache.draws import close_job
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
 from cachetool.core.names import Id
 from cachetool.core.units import format_size

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import cachetool
-from cachetool.cache import CacheDir, connection
-from cachetool.cache.connection import connect, statements
+from cachetool.cache import CacheDir, catalog
+from cachetool.cache.catalog import connect, statements
 from tests.cache.conftest import SCHEMA
 
 
@@ -36,7 +36,7 @@ def lets_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list
     def hold(*statements: str) -> list[str]:
         for statement in statements:
             other.execute(statement).fetchall()
-        monkeypatch.setattr(connection.time, "sleep", sleep)
+        monkeypatch.setattr(catalog.time, "sleep", sleep)
         return done
 
     return hold
@@ -70,7 +70,7 @@ def test_a_commit_waits_for_a_reader_and_is_whole(path: Path, lets_go: Callable[
 
 
 def test_patience_ends(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_LOOKS", 2)
+    monkeypatch.setattr(catalog, "_LOOKS", 2)
     with sqlite3.connect(cache.layout.catalog, isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(cachetool.CatalogError, match="locked"), cache.catalog.write():

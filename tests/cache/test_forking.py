@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.cache import CacheDir, connection, forking, holders, open_cache, root
+from cachetool.cache import CacheDir, catalog, forking, holders, open_cache, root
 from cachetool.cache.forking import members
 from cachetool.core.errors import CapacityError, CatalogError, UsageError
 
@@ -78,7 +78,7 @@ def test_a_fork_waits_for_the_transaction_of_another_thread(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """SQLite would else believe in the child that the process has its lock, for ever."""
-    monkeypatch.setattr(connection, "_LOOKS", 500)  # of a minute, a second or two
+    monkeypatch.setattr(catalog, "_LOOKS", 500)  # of a minute, a second or two
     put_shard(cache)
 
     def transaction(inside: threading.Event, go: threading.Event) -> None:

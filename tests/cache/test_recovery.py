@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
-from cachetool.cache.losses import losses, reopen
+from cachetool.cache.draws import losses, reopen
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
 

@@ -21,8 +21,7 @@ from cachetool.cache.layout import Layout
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapTooSmall
-from cachetool.proc.disk import DISK_BLOCK
-from cachetool.proc.filesystem import ALLOW, disk_block
+from cachetool.proc.disk import ALLOW, DISK_BLOCK, disk_block
 from cachetool.proc.folders import tree_bytes
 from tests.faults.world import FORMATS
 

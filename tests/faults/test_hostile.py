@@ -38,7 +38,7 @@ from cachetool.core.tf_example import parse_example
 from cachetool.formats import get_format
 from cachetool.formats.shard import CHECKSUMS_FILE, side_folder, stored_checksums
 from cachetool.sources.doors import FileOptions, open_files
-from cachetool.sources.parts import DATASET_FILE, is_ours
+from cachetool.sources.ours import DATASET_FILE, is_ours
 from tests.faults.world import SCHEMA, block
 from tests.sources.test_images import png_bomb
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.cache import CacheDir, connection, open_cache, opening, transaction_lock
+from cachetool.cache import CacheDir, catalog, open_cache, opening, transaction_lock
 from cachetool.check.doctor import examine
 from cachetool.core.errors import CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
@@ -187,7 +187,7 @@ def test_who_only_looks_goes_past_a_process_that_is_stopped_in_a_transaction(
 
 @linux
 def test_a_program_that_keeps_sqlites_lock_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_LOOKS", 2)
+    monkeypatch.setattr(catalog, "_LOOKS", 2)
     code = (
         "import sqlite3, sys; other = sqlite3.connect(sys.argv[1], isolation_level=None);"
         " other.execute('BEGIN EXCLUSIVE'); print('ready', flush=True); sys.stdin.read()"

@@ -173,7 +173,7 @@ except cachetool.UsageError as error:
 
 def test_what_only_this_user_may_see_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket by which a reader gets the bytes of a remote file lies in a folder of mode 0700."""
-    from cachetool.sources.byte_ranges import RangeServer
+    from cachetool.sources.byte_source import RangeServer
 
     server = RangeServer(None, lambda number: None, {}, lambda key: None)  # type: ignore[arg-type, return-value]
     try:

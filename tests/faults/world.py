@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from cachetool.cache import CacheDir, Facts, Origin, Room, SourceRow, draws, open_cache, policy_names
-from cachetool.cache.jobs import close_job
+from cachetool.cache.draws import close_job
 from cachetool.check.verify import verify
 from cachetool.conversion.in_place import replace_groups
 from cachetool.core.block import Block

@@ -21,7 +21,7 @@ from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.formats.recorder import Recorder
+from cachetool.formats.hdf5 import Recorder
 from tests.formats.samples import EVERY_KIND, block, write
 
 HDF5 = get_format("hdf5")
@@ -293,7 +293,7 @@ def test_an_error_below_hdf5_is_kept_and_the_file_still_closes() -> None:
     """In a process of its own: an exception inside HDF5's driver would kill the interpreter at its end."""
     program = """
 import errno, h5py, numpy as np
-from cachetool.formats.recorder import Recorder
+from cachetool.formats.hdf5 import Recorder
 def write(at, data):
     if at > 100_000:
         raise OSError(errno.ENOSPC, "full")

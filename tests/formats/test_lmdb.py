@@ -20,10 +20,8 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format, runs
 from cachetool.formats.digest import checksums
 from cachetool.formats.files import map_file
-from cachetool.formats.lmdb import LMDB, open_environment
-from cachetool.formats.lmdb_file import file_bound, read_header
-from cachetool.formats.lmdb_pages import read_leaves
-from cachetool.formats.lmdb_tree import TreeWriter
+from cachetool.formats.lmdb import LMDB, file_bound, open_environment, read_header
+from cachetool.formats.lmdb_pages import TreeWriter, read_leaves
 from cachetool.formats.lmdb_values import ValueLayout
 from tests.formats.samples import EVERY_KIND, block, blocks, on_disk, sample, write
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.formats.pointers import Pointed
+from cachetool.formats.runs import Pointed
 
 
 @given(st.integers(0, 40), st.integers(1, 5000), st.integers(0, 1000))

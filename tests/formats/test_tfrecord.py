@@ -20,11 +20,9 @@ from cachetool.core.schema import Field, Schema
 from cachetool.core.tf_example import FLOAT, INT64, Feature, Gathered, parse_example
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
-from cachetool.formats.example import ExampleLayout
-from cachetool.formats.framing import scan_records
-from cachetool.formats.gzipped import GzipFile
+from cachetool.formats.example import ExampleLayout, unpad_varints, varint, varints
+from cachetool.formats.framing import GzipFile, scan_records
 from cachetool.formats.tfrecord import shape_name, storage_kind
-from cachetool.formats.varints import unpad_varints, varint, varints
 from tests.formats.samples import DTYPES, EVERY_KIND, block, blocks, write
 
 KIND = get_format("tfrecord")

@@ -30,7 +30,7 @@ from cachetool.core.text import program
 from cachetool.formats.reading import load_extents
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.snapshots import waiting
-from cachetool.proc.failure import FeederTraceback
+from cachetool.proc.lines import FeederTraceback
 from tests.loaders.numbered import EVERY, KEYED, SMALL, digest, digests, leases, put, sample
 from tests.loaders.processes import alive, children, until
 

@@ -23,7 +23,7 @@ from cachetool.cache import open_cache
 from cachetool.core.block import Block
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.torch import DevicePrefetcher, Loader
-from cachetool.loaders.torch_pages import page_lock
+from cachetool.loaders.torch_device import page_lock
 from tests.loaders.conftest import REPOSITORY
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cachetool.cache import CacheDir
-from cachetool.loaders import torch_device, torch_pages
+from cachetool.loaders import torch_device
 from cachetool.loaders.epoch import Epoch
 from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.numpy import Loader
@@ -307,17 +307,17 @@ class Runtime:
 
 
 @pytest.fixture
-def page_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], torch_pages.PageLock]:
-    def make(runtime: Runtime) -> torch_pages.PageLock:
+def page_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], torch_device.PageLock]:
+    def make(runtime: Runtime) -> torch_device.PageLock:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(torch_pages.PageLock, "_forget_error", lambda _: None)
-        return torch_pages.PageLock(0)
+        monkeypatch.setattr(torch_device.PageLock, "_forget_error", lambda _: None)
+        return torch_device.PageLock(0)
 
     return make
 
 
-def test_memory_is_locked_until_nothing_keeps_it(page_lock: Callable[[Runtime], torch_pages.PageLock]) -> None:
+def test_memory_is_locked_until_nothing_keeps_it(page_lock: Callable[[Runtime], torch_device.PageLock]) -> None:
     runtime = Runtime()
     lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
     kept = lock(memory.data)
@@ -327,7 +327,7 @@ def test_memory_is_locked_until_nothing_keeps_it(page_lock: Callable[[Runtime], 
 
 
 def test_a_forked_child_unlocks_nothing(
-    page_lock: Callable[[Runtime], torch_pages.PageLock], monkeypatch: pytest.MonkeyPatch
+    page_lock: Callable[[Runtime], torch_device.PageLock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = Runtime()
     lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)
@@ -339,7 +339,7 @@ def test_a_forked_child_unlocks_nothing(
 
 
 def test_memory_that_is_refused_stays_as_it_is_and_is_not_asked_for_again(
-    page_lock: Callable[[Runtime], torch_pages.PageLock],
+    page_lock: Callable[[Runtime], torch_device.PageLock],
 ) -> None:
     runtime = Runtime(refuses=2)
     lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8).data
@@ -350,7 +350,7 @@ def test_memory_that_is_refused_stays_as_it_is_and_is_not_asked_for_again(
 
 
 def test_an_interrupt_while_memory_is_locked_leaves_none_locked(
-    page_lock: Callable[[Runtime], torch_pages.PageLock],
+    page_lock: Callable[[Runtime], torch_device.PageLock],
 ) -> None:
     runtime = Runtime(interrupts=True)
     lock, memory = page_lock(runtime), np.zeros(8192, dtype=np.uint8)

@@ -33,7 +33,7 @@ from cachetool.loaders.snapshots.resume import Resume
 from cachetool.loaders.view import View
 from cachetool.proc.boot import boot
 from cachetool.pull.background import BackgroundPull
-from cachetool.pull.passes import order_of_turn
+from cachetool.pull.claims import order_of_turn
 from cachetool.sources import SourceOptions, open_source
 from tests.loaders.numbered import KEYED, leases
 from tests.loaders.processes import until

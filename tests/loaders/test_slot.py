@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from cachetool.core.block import Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.loaders.feed.pace import Pace
 from cachetool.loaders.feed.processes import Processes
+from cachetool.loaders.feed.protocol import Pace
 from cachetool.loaders.ring.ring import Ring, RingWriter
 from cachetool.loaders.ring.slot import Batch, SlotReader, SlotWriter
-from cachetool.proc.failure import described
+from cachetool.proc.lines import described
 
 SCHEMA = Schema((Field("x", "<i8", (3,)),))
 

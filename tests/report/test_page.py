@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.scale_catalog import fill
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
+from cachetool.cache.draws import close_job
 from cachetool.cache.history import Delivered
-from cachetool.cache.jobs import close_job
 from cachetool.core.names import Id
 from cachetool.report.charts import HEIGHT, WIDTH
 from cachetool.report.numbers import Figures, figures

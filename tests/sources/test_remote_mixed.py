@@ -19,7 +19,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 from cachetool.sources.doors import open_files
-from cachetool.sources.fitting import fitted
+from cachetool.sources.shapes import fitted
 
 ROWS = 40
 

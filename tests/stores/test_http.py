@@ -33,7 +33,7 @@ from cachetool.core.errors import (
     UsageError,
 )
 from cachetool.sources import list_source
-from cachetool.stores import Limits, Object, Store, http_wire, identities, open_store
+from cachetool.stores import Limits, Object, Store, http, http_wire, open_store
 from cachetool.stores import http_client as client
 from tests.servers import Http, Scripted, folder_server, free_port, scripted_server
 
@@ -373,8 +373,8 @@ def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_put
 
 
 def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identities, "MOST", 3)
-    seen = identities.Identities()
+    monkeypatch.setattr(http, "MOST", 3)
+    seen = http.Identities()
     headers = email.message.Message()
     headers["ETag"] = 'W/"x"'
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cachetool.pull import pulse as pulses
+from cachetool.pull import reports
 from cachetool.pull.reports import Tally
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
@@ -61,8 +61,8 @@ def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any
             told.append(message)
             (first if message["flying"] else last).set()
 
-    monkeypatch.setattr(pulses, "_PULSE", 0.001)
-    pulse = pulses.Pulse(Channel())
+    monkeypatch.setattr(reports, "_PULSE", 0.001)
+    pulse = reports.Pulse(Channel())
     with traffic.flying():
         assert first.wait(60)
     assert last.wait(60)
@@ -82,9 +82,9 @@ def test_bytes_that_came_are_told_before_samples_are_made_of_them(monkeypatch: p
             if message["arrived"] == 700:
                 all_there.set()
 
-    monkeypatch.setattr(pulses, "_PULSE", 0.001)
+    monkeypatch.setattr(reports, "_PULSE", 0.001)
     traffic.arrived(1_000_000)
-    pulse, tally = pulses.Pulse(Channel()), Tally()
+    pulse, tally = reports.Pulse(Channel()), Tally()
     traffic.arrived(500)
     traffic.arrived(200)
     assert all_there.wait(60)

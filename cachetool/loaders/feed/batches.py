@@ -33,7 +33,7 @@ from cachetool.loaders.read.readahead import NEAR
 from cachetool.loaders.settings import Plan, Settings
 from cachetool.loaders.split import Split
 from cachetool.loaders.view import View
-from cachetool.proc.failure import described
+from cachetool.proc.lines import described
 
 __all__ = ["Mailbox", "Sink", "announced", "work"]
 

@@ -19,8 +19,7 @@ from cachetool.loaders.snapshots.epochs import Turns
 from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
 from cachetool.loaders.view import View
-from cachetool.proc.failure import described
-from cachetool.proc.lines import Lines, write_line
+from cachetool.proc.lines import Lines, described, write_line
 
 __all__ = ["Leader"]
 

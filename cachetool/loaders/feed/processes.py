@@ -23,16 +23,16 @@ import sys
 import time
 from typing import Any
 
-from cachetool.cache.connection import statements
+from cachetool.cache.catalog import statements
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Schema
-from cachetool.loaders.feed.pace import Pace
+from cachetool.loaders.feed.protocol import Pace
 from cachetool.loaders.ring.memory import supported
 from cachetool.loaders.ring.ring import Lock, Ring
 from cachetool.loaders.ring.slot import Batch, SlotReader
 from cachetool.loaders.settings import Begun, Settings
 from cachetool.proc.boot import boot, started
-from cachetool.proc.failure import closed, rebuilt, shared
+from cachetool.proc.lines import closed, rebuilt, shared
 from cachetool.proc.streams import keep_standard_streams
 
 __all__ = ["Processes"]

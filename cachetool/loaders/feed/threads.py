@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from cachetool.cache.connection import statements
+from cachetool.cache.catalog import statements
 from cachetool.core.block import Column
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.batches import Mailbox, work
-from cachetool.loaders.feed.pace import Pace
+from cachetool.loaders.feed.protocol import Pace
 from cachetool.loaders.feed.transform import Function, Transform
 from cachetool.loaders.read.gather import new_array
 from cachetool.loaders.read.mapped import MappedParts
@@ -30,7 +30,7 @@ from cachetool.loaders.settings import Begun, Settings
 from cachetool.loaders.snapshots.epochs import Turns
 from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
-from cachetool.proc.failure import closed, described, rebuilt, shared
+from cachetool.proc.lines import closed, described, rebuilt, shared
 
 __all__ = ["Thread"]
 

@@ -19,7 +19,7 @@ from cachetool.core.block import Block, Column, Ragged, masked
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import KEY, Field, Schema, storage_dtype
 from cachetool.loaders.order import Int64s
-from cachetool.proc.failure import TransformError
+from cachetool.proc.lines import TransformError
 
 __all__ = ["Function", "Transform", "dumps", "loads"]
 

@@ -46,8 +46,7 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
 def _look(file: Path, *, foreign: bool) -> tuple[Schema, int]:
     """Schema and number of samples. Of a file that should be ours by its pages alone: LMDB opens it only when every
     pointer in it was found to stay inside."""
-    from cachetool.formats.lmdb import open_environment
-    from cachetool.formats.lmdb_file import is_ours, read_header
+    from cachetool.formats.lmdb import is_ours, open_environment, read_header
 
     if not foreign:
         buffer = map_file(file)

@@ -26,7 +26,7 @@ from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.ring.ring import Ring, RingWriter, Slot
-from cachetool.proc.failure import rebuilt
+from cachetool.proc.lines import rebuilt
 
 __all__ = ["Batch", "SlotReader", "SlotWriter"]
 

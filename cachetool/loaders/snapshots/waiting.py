@@ -19,7 +19,7 @@ from cachetool.core.text import plain, shown
 from cachetool.loaders.settings import Settings
 
 if TYPE_CHECKING:
-    from cachetool.cache.pullers import PullState
+    from cachetool.cache.stats import PullState
 
 __all__ = [
     "AGAIN",
@@ -167,7 +167,7 @@ def failed_pull(cache: CacheDir, dataset: str | None) -> SourceError | None:
 
 
 def _pulls(connection: Connection, cache: CacheDir, dataset: str | None) -> list[PullState]:
-    from cachetool.cache.pullers import pull_states  # most loaders wait for no pull: 15 ms of their start
+    from cachetool.cache.stats import pull_states  # most loaders wait for no pull: 15 ms of their start
 
     return pull_states(connection, cache.layout, dataset=dataset)
 
