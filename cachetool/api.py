@@ -143,7 +143,7 @@ class Cache(CacheDir):
         into ``out``. ``files`` are the fields of :class:`~cachetool.sources.doors.FileOptions`: fields, rename, stem,
         decode, resize, key, value_format, samples. Errors are those of :func:`cachetool.conversion.run.convert`.
         """
-        from cachetool.conversion import run as conversion
+        import cachetool.conversion.run as conversion
         from cachetool.sources.doors import FileOptions
 
         options = conversion.ConvertOptions(
@@ -209,7 +209,7 @@ def convert(
             )
         known = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
-        from cachetool.conversion import run as conversion
+        import cachetool.conversion.run as conversion
         from cachetool.sources.doors import FileOptions
 
         made = conversion.ConvertOptions(to, files=FileOptions(**options), **known)

@@ -184,8 +184,8 @@ def test_what_is_left_behind_many_that_vanished_is_drawn(tmp_path: Path) -> None
 
 
 def test_what_a_refresh_found_survives_the_loss_of_the_catalog(tmp_path: Path) -> None:
-    from cachetool.cache.agreement import contradiction
     from cachetool.cache.rebuild import rebuild
+    from cachetool.check.own_files import contradiction
 
     remote = tmp_path / "remote"
     write(remote, range(100))

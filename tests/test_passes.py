@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool.cache.agreement import contradiction
 from cachetool.cache.draws import Copies, copies
+from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapBlocked
 from cachetool.core.permutation import SegmentedOrder

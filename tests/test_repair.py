@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.cache.agreement import contradiction
 from cachetool.cache.draws import losses
+from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.cli.app import run
 from cachetool.pull.options import PullOptions

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cachetool.bench import ceilings, rates
+import cachetool.bench.ceilings as ceilings
+import cachetool.bench.rates as rates
 from cachetool.bench.advice import Found, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache

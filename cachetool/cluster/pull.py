@@ -19,8 +19,7 @@ from cachetool.cache.history import edged
 from cachetool.cache.layout import root_of
 from cachetool.cluster.crew import Crew
 from cachetool.cluster.engine import connect
-from cachetool.cluster.placement import Split
-from cachetool.cluster.replicas import Replicate
+from cachetool.cluster.placement import Replicate, Split
 from cachetool.core.errors import CacheToolError, Interrupted, UsageError
 from cachetool.core.nodes import driver_cache
 from cachetool.core.progress import Report, silent

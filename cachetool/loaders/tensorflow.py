@@ -49,7 +49,7 @@ try:
 except ModuleNotFoundError as error:
     raise without("tensorflow", "tensorflow", error) from None
 
-from cachetool.loaders import tensorflow_stages as stages
+import cachetool.loaders.tensorflow_stages as stages
 
 __all__ = ["feature_spec", "make_dataset", "parse_batch"]
 

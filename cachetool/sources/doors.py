@@ -75,7 +75,7 @@ def open_files(path: str | Path, options: FileOptions | None = None) -> FileSour
     else:
         found = _open(path, options, lambda at: None)
     if options.decode == "image" and kind != "tar":
-        from cachetool.sources.decoded import decoded
+        from cachetool.sources.images import decoded
 
         found = decoded(found, options.resize)
     return found

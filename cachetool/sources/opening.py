@@ -130,8 +130,7 @@ class _Files:
     def _opened(self, path: Path, number: int) -> ColumnFile:
         size = self._spec["sizes"][number]
         if self._spec["kind"] == "zarr":
-            from cachetool.sources.zarr import open_zarr
-            from cachetool.sources.zarr_store import RemoteFolder
+            from cachetool.sources.zarr import RemoteFolder, open_zarr
 
             root = self._spec["roots"][number]
             folder = RemoteFolder(self._ranges, root, self._spec["folders"])

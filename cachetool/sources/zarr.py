@@ -5,31 +5,145 @@ array is named after its folder. Chunks that are not there hold the array's fill
 
 The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
 metadata can ask for unpickle, also when they stand behind others or inside a shard.
+
+The codecs of Zarr in this process, made to distrust what they read.
+
+As they come they make room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes
+its own length: behind a chunk that was cut it reads whatever lies there in memory, as values.
+
+A remote Zarr as :mod:`cachetool.sources.zarr` walks it and as zarr reads it: objects by key, asked for over
+:class:`cachetool.sources.byte_source.Ranges`.
 """
 
 from __future__ import annotations
 
+import bz2
+import functools
+import gzip
+import importlib
+import io
 import itertools
 import json
+import lzma
 import math
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
 
 from cachetool.core.block import Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
+from cachetool.sources.byte_source import Ranges
 from cachetool.sources.limits import allowed, check_allocation, disk_bytes, quoted
 from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
 from cachetool.sources.rows import ColumnFile, Part, Slab, StoredColumn, joined, unpadded
-from cachetool.sources.zarr_codecs import distrust_codecs
 
-__all__ = ["Folder", "is_zarr", "open_zarr"]
+__all__ = ["Folder", "RemoteFolder", "distrust_codecs", "is_zarr", "open_zarr"]
+
+
+_BLOSC_HEAD = 16
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+Decode = Callable[..., Any]
+
+
+class _Limit:
+    most = 0
+
+
+def distrust_codecs(most: int) -> None:
+    """Have all codecs of this process refuse, from now on, a chunk of which more than ``most`` bytes come; of several
+    limits the highest holds."""
+    _Limit.most = max(_Limit.most, most)
+    _replace_all()
+
+
+@functools.cache
+def _replace_all() -> None:
+    numcodecs = importlib.import_module("numcodecs")
+    for name, claimed in {"Blosc": _blosc_claims, "LZ4": _lz4_claims, "Zstd": _zstd_claims}.items():
+        codec = getattr(numcodecs, name)
+        codec.decode = _believing(codec.decode, claimed)
+    for name, read in {"GZip": _gunzip, "Zlib": _inflate, "BZ2": _bunzip, "LZMA": _unlzma}.items():
+        if (codec := getattr(numcodecs, name, None)) is not None:  # Python may be without one of them
+            codec.decode = _unpacking(read)
+
+
+def _believing(decode: Decode, claimed: Callable[[bytes, int], int]) -> Decode:
+    """``decode``, once what the chunk says of its size was looked at."""
+
+    def checked(self: Any, buf: Any, out: Any = None) -> Any:
+        chunk = np.frombuffer(buf, dtype=np.uint8)
+        _check(claimed(chunk[:_BLOSC_HEAD].tobytes(), len(chunk)))
+        return decode(self, buf, out)
+
+    return checked
+
+
+def _unpacking(read: Callable[[Any, bytes, int], bytes]) -> Decode:
+    """A ``decode`` that stops one byte behind the limit."""
+
+    def checked(self: Any, buf: Any, out: Any = None) -> Any:
+        data = read(self, np.frombuffer(buf, dtype=np.uint8).tobytes(), _Limit.most + 1)
+        _check(len(data))
+        return data if out is None else importlib.import_module("numcodecs.compat").ndarray_copy(data, out)
+
+    return checked
+
+
+def _check(nbytes: int) -> None:
+    if nbytes > _Limit.most:
+        raise ValueError(f"a chunk unpacks to more than the {_Limit.most} bytes that it may have")
+
+
+def _blosc_claims(head: bytes, stored: int) -> int:
+    if len(head) < _BLOSC_HEAD or int.from_bytes(head[12:16], "little") != stored:
+        raise ValueError("a Blosc chunk that is cut short or has a damaged length")
+    return int.from_bytes(head[4:8], "little")
+
+
+def _lz4_claims(head: bytes, stored: int) -> int:
+    return int.from_bytes(head[:4], "little")
+
+
+def _zstd_claims(head: bytes, stored: int) -> int:
+    """The size in the head of a frame (RFC 8878, 3.1.1.1); 0 where it is not said: the process's memory is limited."""
+    if len(head) < 5 or not head.startswith(_ZSTD):
+        return 0
+    how = head[4]
+    single = how >> 5 & 1
+    size = (single, 2, 4, 8)[how >> 6]
+    at = 5 + (1 - single) + (0, 1, 2, 4)[how & 3]
+    return int.from_bytes(head[at : at + size], "little") + (256 if size == 2 else 0)
+
+
+def _gunzip(codec: Any, data: bytes, most: int) -> bytes:
+    return gzip.GzipFile(fileobj=io.BytesIO(data)).read(most)
+
+
+def _inflate(codec: Any, data: bytes, most: int) -> bytes:
+    stream = zlib.decompressobj()
+    found = stream.decompress(data, most)
+    if not stream.eof and len(found) < most:
+        raise ValueError("a chunk that is cut short")
+    return found
+
+
+def _bunzip(codec: Any, data: bytes, most: int) -> bytes:
+    return bz2.BZ2File(io.BytesIO(data)).read(most)
+
+
+def _unlzma(codec: Any, data: bytes, most: int) -> bytes:
+    return lzma.LZMAFile(io.BytesIO(data), format=codec.format, filters=codec.filters).read(most)
+
 
 MAX_ARRAYS = 2000
 _MAX_DEPTH = 32
@@ -306,3 +420,93 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
             name, "str" if kind == "T" else "bytes", array.shape, _LENGTH * array.shape[0], read, piece=stored
         )
     return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * array.shape[0], read)
+
+
+class RemoteFolder:
+    """See :class:`cachetool.sources.zarr.Folder`."""
+
+    ahead: int | None = 0
+
+    def __init__(self, ranges: Ranges, prefix: str, folders: Iterable[str]) -> None:
+        """``folders``: all folders below the root that hold metadata, each ending in ``/``."""
+        self._ranges, self.prefix, self._folders = ranges, prefix, tuple(folders)
+
+    def metadata(self, name: str) -> bytes | None:
+        """The bytes of a file of metadata."""
+        return self._ranges.object(self.prefix + name)
+
+    def folders(self) -> Iterator[tuple[str, bool]]:
+        """Folders that hold metadata, or others that do."""
+        start = len(self.prefix)
+        names = {each[start:].partition("/")[0] for each in self._folders if each.startswith(self.prefix)}
+        return ((name, False) for name in sorted(names - {""}))
+
+    def below(self, name: str) -> RemoteFolder:
+        """One of them."""
+        return RemoteFolder(self._ranges, f"{self.prefix}{name}/", self._folders)
+
+    def store(self) -> Store:
+        """What zarr reads."""
+        return _Store(self._ranges, self.prefix)
+
+
+class _Store(Store):
+    supports_writes = supports_deletes = supports_listing = False
+
+    def __init__(self, ranges: Ranges, prefix: str) -> None:
+        super().__init__(read_only=True)
+        self._ranges, self._prefix = ranges, prefix
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        import asyncio
+
+        data = await asyncio.to_thread(self._read, self._prefix + key, byte_range)
+        if data is not None and not data:  # zarr takes an empty shard for one of fill values
+            raise ValueError(f"{key} is empty")
+        return None if data is None else prototype.buffer.from_bytes(data)
+
+    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+        if part is None:
+            return self._ranges.object(key)
+        size = self._ranges.size(key)
+        if size is None:
+            return None
+        if isinstance(part, RangeByteRequest):
+            start, stop = part.start, part.end
+        elif isinstance(part, OffsetByteRequest):
+            start, stop = part.offset, size
+        else:
+            assert isinstance(part, SuffixByteRequest)
+            start, stop = max(0, size - part.suffix), size
+        return self._ranges.part_of(key, start, min(stop, size) - start)
+
+    async def get_partial_values(
+        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
+    ) -> list[Buffer | None]:
+        return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+    async def exists(self, key: str) -> bool:
+        return self._ranges.size(self._prefix + key) is not None
+
+    async def set(self, key: str, value: Buffer) -> None:
+        raise PermissionError("this Zarr is only read")
+
+    async def delete(self, key: str) -> None:
+        raise PermissionError("this Zarr is only read")
+
+    async def list(self) -> AsyncIterator[str]:
+        for name in list[str]():
+            yield name
+
+    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+        for name in list[str]():
+            yield name
+
+    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        for name in list[str]():
+            yield name

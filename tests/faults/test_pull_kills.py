@@ -20,7 +20,7 @@ import pytest
 
 import cachetool
 from cachetool.cache import CacheDir
-from cachetool.cache.agreement import contradiction
+from cachetool.check.own_files import contradiction
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
 

@@ -24,7 +24,7 @@ from cachetool.formats import format_names
 from cachetool.formats.runs import Int64s
 from cachetool.loaders.read.gather import OpenPart, Parts, Places, Runs, gather, open_by_library
 from cachetool.loaders.read.mapped import MappedParts
-from cachetool.loaders.snapshots.board import Board
+from cachetool.loaders.snapshots.indexed import Board
 from cachetool.loaders.view import Part, View
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 

@@ -23,12 +23,12 @@ import cachetool
 from cachetool import Cache
 from cachetool.cache import CacheDir
 from cachetool.cache.again import Wanted, reserve
-from cachetool.cache.agreement import contradiction
 from cachetool.cache.removal import retire
+from cachetool.check.own_files import contradiction
 from cachetool.core.errors import BadObject, CacheToolError, CapBlocked, UsageError
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.settings import Settings
-from cachetool.loaders.snapshots import refetching
+from cachetool.loaders.snapshots import epochs
 from cachetool.loaders.snapshots.resume import Resume
 from cachetool.loaders.view import View
 from cachetool.proc.boot import boot
@@ -206,7 +206,7 @@ def test_whoever_waits_for_another_reader_says_so(
 ) -> None:
     state, rest = left(cache)
     cache.pull(str(source), samples=80)
-    monkeypatch.setattr(refetching, "FIRST", 0.0)
+    monkeypatch.setattr(epochs, "FIRST", 0.0)
     reader = cache.snapshot()
     said: list[str] = []
     wrong: list[str | None] = []
@@ -223,7 +223,7 @@ def test_whoever_waits_for_another_reader_says_so(
     thread = threading.Thread(target=let_go)
     thread.start()
     try:
-        monkeypatch.setattr(refetching, "AGAIN", 0.0)
+        monkeypatch.setattr(epochs, "AGAIN", 0.0)
         assert resumed(cache, state) == rest
     finally:
         reader.release()
@@ -513,4 +513,4 @@ def test_an_epoch_of_which_nothing_is_left_says_that_it_ends(
 def test_shards_of_which_nothing_is_known_cannot_come_again(cache: Cache) -> None:
     resume = Resume(0, 8, [["a", 1, 8, "content"]])
     with pytest.raises(UsageError, match="shard a of the epoch to resume was not pulled"):
-        refetching.have_again(Settings(str(cache.root)), View(1, "default", KEYED, ()), resume)
+        epochs.have_again(Settings(str(cache.root)), View(1, "default", KEYED, ()), resume)

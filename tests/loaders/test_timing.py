@@ -9,9 +9,8 @@ import pytest
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
 from cachetool.loaders.settings import Plan, Settings
-from cachetool.loaders.snapshots import timing as module
-from cachetool.loaders.snapshots.epochs import Turns
-from cachetool.loaders.snapshots.timing import Timing
+from cachetool.loaders.snapshots import epochs as module
+from cachetool.loaders.snapshots.epochs import Timing, Turns
 from tests.loaders.numbered import put
 
 PACE = Delivered(seconds=25.0, batches=40, waits=1, waited=5.0)

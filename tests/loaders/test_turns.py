@@ -13,7 +13,7 @@ from cachetool.cache.history import Delivered
 from cachetool.core.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.settings import Plan, Settings
-from cachetool.loaders.snapshots import timing as module
+from cachetool.loaders.snapshots import epochs as module
 from cachetool.loaders.snapshots.epochs import Turns
 from cachetool.loaders.snapshots.follow import CacheSubscription
 from cachetool.loaders.snapshots.waiting import NotYet

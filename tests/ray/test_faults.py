@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cachetool
-from cachetool.cache.agreement import contradiction
+from cachetool.check.own_files import contradiction
 from tests.ray.nodes import NAMES, Nodes, command, committed, keys_at, until, write_numbers
 
 COUNT = 2000

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import cachetool
-from cachetool.cache.agreement import contradiction
+from cachetool.check.own_files import contradiction
 from cachetool.loaders.numpy import Loader
 from tests.ray.nodes import NAMES, Nodes, command, committed, keys, keys_at, until, write_numbers
 

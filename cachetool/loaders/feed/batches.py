@@ -7,6 +7,8 @@
 
 A feeder makes every ``feeders``-th batch. A plan in whose place another one came is dropped at the next
 batch.
+
+Whether values that were gathered are those that were written: by the checksums that lie beside them.
 """
 
 from __future__ import annotations
@@ -16,26 +18,72 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import CorruptError
 from cachetool.core.schema import KEY, Field, Schema
+from cachetool.formats import get_format
+from cachetool.formats.digest import checksums
+from cachetool.formats.reading import compare_checksums
 from cachetool.formats.runs import Int64s
+from cachetool.formats.shard import check_content, stored_checksums
 from cachetool.loaders.feed.transform import Transform
 from cachetool.loaders.order import RUN_BYTES, Order
-from cachetool.loaders.read.checks import Checks
 from cachetool.loaders.read.gather import gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
 from cachetool.loaders.settings import Plan, Settings
 from cachetool.loaders.split import Split
-from cachetool.loaders.view import View
+from cachetool.loaders.view import Part, View
 from cachetool.proc.lines import described
 
-__all__ = ["Mailbox", "Sink", "announced", "work"]
+__all__ = ["Checks", "Mailbox", "Sink", "announced", "work"]
+
+
+class Checks:
+    """Keeps the checksums of the parts of one view, 8 bytes a value, those that were needed so far."""
+
+    def __init__(self) -> None:
+        self._view: View | None = None
+        self._known: dict[str, npt.NDArray[np.uint64]] = {}
+
+    def check(self, view: View, indices: Int64s, block: Block) -> None:
+        """Compare the samples ``indices`` of ``view``, of some or all of its fields.
+
+        Raises :class:`CorruptError` naming file, sample and field.
+        """
+        if view is not self._view:
+            parts = {part.id for part in view.parts}
+            self._known = {id: known for id, known in self._known.items() if id in parts}
+            self._view = view
+        found = checksums(block)
+        rows = np.array([view.schema.names.index(name) for name in block.schema.names], dtype=np.int64)
+        numbers, within = view.find(indices)
+        for number in np.unique(numbers).tolist():
+            part, here = view.parts[number], np.flatnonzero(numbers == number)
+            expected = self._of(part, view)[np.ix_(rows, within[here])]
+            compare_checksums(found[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
+
+    def _of(self, part: Part, view: View) -> npt.NDArray[np.uint64]:
+        known = self._known.get(part.id)
+        if known is None:
+            side = part.extents.parent
+            stored = check_content(side, view.schema, part.content) if part.content else None
+            known = np.array(stored_checksums(side, view.schema) if stored is None else stored)
+            if known.shape[1] != part.samples:
+                raise CorruptError(f"{side} has checksums of {known.shape[1]} samples, not of {part.samples}")
+            self._known[part.id] = known
+        return known
+
+
+def _file(part: Part) -> Path:
+    return part.folder / (part.file or f"data{get_format(part.format).suffix}")
+
 
 _LOOK = 0.5  # seconds
 _AHEAD = 2**14  # samples whose order is computed at once: its arrays stay in the L2 cache

@@ -10,11 +10,22 @@
 An epoch that begins at once is of the provisional snapshot without another look, unless the training process used the
 catalog meanwhile: else it would wait for a pull that commits just then, for the disk, and for batches made anew. The
 snapshot is given up after ``hold`` seconds, so that a long validation or an idle notebook keeps nothing on the disk.
+
+When a loader looks for its next snapshot: early enough that training never waits for it, late enough to be new.
+
+::
+
+    begun(e) ------------- batches made ------------- look ahead ------------ delivered(e) -- begun(e + 1)
+             rings hold what is left of the epoch     |--- at least a second ---|  |- at once -|
+
+Having shards pulled again by a process of its own: no loader talks to a remote store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +33,124 @@ from typing import Any
 
 from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
-from cachetool.core.errors import CacheToolError, CapacityError, UsageError
+from cachetool.core.errors import (
+    BadObject,
+    CacheToolError,
+    CapacityError,
+    CapBlocked,
+    NotFound,
+    SourceError,
+    UsageError,
+    from_json,
+)
 from cachetool.loaders.settings import Plan, Settings, rows
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
-from cachetool.loaders.snapshots.refetching import have_again
-from cachetool.loaders.snapshots.resume import Resume, resumed
-from cachetool.loaders.snapshots.timing import Timing
-from cachetool.loaders.snapshots.waiting import NotYet, failed_pull, no_samples, require, say
+from cachetool.loaders.snapshots.resume import Resume, found_again, resumed
+from cachetool.loaders.snapshots.waiting import AGAIN, FIRST, NotYet, failed_pull, no_samples, require, say
 from cachetool.loaders.split import Split
 from cachetool.loaders.view import View
+from cachetool.proc.boot import begin
 
-__all__ = ["Turns"]
+__all__ = ["Timing", "Turns", "have_again"]
+
+
+def have_again(settings: Settings, view: View, resume: Resume) -> None:
+    """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
+    may go for them, so nobody may lease these here."""
+    there, _, gone = found_again(view, resume)
+    known = {each["id"]: each for each in resume.origins}
+    if unknown := sorted(set(gone) - set(known)):
+        raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
+    if not gone:
+        return
+    try:
+        _pulled_again(settings.root, [known[id] for id in gone], keep=[part.id for part in there.parts])
+    except (CapBlocked, SourceError) as error:
+        what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
+        skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
+        if isinstance(error, CapBlocked):
+            remedy = f"{error}, or {skip}"
+        elif isinstance(error, BadObject | NotFound):  # what a pull may do about it is no option of a loader
+            first = str(error).partition(";\n")[0]
+            remedy = f"{first};\nput the source back as it was, its files with their times, or {skip}"
+        else:
+            remedy = f"{str(error).replace(chr(10), ' ')};\nor {skip}"
+        raise type(error)(f"{what}: {remedy}") from error
+
+
+def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:
+    """Pull these evicted shards again (:mod:`cachetool.pull.refetch`), and say so on stderr when it takes longer than a
+    moment. Raises what went wrong there."""
+    arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
+    task = {"target": "cachetool.pull.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
+    samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
+    with begin("cachetool.proc.child", gives_back=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.flush()  # and it stays open: its end would stop the work
+        for line in process.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise from_json(answer)
+            if "result" in answer:
+                return
+            if time.monotonic() >= due:
+                due = time.monotonic() + AGAIN
+                now, note = answer["message"]["samples"], answer["message"]["note"]
+                say(
+                    f"pulling evicted shards of the epoch to resume again: {now} of {samples} samples"
+                    f"{f'; {note}' if note else ''}"
+                )
+    raise CacheToolError("the process that was to pull evicted shards again ended without a word")
+
+
+_ONWARD, _LONGEST = 0.5, 3.0
+"""Seconds after the last batch was handed out in which the next epoch begins at once, no command having run in between:
+half as long again as a step of training, but so many at least and at most."""
+_FRESH = 10.0
+"""Seconds after which a provisional snapshot is looked at again when the last batch is delivered."""
+_LEAD = 1.0
+"""Seconds before the end of an epoch in which the next one's snapshot is taken: a disk may pause for so long."""
+
+
+class Timing:
+    """What is known of how fast the training goes. Times are those of ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self._began = self._looked = self._onward = self._step = 0.0
+
+    def begun(self) -> None:
+        """An epoch begins."""
+        self._began = time.monotonic()
+
+    def delivered(self, pace: Delivered) -> None:
+        """Its last batch was delivered."""
+        self._step = max(0.0, pace.seconds - pace.waited) / max(1, pace.batches)
+        self._onward = time.monotonic() + max(_ONWARD, min(1.5 * self._step, _LONGEST))
+
+    def looked(self) -> None:
+        """What the catalog has is known."""
+        self._looked = time.monotonic()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether an epoch that begins now follows the one before without a pause."""
+        return time.monotonic() <= self._onward
+
+    @property
+    def old(self) -> bool:
+        """Whether it is long ago that somebody looked."""
+        return time.monotonic() > self._looked + _FRESH
+
+    def spare(self, steps: int) -> float:
+        """Seconds for which the look ahead can wait, all batches of an epoch of so many steps being made.
+
+        Half of the time that the batches will last if this epoch goes as the one before, since as many are to be made
+        for the next one meanwhile.
+        """
+        left = steps * self._step - (time.monotonic() - self._began)
+        return max(0.0, min(left / 2, left - _LEAD))
 
 
 @dataclass(frozen=True, slots=True)

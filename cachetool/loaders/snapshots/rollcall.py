@@ -8,7 +8,7 @@
 
 The workers of a DataLoader are all started before one of them can end, and none knows of an epoch but by being asked
 for its iterator. The cells lie in shared memory that reaches them through fork, spawn and forkserver
-(:mod:`cachetool.loaders.snapshots.board` has the same). What an earlier iteration with the same key left in them is
+(:mod:`cachetool.loaders.snapshots.indexed` has the same). What an earlier iteration with the same key left in them is
 told by who wrote it, which has ended, or by who joined it, which was a worker of the same number. Of several iterations
 at the same time each is begun when all workers of the one before have joined that.
 """
