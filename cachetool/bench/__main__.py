@@ -14,7 +14,7 @@ from typing import Any
 
 import cachetool.bench.ceilings as ceilings
 import cachetool.bench.rates as rates
-from cachetool.bench.advice import Found, advice
+from cachetool.bench.rates import Found, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache
 from cachetool.core.errors import CacheToolError, to_json

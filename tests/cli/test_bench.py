@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.bench.advice import Found, advice
+from cachetool.bench.rates import Found, advice
 from cachetool.formats import format_names
 from tests.cli.conftest import Run
 

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.cli.output import Output, fail, plain, wants_json
-from cachetool.cli.progress import Lines, describe
+from cachetool.cli.output import Lines, Output, describe, fail, plain, wants_json
 from cachetool.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def test_a_bar_on_a_terminal_of_80_columns_is_one_whole_line() -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     code = (
-        "from cachetool.cli.progress import Bars\n"
+        "from cachetool.cli.output import Bars\n"
         "from cachetool.core.progress import Progress\n"
         "with Bars() as report:\n"
         "    for done in range(1, 40):\n"

@@ -9,7 +9,7 @@ import pytest
 
 from cachetool.cache import CacheDir
 from cachetool.core.errors import CacheToolError
-from cachetool.loaders.snapshots.rollcall import Call, RollCall
+from cachetool.loaders.torch_iterable import Call, RollCall
 from tests.loaders.conftest import run_script
 from tests.loaders.numbered import EVERY, digests
 
@@ -113,7 +113,7 @@ def test_an_epoch_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> No
 
 
 def test_what_an_earlier_epoch_left_is_not_taken_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cachetool.loaders.snapshots import rollcall
+    from cachetool.loaders import torch_iterable as rollcall
 
     calls = RollCall()
     calls.begin(5, Call(3, 9, 77))
