@@ -28,7 +28,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats import format_names, get_format
 from cachetool.formats.shard import ShardFiles
 from cachetool.loaders.read.mapped import MappedParts
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
@@ -77,7 +77,7 @@ def write(folder: Path, name: str, block: Block, shards: int) -> View:
         for at in range(start, stop, step):
             files.write(block.slice(at, min(at + step, stop)))
         files.finish()
-        parts.append(Part(where.name, name, stop - start, "", str(where)))
+        parts.append(ShardFile(where.name, name, stop - start, "", str(where)))
     return View(1, "default", block.schema, tuple(parts))
 
 

@@ -19,7 +19,7 @@ from cachetool.core.nodes import Node, cache_of
 from cachetool.core.progress import Progress
 from cachetool.proc.folders import write_piece
 from cachetool.proc.task import Message, Task
-from cachetool.pull.reports import Tally
+from cachetool.pull.reports import WorkerReports
 
 __all__ = ["Crew", "Member"]
 
@@ -47,7 +47,7 @@ class Member:
     """Whether there were any."""
     full: str = ""
     """Why it has no room any more."""
-    tally: Tally = field(default_factory=Tally)
+    tally: WorkerReports = field(default_factory=WorkerReports)
     fill: Message = field(default_factory=dict)
     """How full the cache is: used, cap, evicted."""
 

@@ -31,7 +31,7 @@ from cachetool.core.errors import CacheToolError, CapBlocked
 from cachetool.core.progress import Report
 from cachetool.core.text import count
 from cachetool.proc.task import Message, Task
-from cachetool.pull.job import PullResult, Settled, why_ended
+from cachetool.pull.job import PullJob, PullResult, why_ended
 from cachetool.pull.run import ask_for_more
 from cachetool.sources.rate_limit import shared
 
@@ -51,7 +51,7 @@ class Work(ABC):
         self,
         crew: Crew,
         cache: CacheDir,
-        settled: Settled,
+        settled: PullJob,
         job: str,
         source: SourceRow,
         size: Message,

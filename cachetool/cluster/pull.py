@@ -26,7 +26,7 @@ from cachetool.core.progress import Report, silent
 from cachetool.core.schema import Schema
 from cachetool.proc.folders import make_folder
 from cachetool.proc.task import Message
-from cachetool.pull.job import PullResult, Settled
+from cachetool.pull.job import PullJob, PullResult
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import check_place, source_id
 from cachetool.pull.run import pull
@@ -101,7 +101,7 @@ class _Placement:
         cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
         cache.add_source(replace(row, frontier=0, skipped=0), listing, new=True)
 
-    def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+    def draw(self, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""
         holder, options = cache.holder, settled.options
 

@@ -24,7 +24,18 @@ from cachetool.core.errors import UsageError
 from cachetool.core.permutation import MAX_N, Permutation
 from cachetool.core.units import parse_whole
 
-__all__ = ["RUN_BYTES", "SHUFFLES", "Order", "Shuffle", "Steps", "decode", "encode", "order", "parse_epoch", "share"]
+__all__ = [
+    "RUN_BYTES",
+    "SHUFFLES",
+    "EpochOrder",
+    "Shuffle",
+    "Steps",
+    "decode",
+    "encode",
+    "order",
+    "parse_epoch",
+    "share",
+]
 
 _BITS = 40
 _MASK = MAX_N - 1
@@ -134,7 +145,7 @@ class Steps:
         return self.position + cells * size + np.minimum(cells, rest)
 
 
-class Order:
+class EpochOrder:
     """The order of an epoch: ``order[positions]`` gives the indices of the samples at these positions, both int64 (k,).
 
     ``full`` is a permutation of all samples. ``window`` keeps neighbours together, about 256 KiB of them (``nbytes`` of

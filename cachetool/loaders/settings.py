@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from cachetool.core.schema import Schema
-from cachetool.loaders.order import Int64s, Order, Shuffle, Steps
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.order import EpochOrder, Int64s, Shuffle, Steps
+from cachetool.loaders.view import ShardFile, View
 
-__all__ = ["SHARE", "Begun", "Plan", "Settings", "rows"]
+__all__ = ["SHARE", "Begun", "EpochPlan", "Settings", "rows"]
 
 SHARE = 0.05
 """Of the samples for validation, where nothing else is said."""
@@ -59,7 +59,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpochPlan:
     """What one epoch reads. Batches carry the number of their plan's ``generation``."""
 
     generation: int
@@ -91,10 +91,10 @@ class Plan:
             self.position,
         )
 
-    def order(self, settings: Settings) -> Order:
+    def order(self, settings: Settings) -> EpochOrder:
         """The order of its samples."""
         nbytes = 0 if self.view is None else self.view.schema.fixed_nbytes
-        return Order(
+        return EpochOrder(
             self.samples, shuffle=settings.shuffle, seed=settings.seed, epoch=self.epoch, nbytes=nbytes
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ class Plan:
         value = {**value, "lost": tuple((a, b) for a, b in value["lost"]), "of": tuple(value["of"])}
         if found is None or "parts" not in found:
             return cls(**value, view=None if found is None else told)
-        parts = tuple(Part(*row) for row in found["parts"])
+        parts = tuple(ShardFile(*row) for row in found["parts"])
         return cls(**value, view=View(found["version"], found["dataset"], Schema.from_json(found["schema"]), parts))
 
 
@@ -153,7 +153,7 @@ class Begun:
     """How it is cut into batches."""
 
     @classmethod
-    def of(cls, plan: Plan, settings: Settings) -> Self:
+    def of(cls, plan: EpochPlan, settings: Settings) -> Self:
         """That of this plan."""
         version = 0 if plan.view is None else plan.view.version
         return cls(plan.generation, plan.epoch, version, plan.steps(settings))
@@ -172,6 +172,6 @@ def _described(view: View) -> dict[str, Any]:
     return {"dataset": view.dataset, "schema": view.schema.to_json(), "parts": rows(view.parts)}
 
 
-def rows(parts: Sequence[Part]) -> list[list[Any]]:
+def rows(parts: Sequence[ShardFile]) -> list[list[Any]]:
     """Parts as plain values."""
     return [list(part) for part in parts]

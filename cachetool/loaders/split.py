@@ -18,7 +18,7 @@ from cachetool.loaders.order import Int64s
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.settings import SHARE
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["Split", "parse_split"]
 
@@ -84,5 +84,5 @@ class Split:
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") < self._bound
 
 
-def _identity(part: Part) -> tuple[str, int]:
+def _identity(part: ShardFile) -> tuple[str, int]:
     return part.content or part.id, part.samples

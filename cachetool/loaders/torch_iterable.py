@@ -55,7 +55,7 @@ from cachetool.loaders.loader import CacheOrPaths
 from cachetool.loaders.order import SHUFFLES, Steps, parse_epoch
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.ring.memory import library, supported, wait
-from cachetool.loaders.settings import Plan, Settings, rows
+from cachetool.loaders.settings import EpochPlan, Settings, rows
 from cachetool.loaders.snapshots.follow import launched_run, subscribe
 from cachetool.loaders.snapshots.resume import (
     Resume,
@@ -399,7 +399,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
                 " pull more first"
             )
         spare = samples % self.world_size if self.batch_size is None and self._drop_last else 0
-        return _Reading(Plan(1, epoch, view, samples, spare=spare), self._settings(row), parts, [done, within])
+        return _Reading(EpochPlan(1, epoch, view, samples, spare=spare), self._settings(row), parts, [done, within])
 
     def _row(self, view: View, workers: int) -> int:
         """How many samples a worker gives in a row."""
@@ -507,7 +507,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
 class _Reading(NamedTuple):
     """An epoch as one worker reads it."""
 
-    plan: Plan
+    plan: EpochPlan
     settings: Settings
     parts: Sequence[Sequence[Any]]
     """Rows of the parts that it began with."""

@@ -19,12 +19,12 @@ from cachetool.core.schema import Schema
 if TYPE_CHECKING:
     from cachetool.cache import Shard, Snapshot
 
-__all__ = ["Part", "View"]
+__all__ = ["ShardFile", "View"]
 
 Int64s = npt.NDArray[np.int64]
 
 
-class Part(NamedTuple):
+class ShardFile(NamedTuple):
     """One shard of a cache, or one file outside any."""
 
     id: str
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """File digest of a shard; empty for a file outside a cache."""
 
     @classmethod
-    def of_shard(cls, shard: Shard) -> Part:
+    def of_shard(cls, shard: Shard) -> ShardFile:
         """A shard of a cache as a part."""
         where = f"{shard.folder}/{shard.id}"
         return cls(shard.id, shard.format, shard.samples, shard.content, where, digest=shard.digest)
@@ -70,7 +70,7 @@ class View:
     """The catalog's version; 1 for files outside a cache."""
     dataset: str
     schema: Schema
-    parts: tuple[Part, ...]
+    parts: tuple[ShardFile, ...]
     starts: Int64s = field(init=False, repr=False, compare=False)
     """Number of the first sample of each part, and behind them the number of samples: (parts + 1,)."""
 
@@ -85,7 +85,7 @@ class View:
         where = str(snapshot.folder)
         columns = snapshot.columns("id", "format", "samples", "content", "digest")
         parts = tuple(
-            Part(id, format, samples, content, f"{where}/{id}", "", digest)
+            ShardFile(id, format, samples, content, f"{where}/{id}", "", digest)
             for id, format, samples, content, digest in columns
         )
         return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
@@ -93,7 +93,7 @@ class View:
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:
         """The view of these shards of a cache."""
-        return cls(version, dataset, schema, tuple(Part.of_shard(shard) for shard in shards))
+        return cls(version, dataset, schema, tuple(ShardFile.of_shard(shard) for shard in shards))
 
     @cached_property
     def samples(self) -> int:

@@ -37,7 +37,7 @@ from cachetool.cache.draws import copies, job_row, promised
 from cachetool.cache.kinds import AGAIN
 from cachetool.proc.task import Asking
 from cachetool.sources import Source
-from cachetool.sources.order import Order
+from cachetool.sources.order import DrawOrder
 
 __all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_turn", "positions", "runs"]
 
@@ -48,7 +48,7 @@ MOST_RUNS = 512
 _Numbers = npt.NDArray[np.int64]
 
 
-def order_of_turn(source: Source, row: SourceRow, turn: int) -> Order:
+def order_of_turn(source: Source, row: SourceRow, turn: int) -> DrawOrder:
     """What the positions of a pass mean, the present one or an earlier one."""
     units, cuts = next((each[1:] for each in row.past if each[0] == turn), (row.units, row.cuts))
     if units < row.units:
@@ -85,7 +85,7 @@ class Cached:
         at = np.minimum(np.searchsorted(self._draws, draws), len(self._draws) - 1)
         return np.asarray(self._draws[at] == draws)
 
-    def reach(self, order: Order, start: int, stop: int, *, end: int) -> int:
+    def reach(self, order: DrawOrder, start: int, stop: int, *, end: int) -> int:
         """Where a claim from ``start`` has to end to bring ``stop - start`` draws that are not in the cache; at
         ``end`` at the latest, and where it would come to more than :data:`MOST_RUNS` ranges or 64 times as long."""
         if not len(self._draws):

@@ -14,7 +14,7 @@ from cachetool.formats.base import Format
 from cachetool.proc.task import Message, Task
 from cachetool.pull.options import PullOptions
 
-__all__ = ["AT_ITS_END", "Elsewhere", "PullResult", "Settled", "too_many", "why_ended"]
+__all__ = ["AT_ITS_END", "Elsewhere", "PullResult", "PullJob", "too_many", "why_ended"]
 
 TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
@@ -23,7 +23,7 @@ AT_ITS_END = "source at its end"
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class PullJob:
     """What is settled before the first sample is drawn."""
 
     url: str
@@ -104,7 +104,7 @@ class Elsewhere(Protocol):
         """Give the source to a catalog that lost it, where listing it again would not make it what it is there."""
         ...
 
-    def draw(self, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+    def draw(self, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
         """As a pull into ``cache`` itself does."""
         ...
 

@@ -23,7 +23,7 @@ from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable
 from cachetool.proc.arrays import load_array
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
-from cachetool.sources import Pace, Source, SourceOptions, list_source, open_source
+from cachetool.sources import RateLimit, Source, SourceOptions, list_source, open_source
 from cachetool.sources.listing import TABLE_FILE, Listing
 from cachetool.sources.looked import LookedAt
 from cachetool.sources.registry import refuse_empty
@@ -54,8 +54,8 @@ def prepare(
     """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
 
     ``order`` are the arguments of :meth:`Source.order`, ``units`` how many the cache knows of, ``refresh`` a folder
-    for what a new listing finds, ``pace`` the arguments of :class:`Pace`, ``looked`` the folder for what is looked at.
-    Gives url (redacted), identity, units,
+    for what a new listing finds, ``pace`` the arguments of :class:`RateLimit`, ``looked`` the folder for what is looked
+    at. Gives url (redacted), identity, units,
     samples, schema, ``mean``, the mean bytes of values of a sample, ``per_unit``, the samples of a unit,
     ``left_out``, what is in no sample, ``whole``, whether the listing is, and ``change``, what a refresh found.
     """
@@ -107,9 +107,9 @@ def prepare(
         source.close()
 
 
-def pace_of(value: Message | None) -> Pace | None:
+def pace_of(value: Message | None) -> RateLimit | None:
     """The limit that a task names, if it names one."""
-    return None if value is None else Pace(Path(value["path"]), value["rate"])
+    return None if value is None else RateLimit(Path(value["path"]), value["rate"])
 
 
 @contextlib.contextmanager

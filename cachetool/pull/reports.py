@@ -16,7 +16,7 @@ from cachetool.cache.usage import measure
 from cachetool.proc.task import Channel, Message
 from cachetool.stores.traffic import arrivals, in_flight, retries
 
-__all__ = ["Fill", "Pulse", "Tally", "Waiting"]
+__all__ = ["CacheFill", "Heartbeat", "WorkerReports", "WaitingFor"]
 
 
 _LOOK = 2.0
@@ -24,7 +24,7 @@ _LOOK = 2.0
 
 
 @dataclass(slots=True)
-class Tally:
+class WorkerReports:
     """What the workers have reported."""
 
     samples: int = 0
@@ -66,7 +66,7 @@ class Tally:
         return max(self.fetched, sum(self.came.values()))
 
 
-class Fill:
+class CacheFill:
     """How full the cache is and what was evicted for a pull, looked at now and then: counting takes its time."""
 
     def __init__(self, cache: CacheDir, job: str) -> None:
@@ -88,7 +88,7 @@ class Fill:
 _PULSE = 1.0
 
 
-class Pulse:
+class Heartbeat:
     """Says once a second how busy the stores keep this process, when that has changed: also while nothing comes."""
 
     def __init__(self, channel: Channel) -> None:
@@ -109,7 +109,7 @@ class Pulse:
         self._stopped.set()
 
 
-class Waiting:
+class WaitingFor:
     """Says for what and for whom a worker waits: at once, and then ever more rarely; training may take hours."""
 
     def __init__(self, channel: Channel) -> None:

@@ -30,7 +30,7 @@ from cachetool.formats import get_format
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Message, Task
-from cachetool.pull.job import AT_ITS_END, Elsewhere, PullResult, Settled, why_ended
+from cachetool.pull.job import AT_ITS_END, Elsewhere, PullJob, PullResult, why_ended
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import (
     cap_for_all,
@@ -49,7 +49,7 @@ from cachetool.pull.prepare import (
     source_id,
     source_row,
 )
-from cachetool.pull.reports import Fill, Tally
+from cachetool.pull.reports import CacheFill, WorkerReports
 from cachetool.sources import SourceOptions
 from cachetool.sources.segments import SEGMENT
 from cachetool.stores.credentials import marks
@@ -126,7 +126,7 @@ def pull(
         per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
         per_shard = max(1, per_shard // per_unit)
         looked, is_new = looked_at(url, scratch) if elsewhere is None else None, newest is None
-        settled = Settled(
+        settled = PullJob(
             url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began, looked, is_new
         )
         if elsewhere is None:
@@ -216,7 +216,7 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
     return lambda _, message: report(Progress("list", message["listed"]))
 
 
-def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report) -> PullResult:
+def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
     """Open the job, run the workers, close it."""
     url, options, id, kind, wanted = settled.url, settled.options, settled.id, settled.kind, settled.wanted
     only = options.again
@@ -242,10 +242,10 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: Settled, report: Report
     tasks = [task] * workers if count or endless else []
     if not (source.whole or only):
         tasks.append(_listing(cache, url, options, id))
-    tally = Tally()
+    tally = WorkerReports()
     target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
 
-    fill = Fill(cache, job)
+    fill = CacheFill(cache, job)
 
     def on_message(worker: int, message: Message) -> None:
         if "listed" in message:

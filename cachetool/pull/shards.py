@@ -33,11 +33,11 @@ from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.task import Channel
 from cachetool.pull.claims import Claims, Done, Handed, order_of_turn, runs
 from cachetool.pull.job import too_many
-from cachetool.pull.reports import Waiting
-from cachetool.sources import Piece, Skipped
+from cachetool.pull.reports import WaitingFor
+from cachetool.sources import ReadResult, Skipped
 from cachetool.stores.redact import printable
 
-__all__ = ["Drawing", "FirstShard", "Plan"]
+__all__ = ["Drawing", "FirstShard", "WorkerJob"]
 
 
 class FirstShard:
@@ -57,7 +57,7 @@ class FirstShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkerJob:
     """What stays the same for all shards of a worker."""
 
     job: str
@@ -78,7 +78,7 @@ class Plan:
 class Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
-    def __init__(self, cache: CacheDir, claims: Claims, plan: Plan, held: Claim, channel: Channel) -> None:
+    def __init__(self, cache: CacheDir, claims: Claims, plan: WorkerJob, held: Claim, channel: Channel) -> None:
         source = claims.samples
         assert source is not None
         self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
@@ -132,7 +132,7 @@ class Drawing:
             self.close()
         return coming
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: ReadResult) -> None:
         """Write the samples of a piece, and commit what is full, or wanted by now."""
         if piece.gaps is not None and not self._may_leave(piece.gaps, piece.block.nbytes, len(piece.block)):
             return
@@ -212,7 +212,7 @@ class Drawing:
             bound=bound + RANGE_BYTES * self._most_ranges(),
             job=plan.job,
             room=plan.room,
-            waiting=Waiting(self._channel).tell,
+            waiting=WaitingFor(self._channel).tell,
         )
         self._files = ShardFiles(self._staging.path, plan.kind, plan.schema, samples=samples, nbytes=nbytes)
         self._room = (samples, nbytes)

@@ -22,8 +22,8 @@ from cachetool.formats import get_format
 from cachetool.proc.task import Asking, Message
 from cachetool.pull.claims import Claims, Handed, Own
 from cachetool.pull.listing import naming_skip, pace_of
-from cachetool.pull.reports import Pulse
-from cachetool.pull.shards import Drawing, FirstShard, Plan
+from cachetool.pull.reports import Heartbeat
+from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
 from cachetool.sources import Source, SourceOptions, open_source
 from cachetool.sources.looked import LookedAt
 
@@ -62,7 +62,7 @@ def draw(
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
     shards = {(ranges[0][0], ranges[-1][1]): (ranges, content) for ranges, content in again}
-    plan = Plan(
+    plan = WorkerJob(
         job,
         source,
         dataset,
@@ -94,7 +94,7 @@ def draw(
         def drawing_of(held: Claim | None) -> Drawing | None:
             return None if held is None else Drawing(cache, claims, plan, held, channel)
 
-        pulse, coming = Pulse(channel), None
+        pulse, coming = Heartbeat(channel), None
         try:
             while True:
                 if coming is None:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.schema import Schema
 from cachetool.sources.fetch import Fetching
-from cachetool.sources.order import Order
+from cachetool.sources.order import DrawOrder
 
-__all__ = ["Hurry", "Piece", "Probe", "Reading", "Skipped", "Source", "unhurried"]
+__all__ = ["Hurry", "ReadResult", "Probe", "Reading", "Skipped", "Source", "unhurried"]
 
 Hurry = Callable[[], float | None]
 """In how many seconds somebody wants what there is by then; None: it may be gathered into blocks."""
@@ -44,7 +44,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadResult:
     """Some samples of a read, in the order asked for."""
 
     block: Block
@@ -64,7 +64,7 @@ class Piece:
 class Reading:
     """Pieces that arrive; an iterator over them, whose requests were begun when it was made."""
 
-    def __init__(self, fetching: Fetching[Any, Any], pieces: Generator[Piece]) -> None:
+    def __init__(self, fetching: Fetching[Any, Any], pieces: Generator[ReadResult]) -> None:
         self._fetching, self._pieces = fetching, pieces
 
     @property
@@ -75,7 +75,7 @@ class Reading:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> ReadResult:
         return next(self._pieces)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Source(Protocol):
     vanished: npt.NDArray[np.int64]
     """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
-    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
         """The order of pass number ``turn``, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so
         that it may be asked for often."""
         ...

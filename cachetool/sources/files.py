@@ -26,7 +26,7 @@ import numpy.typing as npt
 from cachetool.core.block import BLOCK_BYTES, Block, Column
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable, UsageError
 from cachetool.core.schema import KEY, Field, Schema
-from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
+from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.byte_source import Files
 from cachetool.sources.fetch import Fetcher
@@ -35,7 +35,7 @@ from cachetool.sources.file_table import Run, Table
 from cachetool.sources.images import packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.order import Order, order_of
+from cachetool.sources.order import DrawOrder, order_of
 from cachetool.sources.readers import NOT_ASKED
 from cachetool.sources.rows import joined
 from cachetool.sources.shapes import common_of, fitted
@@ -149,7 +149,7 @@ class FilesSource:
         self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
         self.vanished = np.zeros(0, dtype=np.int64)
 
-    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
         """Units in a seeded order, then the rows of each. Files do not grow: there are no ``cuts``."""
         return self._order(seed=seed, turn=turn, sequential=sequential)
 
@@ -224,7 +224,7 @@ class FilesSource:
             pieces = unpacked(pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes)
         return Reading(batches.fetching, pieces)
 
-    def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[Piece]:
+    def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[ReadResult]:
         """Samples as they are read, images as the bytes that they are."""
         for batch in batches:
             blocks: list[Block] = []
@@ -253,7 +253,7 @@ class FilesSource:
             block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
             at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
             if blocks or failed is None:
-                yield Piece(block, at, done, tuple(skipped), batch.fetched)
+                yield ReadResult(block, at, done, tuple(skipped), batch.fetched)
             if failed is not None:
                 raise failed
 

@@ -40,7 +40,7 @@ import numpy as np
 from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
 from cachetool.core.errors import BadObject, MissingExtra, UsageError
 from cachetool.core.schema import KEY, Field, Schema
-from cachetool.sources.base import Piece, Skipped
+from cachetool.sources.base import ReadResult, Skipped
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import ImageSize
 from cachetool.sources.readers import ClosingFile, FileSource, RandomAccess
@@ -350,8 +350,8 @@ def packed(schema: Schema, found: Schema) -> Schema:
 
 
 def unpacked(
-    pieces: Generator[Piece], schema: Schema, size: ImageSize | None, *, skip_bad: bool, block_bytes: int
-) -> Generator[Piece]:
+    pieces: Generator[ReadResult], schema: Schema, size: ImageSize | None, *, skip_bad: bool, block_bytes: int
+) -> Generator[ReadResult]:
     """The same samples under ``schema``, in pieces of about ``block_bytes`` as far as images shrink as they use to."""
     try:
         for piece in pieces:
@@ -365,8 +365,8 @@ def unpacked(
 
 
 def _unpacked(
-    piece: Piece, images: Schema, schema: Schema, size: ImageSize | None, *, skip_bad: bool, most: int
-) -> Iterator[Piece]:
+    piece: ReadResult, images: Schema, schema: Schema, size: ImageSize | None, *, skip_bad: bool, most: int
+) -> Iterator[ReadResult]:
     block, draws = piece.block, piece.draws
     step = max(1, most * len(block) // max(1, PACKED * block.nbytes))
     start, skipped, fetched = 0, piece.skipped, piece.fetched
@@ -392,7 +392,7 @@ def _unpacked(
                 kept = column if not bad else column.take(keep) if isinstance(column, Ragged) else column[keep]
                 made[field.name] = kept
         done = int(draws[stop]) if stop < len(block) else piece.done
-        yield Piece(Block(schema, made), at[keep], done, skipped, fetched)
+        yield ReadResult(Block(schema, made), at[keep], done, skipped, fetched)
         start, skipped, fetched = stop, (), 0
 
 

@@ -27,14 +27,14 @@ from cachetool.core.errors import AccessDenied, BadObject, Interrupted, NotFound
 from cachetool.core.permutation import SegmentedOrder
 from cachetool.core.schema import KEY, MAX_FIELDS, Schema
 from cachetool.core.units import format_size
-from cachetool.sources.base import Hurry, Piece, Probe, Reading, Skipped, unhurried
+from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.keys import CONTAINERS, Part, Stem
 from cachetool.sources.limits import MAX_VALUE
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.order import Order
+from cachetool.sources.order import DrawOrder
 from cachetool.sources.segments import SegmentedListing
 from cachetool.sources.shapes import Shape, common_schema, majority, names_of, nbytes_of, shape_of
 from cachetool.stores import Object, Store
@@ -190,7 +190,7 @@ class ObjectsSource:
         self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
 
-    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> Order:
+    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
         """Every unit is one sample."""
         return SegmentedOrder(self.units, seed=seed, turn=turn, cuts=cuts, sequential=sequential)
 
@@ -370,12 +370,12 @@ def _size(task: _Task) -> int:
 
 def _pieces(
     fetching: Fetching[_Task, list[_Sample]], schema: Schema, *, skip_bad: bool, block_bytes: int, hurry: Hurry
-) -> Generator[Piece]:
+) -> Generator[ReadResult]:
     names = set(schema.names)
     pending: list[tuple[int, _Sample]] = []
     held = position = 0
 
-    def gathered() -> Piece:
+    def gathered() -> ReadResult:
         nonlocal pending, held
         piece = _piece(pending, schema, position, skip_bad=skip_bad)
         pending, held = [], 0  # before it is out: nothing may come twice, wherever this is interrupted
@@ -416,7 +416,7 @@ def _pieces(
         yield gathered()
 
 
-def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, position: int) -> Piece | None:
+def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, position: int) -> ReadResult | None:
     """The good samples from ``position`` on that came while an earlier one failed, or was waited for."""
     names = set(schema.names)
     good = [
@@ -438,7 +438,7 @@ def _misfit(sample: _Sample, schema: Schema) -> BadObject:
     )
 
 
-def _piece(pending: Sequence[tuple[int, _Sample]], schema: Schema, done: int, *, skip_bad: bool) -> Piece:
+def _piece(pending: Sequence[tuple[int, _Sample]], schema: Schema, done: int, *, skip_bad: bool) -> ReadResult:
     """Columns of the samples that fit; the others skipped, or raised."""
     fetched = sum(sample.fetched for _, sample in pending)
     good = [(position, sample) for position, sample in pending if sample.error is None]
@@ -459,7 +459,7 @@ def _piece(pending: Sequence[tuple[int, _Sample]], schema: Schema, done: int, *,
         Skipped(position, sample.key, _line(sample.error)) for position, sample in pending if sample.error is not None
     )
     draws = np.fromiter((position for position, _ in good), dtype=np.int64, count=len(good))
-    return Piece(block, draws, done, skipped, fetched)
+    return ReadResult(block, draws, done, skipped, fetched)
 
 
 def _line(error: Any) -> str:

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from cachetool.core.permutation import Permutation
 
-__all__ = ["Order", "SequentialOrder", "SingleOrder", "UnitOrder", "order_of"]
+__all__ = ["DrawOrder", "SequentialOrder", "SingleOrder", "UnitOrder", "order_of"]
 
 _Numbers = npt.NDArray[np.int64]
 
 
-class Order(Protocol):
+class DrawOrder(Protocol):
     """Positions of a pass over a source, as draws."""
 
     def __getitem__(self, positions: Any) -> Any:
@@ -47,7 +47,7 @@ class SingleOrder(Permutation):
 
 
 class UnitOrder:
-    """Units of ``sizes`` samples, numbered one after another; see :class:`Order`."""
+    """Units of ``sizes`` samples, numbered one after another; see :class:`DrawOrder`."""
 
     def __init__(self, sizes: _Numbers, *, seed: int = 0, turn: int = 0) -> None:
         self._seed, self._turn = seed, turn
@@ -107,7 +107,7 @@ def _whole(ends: _Numbers, start: int, stop: int) -> int:
     return int(ends[np.searchsorted(ends, start, side="right")])
 
 
-def order_of(sizes: _Numbers | int, *, seed: int, turn: int, sequential: bool = False) -> Order:
+def order_of(sizes: _Numbers | int, *, seed: int, turn: int, sequential: bool = False) -> DrawOrder:
     """The order of units of ``sizes`` samples, or of so many units of one sample each."""
     if sequential:
         return SequentialOrder(sizes)

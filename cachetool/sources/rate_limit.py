@@ -25,7 +25,7 @@ from cachetool.proc.folders import shared_file
 from cachetool.stores import Object, Store
 from cachetool.stores.base import Pages
 
-__all__ = ["Pace", "grant", "paced", "shared"]
+__all__ = ["RateLimit", "grant", "paced", "shared"]
 
 _DUE = struct.Struct("<d")
 _SHARE = struct.Struct("<d")
@@ -42,7 +42,7 @@ def shared(share: float) -> tuple[int, bytes]:
     return _DUE.size, _SHARE.pack(share)
 
 
-class Pace:
+class RateLimit:
     """Takes turns on the file ``path``, which is made when it is not there. For any thread; call it with bytes to come.
 
     ``clock`` and ``sleep`` are those of :mod:`time`.
@@ -79,7 +79,7 @@ class Pace:
             self._sleep(begin - now)
 
 
-def paced(store: Store, pace: Pace | None) -> Store:
+def paced(store: Store, pace: RateLimit | None) -> Store:
     """``store``, every request for data of which waits for its turn."""
     return store if pace is None else _PacedStore(store, pace)
 
@@ -87,7 +87,7 @@ def paced(store: Store, pace: Pace | None) -> Store:
 class _PacedStore:
     """A store behind a limit. Listing is not limited."""
 
-    def __init__(self, store: Store, pace: Pace) -> None:
+    def __init__(self, store: Store, pace: RateLimit) -> None:
         self._store, self._pace = store, pace
         self.url, self.concurrency = store.url, store.concurrency
 

@@ -12,7 +12,7 @@ from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.rate_limit import Pace, paced
+from cachetool.sources.rate_limit import RateLimit, paced
 from cachetool.sources.segments import SegmentedListing
 from cachetool.stores import Limits, Object, Store, open_store, redact
 
@@ -81,7 +81,7 @@ def open_source(
     options: SourceOptions | None = None,
     *,
     units: int | None = None,
-    pace: Pace | None = None,
+    pace: RateLimit | None = None,
     limits: Limits | None = None,
     through: Callable[[Store], Store] = lambda store: store,
 ) -> Source:

@@ -20,7 +20,7 @@ import pytest
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import Piece, Source, SourceOptions, list_source, open_source
+from cachetool.sources import ReadResult, Source, SourceOptions, list_source, open_source
 from tests.servers import folder_server, hub_server, sftp_server
 from tests.sources.bombs import FILES, OBJECTS
 
@@ -101,7 +101,7 @@ def order(seed: int = 0, count: int = COUNT) -> np.ndarray[tuple[int], np.dtype[
     return np.random.default_rng(seed).permutation(COUNT)[:count].astype(np.int64)
 
 
-def whole(pieces: list[Piece]) -> Block:
+def whole(pieces: list[ReadResult]) -> Block:
     return Block.concat([piece.block for piece in pieces])
 
 

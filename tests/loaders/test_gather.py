@@ -25,7 +25,7 @@ from cachetool.formats.runs import Int64s
 from cachetool.loaders.read.gather import OpenPart, Parts, Places, Runs, gather, open_by_library
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.snapshots.indexed import Board
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 
@@ -171,11 +171,11 @@ def test_open_parts_are_few_and_of_this_process_alone(cache: CacheDir) -> None:
     assert Parts(open_by_library).limit <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
-def part(name: str, samples: int, content: str = "") -> Part:
-    return Part(name, "lmdb", samples, content or name, name)
+def part(name: str, samples: int, content: str = "") -> ShardFile:
+    return ShardFile(name, "lmdb", samples, content or name, name)
 
 
-def view(*parts: Part) -> View:
+def view(*parts: ShardFile) -> View:
     return View(1, "default", SMALL, parts)
 
 

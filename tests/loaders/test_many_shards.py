@@ -31,7 +31,7 @@ from cachetool.loaders.read import arena
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.unmapped import Descriptors
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import plain_files as files
 from cachetool.loaders.snapshots.plain_files import shards_at
 from cachetool.loaders.view import View
@@ -266,7 +266,7 @@ def test_what_is_read_later_is_asked_for_of_files_without_a_map(
         "posix_fadvise",
         lambda fd, start, size, _: asked.append((os.readlink(f"/proc/self/fd/{fd}"), start)),
     )
-    plan, settings = Plan(1, 0, view, samples=view.samples), Settings("", batch_size=8)
+    plan, settings = EpochPlan(1, 0, view, samples=view.samples), Settings("", batch_size=8)
     schema = SMALL.select(["x"])
     steps = np.arange(plan.steps(settings).count, dtype=np.int64)
     count = 0

@@ -25,7 +25,7 @@ from cachetool.loaders.read import mapped as module
 from cachetool.loaders.read.arena import Arena, Memory
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 from tests.loaders.numbered import EVERY, SMALL, digest, put, sample
 
 READ = Schema(
@@ -81,7 +81,7 @@ def put_parts(folder: Path, name: str, sizes: list[int]) -> View:
         files.write(block)
         files.finish()
         data = f"data{get_format(name).suffix}"
-        part = Part(where.name, name, size, "", str(where), data)
+        part = ShardFile(where.name, name, size, "", str(where), data)
         part.extents.parent.mkdir(parents=True)
         (where / EXTENTS_FILE).rename(part.extents)
         parts.append(part)

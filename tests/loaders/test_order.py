@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cachetool.core.errors import UsageError
-from cachetool.loaders.order import Order, Shuffle, Steps, decode, encode, order, share
+from cachetool.loaders.order import EpochOrder, Shuffle, Steps, decode, encode, order, share
 
 
 def indices(samples: int, **more: object) -> list[int]:
@@ -118,7 +118,7 @@ def test_steps_share_an_epoch_out_evenly_and_go_on_in_another_world(
     nbytes=st.integers(0, 2**18),
 )
 def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shuffle: Shuffle, nbytes: int) -> None:
-    order = Order(samples, shuffle=shuffle, seed=seed, epoch=epoch, nbytes=nbytes)
+    order = EpochOrder(samples, shuffle=shuffle, seed=seed, epoch=epoch, nbytes=nbytes)
     positions = np.arange(samples, dtype=np.int64)
     found = order[positions]
 
@@ -136,7 +136,7 @@ def test_an_order_has_every_sample_once(samples: int, seed: int, epoch: int, shu
 def test_runs_are_what_the_samples_of_a_window_are_among(
     samples: int, epoch: int, nbytes: int, cut: tuple[float, float]
 ) -> None:
-    order = Order(samples, shuffle="window", epoch=epoch, nbytes=nbytes)
+    order = EpochOrder(samples, shuffle="window", epoch=epoch, nbytes=nbytes)
     start, stop = sorted(int(each * samples) for each in cut)
     windows = list(order.runs(start, stop))
 
@@ -157,9 +157,11 @@ def test_runs_are_what_the_samples_of_a_window_are_among(
 
 def test_a_window_reads_neighbours_together_and_mixes_them() -> None:
     """64 neighbours of 4 KiB stay within one window, in which no two of them follow one another but by chance."""
-    found = Order(100_000, shuffle="window", seed=1, nbytes=4096)[np.arange(100_000)]
+    found = EpochOrder(100_000, shuffle="window", seed=1, nbytes=4096)[np.arange(100_000)]
     windows = [set((found[at : at + 64 * 256] // 64).tolist()) for at in range(0, 100_000, 64 * 256)]
 
     assert all(len(a & b) <= 1 for at, a in enumerate(windows) for b in windows[at + 1 :])
     assert (np.abs(np.diff(found)) == 1).mean() < 0.01
-    assert not np.array_equal(found, Order(100_000, shuffle="window", seed=1, epoch=1, nbytes=4096)[np.arange(100_000)])
+    assert not np.array_equal(
+        found, EpochOrder(100_000, shuffle="window", seed=1, epoch=1, nbytes=4096)[np.arange(100_000)]
+    )

@@ -22,7 +22,7 @@ from cachetool.loaders.read.arena import Arena, open_arena
 from cachetool.loaders.read.gather import Runs
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import Readahead, Windows
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import View
 from tests.loaders.numbered import put
 
@@ -189,7 +189,7 @@ def test_feeders_together_ask_for_windows_once_and_in_time(
     everything: list[int] = []
     for rank in range(world):
         settings = Settings("", batch_size=case.get("batch", 8), shuffle="window", rank=rank, world_size=world)
-        plan = Plan(1, 0, view, samples=samples, position=position)
+        plan = EpochPlan(1, 0, view, samples=samples, position=position)
         cut = plan.steps(settings)
         steps = np.arange(cut.count, dtype=np.int64)
         parts = [MappedParts() for _ in range(feeders)]
@@ -235,7 +235,7 @@ def test_workers_that_go_on_from_different_steps_share_windows_all_the_same(
     schema = Schema((Field("x", "<f4", (512,)),))
     put(cache, range(2048), schema=schema, dataset="small", format="hdf5")
     view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
-    plan, settings = Plan(1, 0, view, samples=2048), Settings("", batch_size=8, shuffle="window")
+    plan, settings = EpochPlan(1, 0, view, samples=2048), Settings("", batch_size=8, shuffle="window")
     needed: list[float] = []
     for worker in range(2):
         parts = MappedParts()
@@ -273,7 +273,7 @@ def test_all_samples_of_a_side_of_a_split_are_asked_for(
         put(cache, range(40_000), schema=schema, dataset="small", format="hdf5")
         view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
     chosen = np.flatnonzero(np.random.default_rng(0).random(view.samples) < share)
-    plan, settings = Plan(1, 0, view, samples=len(chosen)), Settings("", batch_size=256, shuffle="window")
+    plan, settings = EpochPlan(1, 0, view, samples=len(chosen)), Settings("", batch_size=256, shuffle="window")
     parts = MappedParts()
     steps = np.arange(plan.steps(settings).count, dtype=np.int64)
     needed: list[int] = []
@@ -300,7 +300,7 @@ def test_what_other_places_are_told_is_forgotten_with_the_next_plan(cache: Cache
     view = View.of_shards(cache.version, "small", schema, cache.shards("small"))
     parts = MappedParts()
     for generation, shuffle in enumerate(("window", "full", "window"), 1):
-        plan = Plan(generation, 0, view, samples=64)
+        plan = EpochPlan(generation, 0, view, samples=64)
         settings = Settings("", batch_size=8, shuffle=shuffle)  # type: ignore[arg-type]
         found = announced(plan, settings, np.arange(8), parts, schema, feeders=1)
         indices = [at for _, several in found for at in several]

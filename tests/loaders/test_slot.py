@@ -13,7 +13,7 @@ from cachetool.core.block import Ragged
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.processes import Processes
-from cachetool.loaders.feed.protocol import Pace
+from cachetool.loaders.feed.protocol import EpochTimes
 from cachetool.loaders.ring.ring import Ring, RingWriter
 from cachetool.loaders.ring.slot import Batch, SlotReader, SlotWriter
 from cachetool.proc.lines import described
@@ -76,7 +76,7 @@ def test_batches_of_an_epoch_that_was_given_up_are_not_waited_for(ring: Ring) ->
         put(writer, 1, step)
     put(writer, 2, 0)
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [reader], Pace()
+    feed._readers, feed._pace = [reader], EpochTimes()
     assert [batch.step for batch in feed.take(2, 0, 32)] == [0]
     assert feed._pace.delivered(1).waits == 0
 
@@ -86,7 +86,7 @@ def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(read
     """Else a feeder has none to fill while one is seen and the other waits for its turn."""
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], Pace()
+    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
     for number, ring in enumerate(rings):
         writer = SlotWriter(RingWriter(ring.fd), ready=ready)
         for step in range(ready):
@@ -101,7 +101,7 @@ def test_less_than_half_of_the_slots_are_taken_at_once_and_of_two_one_batch(read
 def test_no_more_batches_are_taken_at_once_than_are_asked_for_and_none_is_lost(most: int) -> None:
     rings = [Ring(), Ring()]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], Pace()
+    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
     for number, ring in enumerate(rings):
         writer = SlotWriter(RingWriter(ring.fd), ready=40)
         for step in range(40):
@@ -121,7 +121,7 @@ def test_rings_are_looked_at_as_far_as_there_are_batches(
 ) -> None:
     rings = [Ring() for _ in range(4)]
     feed = Processes.__new__(Processes)  # without any process
-    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], Pace()
+    feed._readers, feed._pace = [SlotReader(ring) for ring in rings], EpochTimes()
     writers = [SlotWriter(RingWriter(ring.fd), ready=3) for ring in rings]
     for step in range(there):
         put(writers[step], 1, step)

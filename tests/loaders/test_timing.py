@@ -8,7 +8,7 @@ import pytest
 
 from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import epochs as module
 from cachetool.loaders.snapshots.epochs import Timing, Turns
 from tests.loaders.numbered import put
@@ -36,12 +36,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def published() -> list[Plan]:
+def published() -> list[EpochPlan]:
     return []
 
 
 @pytest.fixture
-def turns(clock: Clock, cache: CacheDir, published: list[Plan], monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+def turns(
+    clock: Clock, cache: CacheDir, published: list[EpochPlan], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Turns]:
     monkeypatch.setattr("cachetool.loaders.snapshots.epochs.time", clock)
     made = Turns(Settings(str(cache.root), batch_size=10), published.append)
     yield made
@@ -102,7 +104,7 @@ def test_a_look_is_old_after_ten_seconds(passed: float, old: bool, clock: Clock)
 
 
 def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_lasted(
-    clock: Clock, cache: CacheDir, turns: Turns, published: list[Plan]
+    clock: Clock, cache: CacheDir, turns: Turns, published: list[EpochPlan]
 ) -> None:
     generation = turns.begin(0).generation
     turns.exhausted(generation)
@@ -120,7 +122,7 @@ def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_laste
 
 
 def test_an_epoch_that_is_faster_than_the_one_before_is_followed_all_the_same(
-    turns: Turns, published: list[Plan]
+    turns: Turns, published: list[EpochPlan]
 ) -> None:
     for epoch in range(3):
         generation = turns.begin(epoch, surely=False).generation

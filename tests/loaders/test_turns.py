@@ -12,7 +12,7 @@ from cachetool.cache import CacheDir, Snapshot
 from cachetool.cache.history import Delivered
 from cachetool.core.errors import CapacityError, CapBlocked, CatalogError
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import epochs as module
 from cachetool.loaders.snapshots.epochs import Turns
 from cachetool.loaders.snapshots.follow import CacheSubscription
@@ -25,7 +25,7 @@ DELIVERED = Delivered(1.0, 6, 0, 0.0)
 @pytest.fixture
 def turns(cache: CacheDir) -> Iterator[Turns]:
     """At the end of its first epoch: all its batches are made and the next snapshot is taken."""
-    published: list[Plan] = []
+    published: list[EpochPlan] = []
     opened = Turns(Settings(str(cache.root), batch_size=10), published.append)
     opened.exhausted(opened.begin(0).generation)
     yield opened
@@ -147,7 +147,7 @@ def test_snapshots_of_several_ranks_that_nothing_follows_end_after_a_while(cache
 def test_batches_made_ahead_stay_while_another_process_of_the_run_has_their_snapshot(
     short: None, cache: CacheDir
 ) -> None:
-    published: list[Plan] = []
+    published: list[EpochPlan] = []
     turns = Turns(Settings(str(cache.root), batch_size=10, run="run"), published.append)
     turns.exhausted(turns.begin(0).generation)
     other = CacheSubscription(cache, run="run")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.sources.rate_limit import Pace, grant, shared
+from cachetool.sources.rate_limit import RateLimit, grant, shared
 
 RATE = 1000.0
 
@@ -49,7 +49,7 @@ def test_a_worker_that_never_rests_gets_the_whole_rate(sizes: list[int]) -> None
 
 def test_a_part_of_the_rate_is_kept_to_from_the_moment_it_is_written(tmp_path: Path) -> None:
     clock = Clock()
-    pace = Pace(tmp_path / "due", RATE, clock=lambda: clock.now, sleep=clock.sleep)
+    pace = RateLimit(tmp_path / "due", RATE, clock=lambda: clock.now, sleep=clock.sleep)
     for share in (1.0, 0.25, 0.5):
         at, piece = shared(share)
         with open(tmp_path / "due", "r+b") as file:
@@ -67,7 +67,7 @@ def test_a_part_of_the_rate_is_kept_to_from_the_moment_it_is_written(tmp_path: P
 def test_workers_share_one_rate_in_each_second_however_unequal_they_are(tmp_path: Path, workers: int) -> None:
     """As workers do: whoever is furthest back in time asks next. Ten seconds, each within 10 % of the rate."""
     clocks = [Clock() for _ in range(workers)]
-    paces = [Pace(tmp_path / "due", RATE, clock=lambda c=c: c.now, sleep=c.sleep) for c in clocks]  # type: ignore[misc]
+    paces = [RateLimit(tmp_path / "due", RATE, clock=lambda c=c: c.now, sleep=c.sleep) for c in clocks]  # type: ignore[misc]
     rng = np.random.default_rng(workers)
     begun: list[tuple[float, int]] = []
     while min(clock.now for clock in clocks) < 60:
@@ -82,7 +82,7 @@ def test_workers_share_one_rate_in_each_second_however_unequal_they_are(tmp_path
 
 def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
     waits: list[float] = []
-    pace = Pace(tmp_path / "due", RATE, clock=lambda: 7.0, sleep=waits.append)
+    pace = RateLimit(tmp_path / "due", RATE, clock=lambda: 7.0, sleep=waits.append)
     threads = [threading.Thread(target=lambda: [pace(10) for _ in range(50)]) for _ in range(8)]
     for thread in threads:
         thread.start()

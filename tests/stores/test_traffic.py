@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cachetool.pull import reports
-from cachetool.pull.reports import Tally
+from cachetool.pull.reports import WorkerReports
 from cachetool.sources.fetch import Fetcher
 from cachetool.stores import Object, open_store, traffic
 from tests.servers import Scripted, scripted_server
@@ -62,7 +62,7 @@ def test_a_worker_tells_of_changes_while_nothing_comes_and_is_silent_without_any
             (first if message["flying"] else last).set()
 
     monkeypatch.setattr(reports, "_PULSE", 0.001)
-    pulse = reports.Pulse(Channel())
+    pulse = reports.Heartbeat(Channel())
     with traffic.flying():
         assert first.wait(60)
     assert last.wait(60)
@@ -84,7 +84,7 @@ def test_bytes_that_came_are_told_before_samples_are_made_of_them(monkeypatch: p
 
     monkeypatch.setattr(reports, "_PULSE", 0.001)
     traffic.arrived(1_000_000)
-    pulse, tally = reports.Pulse(Channel()), Tally()
+    pulse, tally = reports.Heartbeat(Channel()), WorkerReports()
     traffic.arrived(500)
     traffic.arrived(200)
     assert all_there.wait(60)

@@ -33,13 +33,13 @@ from cachetool.formats.reading import compare_checksums
 from cachetool.formats.runs import Int64s
 from cachetool.formats.shard import check_content, stored_checksums
 from cachetool.loaders.feed.transform import Transform
-from cachetool.loaders.order import RUN_BYTES, Order
+from cachetool.loaders.order import RUN_BYTES, EpochOrder
 from cachetool.loaders.read.gather import gather, new_array
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.readahead import NEAR
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.split import Split
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 from cachetool.proc.lines import described
 
 __all__ = ["Checks", "Mailbox", "Sink", "announced", "work"]
@@ -69,7 +69,7 @@ class Checks:
             expected = self._of(part, view)[np.ix_(rows, within[here])]
             compare_checksums(found[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
 
-    def _of(self, part: Part, view: View) -> npt.NDArray[np.uint64]:
+    def _of(self, part: ShardFile, view: View) -> npt.NDArray[np.uint64]:
         known = self._known.get(part.id)
         if known is None:
             side = part.extents.parent
@@ -81,7 +81,7 @@ class Checks:
         return known
 
 
-def _file(part: Part) -> Path:
+def _file(part: ShardFile) -> Path:
     return part.folder / (part.file or f"data{get_format(part.format).suffix}")
 
 
@@ -119,11 +119,11 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._plans: deque[Plan] = deque()
+        self._plans: deque[EpochPlan] = deque()
         self._least = self._newest = 0
         self._closed = False
 
-    def put(self, plan: Plan) -> None:
+    def put(self, plan: EpochPlan) -> None:
         """Add a plan; unless it only follows those before, they are over. The newest may come again to say so."""
         with self._changed:
             if not plan.follows:
@@ -141,11 +141,11 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    def is_over(self, plan: Plan) -> bool:
+    def is_over(self, plan: EpochPlan) -> bool:
         """Whether another plan came in its place."""
         return plan.generation < self._least or self._closed
 
-    def get(self, due: Callable[[], None] | None = None) -> Plan | None:
+    def get(self, due: Callable[[], None] | None = None) -> EpochPlan | None:
         """The next plan, waited for; None when there will be none. ``due`` is called now and then meanwhile."""
         while True:
             with self._changed:
@@ -210,7 +210,7 @@ class _Maker:
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
 
-    def make(self, plan: Plan, view: View, number: int, feeders: int) -> bool:
+    def make(self, plan: EpochPlan, view: View, number: int, feeders: int) -> bool:
         """All batches of one plan, but no more once it was replaced, or an error was handed over; gives whether all
         were made and their end is still to be told."""
         step, opened = number, False
@@ -252,7 +252,7 @@ class _Maker:
             return False
         return not told
 
-    def _handed(self, plan: Plan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
+    def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """What becomes of samples that were gathered into memory of ours, copied into the sink."""
         if self._checks is not None:
             self._checks.check(view, indices, block)
@@ -265,7 +265,7 @@ class _Maker:
             self._sink.values(field, values.shape)[...] = values
         return block.columns
 
-    def _transformed(self, transform: Transform, plan: Plan, view: View, indices: Int64s, block: Block) -> Block:
+    def _transformed(self, transform: Transform, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Block:
         if len(indices):
             return transform(block, epoch=plan.epoch, indices=indices)
         # Other ranks have the last samples: this one's batch is empty, and one of another's says which fields it has.
@@ -277,7 +277,7 @@ class _Maker:
 
 
 def _drawn(
-    plan: Plan, settings: Settings, order: Order | Int64s, steps: Int64s, chosen: Int64s | None
+    plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, chosen: Int64s | None
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
     """Some of these steps of a plan at a time, and the indices of the samples of each."""
     cut = plan.steps(settings)
@@ -299,7 +299,7 @@ def _drawn(
 
 
 def announced(
-    plan: Plan,
+    plan: EpochPlan,
     settings: Settings,
     steps: Int64s,
     places: MappedParts,
@@ -316,7 +316,7 @@ def announced(
     """
     view = plan.view
     assert view is not None
-    order: Order | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
+    order: EpochOrder | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
     chunks = _drawn(plan, settings, order, steps, chosen)
     if not len(steps):
         yield from chunks
@@ -326,7 +326,7 @@ def announced(
     )
     # Of a small side of a split, most of what lies between its samples is nobody's.
     dense = chosen is None or _DENSE * len(chosen) >= view.samples
-    if isinstance(order, Order) and order.window and small and dense:
+    if isinstance(order, EpochOrder) and order.window and small and dense:
         # All that lies between the samples of a window is read, by whichever feeder.
         cut = plan.steps(settings)
         sharers = min(feeders, cut.count)

@@ -47,7 +47,7 @@ from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.read.unmapped import raise_limit
 from cachetool.loaders.ring.ring import RingWriter
 from cachetool.loaders.ring.slot import SlotWriter
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.view import View
 from cachetool.proc.lines import Lines
 from cachetool.proc.streams import keep_standard_streams
@@ -293,7 +293,7 @@ class _Follower:
             if self._plans.ended:
                 poll.unregister(self._plans.fd)  # the leader has ended, after which we are told to
             while (line := self._plans.next()) is not None:
-                plan = Plan.from_json(json.loads(line), self._told)
+                plan = EpochPlan.from_json(json.loads(line), self._told)
                 self._told = plan.view or self._told
                 self._mailbox.put(plan)
         os._exit(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from cachetool.cache.history import Delivered
 from cachetool.loaders.feed.batches import Mailbox
-from cachetool.loaders.settings import Begun, Plan, Settings
+from cachetool.loaders.settings import Begun, EpochPlan, Settings
 from cachetool.loaders.snapshots.epochs import Turns
 from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
@@ -55,7 +55,7 @@ class Leader:
         self._made = generation
         os.write(self._wake, b"\0")
 
-    def _publish(self, plan: Plan) -> None:
+    def _publish(self, plan: EpochPlan) -> None:
         self._mailbox.put(plan)
         if self._followers:
             value = plan.to_json(self._told)

@@ -26,7 +26,7 @@ from typing import Any
 from cachetool.cache.catalog import statements
 from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.schema import Schema
-from cachetool.loaders.feed.protocol import Pace
+from cachetool.loaders.feed.protocol import EpochTimes
 from cachetool.loaders.ring.memory import supported
 from cachetool.loaders.ring.ring import Lock, Ring
 from cachetool.loaders.ring.slot import Batch, SlotReader
@@ -88,7 +88,7 @@ class Processes:
         self._asked = self._statements = self._generation = 0
         self._rest = b""
         self._telling, self._left = False, 0
-        self._pace = Pace()
+        self._pace = EpochTimes()
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
         self._answers, answers = os.pipe()
         try:
@@ -135,7 +135,7 @@ class Processes:
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        self._pace = Pace()
+        self._pace = EpochTimes()
         now = statements()
         begun = Begun.from_json(self._ask("begin", epoch=epoch, resume=resume, surely=now != self._statements))
         self.lock_pages(None)

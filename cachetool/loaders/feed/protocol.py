@@ -18,7 +18,7 @@ from cachetool.loaders.ring.ring import Lock
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun
 
-__all__ = ["Feed", "Pace"]
+__all__ = ["Feed", "EpochTimes"]
 
 
 class Feed(Protocol):
@@ -80,7 +80,7 @@ class Feed(Protocol):
         ...
 
 
-class Pace:
+class EpochTimes:
     """The waits of one epoch, from the moment in which it is asked for."""
 
     def __init__(self) -> None:

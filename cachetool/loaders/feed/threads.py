@@ -20,7 +20,7 @@ from cachetool.cache.catalog import statements
 from cachetool.core.block import Column
 from cachetool.core.schema import Field, Schema
 from cachetool.loaders.feed.batches import Mailbox, work
-from cachetool.loaders.feed.protocol import Pace
+from cachetool.loaders.feed.protocol import EpochTimes
 from cachetool.loaders.feed.transform import Function, Transform
 from cachetool.loaders.read.gather import new_array
 from cachetool.loaders.read.mapped import MappedParts
@@ -51,7 +51,7 @@ class Thread:
         self._statements = self._generation = 0
         self._mailbox = Mailbox()
         self._turns = Turns(settings, self._mailbox.put)
-        self._lock, self._pace = threading.Lock(), Pace()
+        self._lock, self._pace = threading.Lock(), EpochTimes()
         self._duties = _Duties(self._turns, self._lock)
         self._queue = _Queue(settings.prefetch or _READY, self._duties.due)
         self._thread = threading.Thread(
@@ -64,7 +64,7 @@ class Thread:
 
     def begin(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        self._pace = Pace()
+        self._pace = EpochTimes()
         surely = statements() != self._statements
         begun = self._waited(lambda: self._turns.begin(epoch, asked_for(resume), surely=surely))
         with self._lock:
@@ -232,7 +232,7 @@ class _Queue:
         """Whether there is a batch or an error, or will be none."""
         return not self._items.empty()
 
-    def get(self, pace: Pace) -> Batch | tuple[int, Mapping[str, Any]] | None:
+    def get(self, pace: EpochTimes) -> Batch | tuple[int, Mapping[str, Any]] | None:
         """The next batch or error, waited for; None when the thread ended."""
         if self._items.empty():  # nobody else takes anything out
             with pace.waiting():

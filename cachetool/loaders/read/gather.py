@@ -29,7 +29,7 @@ from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
 from cachetool.formats.shard import check_digest
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 if TYPE_CHECKING:
     from cachetool.loaders.read.unmapped import Unmapped
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 Empty = Callable[[Field, tuple[int, ...]], npt.NDArray[Any]]
-Opener = Callable[[Part, Schema], "OpenPart"]
+Opener = Callable[[ShardFile, Schema], "OpenPart"]
 
 
 class Runs(NamedTuple):
@@ -151,7 +151,7 @@ def _runs(column: Column, field: Field) -> Runs:
     return Runs(column, numbers) if field.is_scalar else Runs(as_bytes(column), numbers * field.nbytes)
 
 
-def open_by_library(part: Part, schema: Schema) -> OpenPart:
+def open_by_library(part: ShardFile, schema: Schema) -> OpenPart:
     """Open a part through its format's own library."""
     if part.digest and not part.extents.exists():  # a library may die of a damaged file, and this process with it
         check_digest(part.folder, part.digest)
@@ -160,7 +160,7 @@ def open_by_library(part: Part, schema: Schema) -> OpenPart:
 
 
 @contextmanager
-def evicted_errors(part: Part) -> Iterator[None]:
+def evicted_errors(part: ShardFile) -> Iterator[None]:
     """Turn what opening a part raises into :class:`UsageError` when the part was evicted."""
     try:
         yield
@@ -187,7 +187,7 @@ class Parts:
         self._open: OrderedDict[str, OpenPart] = OrderedDict()
         self._pid = os.getpid()
 
-    def get(self, part: Part, schema: Schema) -> OpenPart:
+    def get(self, part: ShardFile, schema: Schema) -> OpenPart:
         """The open part. Raises :class:`UsageError` when it was evicted, and what opening it raises."""
         if self._pid != os.getpid():
             self.close()

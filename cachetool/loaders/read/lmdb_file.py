@@ -15,7 +15,7 @@ from cachetool.formats.files import map_file
 from cachetool.formats.runs import Int64s, ends
 from cachetool.loaders.read.gather import OpenPart, Runs, open_by_library
 from cachetool.loaders.snapshots.plain_files import FileSubscription
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["RAW", "is_lmdb", "only_lmdb", "open_lmdb", "subscribe_file"]
 
@@ -39,7 +39,7 @@ def subscribe_file(path: Path, *, value_format: str | None) -> FileSubscription:
     file = (path / "data.mdb" if path.is_dir() else path).absolute()
     schema, samples = _look(file, foreign=value_format is not None)
     kind = "lmdb" if value_format is None else _FOREIGN
-    part = Part(file.name, kind, samples, "", str(file.parent), file.name)
+    part = ShardFile(file.name, kind, samples, "", str(file.parent), file.name)
     return FileSubscription(schema, (part,))
 
 
@@ -72,7 +72,7 @@ def only_lmdb(view: View) -> None:
         )
 
 
-def open_lmdb(part: Part, schema: Schema) -> OpenPart:
+def open_lmdb(part: ShardFile, schema: Schema) -> OpenPart:
     """Open a part through py-lmdb."""
     if part.format == _FOREIGN:
         return _ForeignPart(part.folder / part.file)

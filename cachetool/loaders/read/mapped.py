@@ -55,7 +55,7 @@ from cachetool.loaders.read.gather import (
 )
 from cachetool.loaders.read.readahead import NEAR, Readahead, Windows
 from cachetool.loaders.read.unmapped import Descriptors, Unmapped
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["Chunk", "MappedParts"]
 
@@ -310,7 +310,7 @@ class MappedParts:
         self._index()
         self._view, self._schema = view, schema
 
-    def _opened(self, part: Part, whole: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
+    def _opened(self, part: ShardFile, whole: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
         """The part with what there is to know of these fields; None when it has no extents."""
         found = self._open.get(part.id)
         if found is not None and found.schema == schema:
@@ -339,7 +339,7 @@ def _values(memory: Bytes, field: Field) -> npt.NDArray[Any]:
     return memory[: len(memory) // field.nbytes * field.nbytes].view(field.numpy)
 
 
-def _extents(part: Part, schema: Schema, arena: Arena | Memory) -> tuple[Extents, int | None]:
+def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Extents, int | None]:
     """The extents of a part, and where they are mapped, if they are. Raises :class:`CorruptError`."""
     at = None
     fd, size = open_plain(part.extents_name)
@@ -380,7 +380,7 @@ class _Opened:
         """Of each of them :data:`_ROW` numbers."""
         self.way = _MAPPED if maps else _READ
 
-    def look_at(self, part: Part, extents: Extents, schema: Schema, arena: Arena | Memory) -> None:
+    def look_at(self, part: ShardFile, extents: Extents, schema: Schema, arena: Arena | Memory) -> None:
         """Map the files of these fields and note where they lie.
 
         Raises :class:`CorruptError` for files that are missing or short.
@@ -393,7 +393,7 @@ class _Opened:
         rows = [self._row(part, field, extents, arena) for field in schema]
         self.rows, self.schema = struct.pack(f"{_ROW * len(schema)}q", *itertools.chain(*rows)), schema
 
-    def _mapped(self, part: Part, extents: Extents, schema: Schema, arena: Arena | Memory) -> bool:
+    def _mapped(self, part: ShardFile, extents: Extents, schema: Schema, arena: Arena | Memory) -> bool:
         for field in schema:
             file = extents.fields[field.name].file
             if field.is_scalar or file in self._maps:
@@ -406,7 +406,7 @@ class _Opened:
             self._maps[file] = place
         return True
 
-    def _row(self, part: Part, field: Field, extents: Extents, arena: Arena | Memory) -> tuple[int, ...]:
+    def _row(self, part: ShardFile, field: Field, extents: Extents, arena: Arena | Memory) -> tuple[int, ...]:
         found, samples = extents.fields[field.name], extents.samples
         if field.is_scalar:
             return 0, self._origin(found.column, arena), 1, -1, 0, -1, -1

@@ -24,7 +24,7 @@ from cachetool.core.errors import CorruptError
 from cachetool.formats.files import missing_is_corrupt
 from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.read.gather import evicted_errors
-from cachetool.loaders.view import Part
+from cachetool.loaders.view import ShardFile
 
 __all__ = ["Descriptors", "Unmapped", "raise_limit"]
 
@@ -51,7 +51,7 @@ class Descriptors:
         self._count = 0
         self._finalizer = weakref.finalize(self, _close, self._open)
 
-    def open(self, part: Part, name: str) -> tuple[int, bool]:
+    def open(self, part: ShardFile, name: str) -> tuple[int, bool]:
         """A descriptor of a file of a part, and whether it is kept, else it is the caller's to close. Raises
         :class:`CorruptError` where there is no such file, :class:`UsageError` when the part was evicted."""
         fds = self._open.get(part.id)
@@ -99,7 +99,7 @@ class Unmapped:
     __slots__ = ("_descriptors", "_names", "_numbers", "_parts")
 
     def __init__(
-        self, descriptors: Descriptors, parts: Sequence[Part], names: Sequence[str], numbers: npt.NDArray[np.intp]
+        self, descriptors: Descriptors, parts: Sequence[ShardFile], names: Sequence[str], numbers: npt.NDArray[np.intp]
     ) -> None:
         self._descriptors, self._parts, self._names, self._numbers = descriptors, parts, names, numbers
 
@@ -151,7 +151,7 @@ class Unmapped:
         for i, fd in self._opened():
             os.posix_fadvise(fd, starts_[i], sizes_[i], os.POSIX_FADV_WILLNEED)
 
-    def _file(self, number: int) -> tuple[Part, str]:
+    def _file(self, number: int) -> tuple[ShardFile, str]:
         return self._parts[number], self._names[number]
 
     def _opened(self) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,7 @@ from cachetool.core.errors import (
     UsageError,
     from_json,
 )
-from cachetool.loaders.settings import Plan, Settings, rows
+from cachetool.loaders.settings import EpochPlan, Settings, rows
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
 from cachetool.loaders.snapshots.resume import Resume, found_again, resumed
 from cachetool.loaders.snapshots.waiting import AGAIN, FIRST, NotYet, failed_pull, no_samples, require, say
@@ -155,7 +155,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    plan: Plan
+    plan: EpochPlan
     lease: Subscription
     parts: Sequence[Sequence[Any]]
     """All parts of the epoch, those it lost too, as rows."""
@@ -172,7 +172,7 @@ class Turns:
     """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of each new plan. Methods may
     be called by one thread at a time."""
 
-    def __init__(self, settings: Settings, publish: Callable[[Plan], None]) -> None:
+    def __init__(self, settings: Settings, publish: Callable[[EpochPlan], None]) -> None:
         self._settings, self._publish = settings, publish
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._free: list[Subscription] = []
@@ -194,7 +194,7 @@ class Turns:
         self._gone: _Turn | None = None
         """An epoch that was left and given up; its lease is over."""
 
-    def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
+    def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
         """Start an epoch on the newest snapshot, or on what is left of an earlier one.
 
         ``surely``: whoever asks may know of a newer one than was found a moment ago. Raises :class:`NotYet`, and
@@ -221,7 +221,7 @@ class Turns:
         self._timing.begun()
         return ahead.plan
 
-    def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> Plan:
+    def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
         """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one if that is of
         this epoch and nothing is resumed. Raises what :meth:`begin` does."""
         if self._current is not None and self._current.plan.epoch == epoch and resume is None:
@@ -262,7 +262,7 @@ class Turns:
             self._current, self._gone = None, current  # an interrupt may take the last batch back
             self._over.append((current, pace if self._settings.rank == 0 else None))
         if self._ahead is None:
-            self._publish(Plan(self._next(), 0, None))
+            self._publish(EpochPlan(self._next(), 0, None))
 
     @property
     def unsettled(self) -> bool:
@@ -319,7 +319,7 @@ class Turns:
             self._drop_current()
         self._drop_ahead()
         self.settle()
-        self._publish(Plan(self._next(), 0, None))
+        self._publish(EpochPlan(self._next(), 0, None))
         return None
 
     def close(self) -> None:
@@ -399,7 +399,7 @@ class Turns:
                 raise self._short[1]
             view, samples = self._enough(lease, epoch)
             self._short = None
-            return _Turn(Plan(self._next(), epoch, view, samples), lease, self._rows)
+            return _Turn(EpochPlan(self._next(), epoch, view, samples), lease, self._rows)
         except BaseException:
             self._done_with(lease, unread=True)
             raise

@@ -28,7 +28,7 @@ from cachetool.core.names import Name
 from cachetool.core.schema import Schema
 from cachetool.core.text import shown
 from cachetool.formats import get_format
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 __all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
 
@@ -38,7 +38,7 @@ DATASET_FILE = "dataset.json"
 class FileSubscription:
     """A :class:`~cachetool.loaders.snapshots.follow.Subscription` of files: one view that never changes."""
 
-    def __init__(self, schema: Schema, parts: tuple[Part, ...]) -> None:
+    def __init__(self, schema: Schema, parts: tuple[ShardFile, ...]) -> None:
         self._view = View(1, "", schema, parts)
 
     def newest(
@@ -135,7 +135,7 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
     if not paths:
         raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
     schema: Schema | None = None
-    parts: dict[str, Part] = {}
+    parts: dict[str, ShardFile] = {}
     told: _Told = {}
     for path in (Path(each).absolute() for each in paths):
         found, more = _look(path, told)
@@ -159,16 +159,16 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
     return FileSubscription(schema, tuple(parts.values()))
 
 
-def _renamed(part: Part, id: str) -> Part:
+def _renamed(part: ShardFile, id: str) -> ShardFile:
     """The part under a name that no part of another folder has."""
-    return Part(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
+    return ShardFile(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
 
 
-_Told = dict[Path, tuple[Schema, dict[str, Part]]]
+_Told = dict[Path, tuple[Schema, dict[str, ShardFile]]]
 """Of a folder its ``dataset.json``, read once: schema and parts by the names of their files."""
 
 
-def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[Part]]:
+def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[ShardFile]]:
     if (path / DATASET_FILE).is_file():
         return _dataset(path)
     if (path / SHARD_FILE).is_file():
@@ -202,11 +202,11 @@ def _listed(path: Path, told: _Told) -> bool:
     return path.name in told[folder][1] and os.path.exists(path)
 
 
-def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
+def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
     """What ``cachetool convert --out`` wrote."""
     about = folder / DATASET_FILE
 
-    def parse() -> tuple[Schema, list[Part]]:
+    def parse() -> tuple[Schema, list[ShardFile]]:
         value = json.loads(about.read_bytes())
         name = get_format(value["format"]).name
         return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
@@ -214,25 +214,25 @@ def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
     return _parsed(about, parse)
 
 
-def _part(folder: Path, format: str, value: dict[str, Any]) -> Part:
+def _part(folder: Path, format: str, value: dict[str, Any]) -> ShardFile:
     file = value["file"]
     if not Name.fits(file):
         raise ValueError(f"{file!r} is not the name of a file")
-    return Part(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
+    return ShardFile(file, format, int(value["samples"]), str(value.get("content", "")), str(folder), file)
 
 
-def _shard(folder: Path) -> tuple[Schema, list[Part]]:
-    def parse() -> tuple[Schema, list[Part]]:
+def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
+    def parse() -> tuple[Schema, list[ShardFile]]:
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
         samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
-        part = Part(value["id"], name, samples, content, str(folder), digest=digest)
+        part = ShardFile(value["id"], name, samples, content, str(folder), digest=digest)
         return Schema.from_json(value["schema"]), [part]
 
     return _parsed(folder / SHARD_FILE, parse)
 
 
-def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[Part]]]) -> tuple[Schema, list[Part]]:
+def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[ShardFile]]]) -> tuple[Schema, list[ShardFile]]:
     try:
         return parse()
     except (KeyError, TypeError, ValueError, OSError) as error:

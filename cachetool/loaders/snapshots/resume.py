@@ -11,9 +11,9 @@ from cachetool.core.errors import UsageError
 from cachetool.core.permutation import MAX_N
 from cachetool.core.text import shown
 from cachetool.core.units import is_one_of, parse_whole
-from cachetool.loaders.settings import Plan, Settings
+from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots.waiting import say
-from cachetool.loaders.view import Part, View
+from cachetool.loaders.view import ShardFile, View
 
 __all__ = [
     "SAVED",
@@ -143,7 +143,7 @@ def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int]
     """
     by_id = {part.id: part for part in view.parts}
     by_content = {(part.content, part.samples): part for part in view.parts if part.content}
-    parts: list[Part] = []
+    parts: list[ShardFile] = []
     lost: list[tuple[int, int]] = []
     gone: list[str] = []
     start = 0
@@ -160,7 +160,7 @@ def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int]
 
 def resumed(
     generation: int, epoch: int, view: View, resume: Resume, *, settings: Settings, count: Callable[[View], int]
-) -> Plan:
+) -> EpochPlan:
     """The plan of what is left of an epoch, of which ``view`` has what is still there; ``count`` says how many of a
     view's samples are read.
 
@@ -182,7 +182,7 @@ def resumed(
             f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {remedy}, {skip}"
         )
     if not lost:
-        return Plan(generation, epoch, view, count(view), resume.position)
+        return EpochPlan(generation, epoch, view, count(view), resume.position)
     if settings.split is not None:
         raise UsageError(
             "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
@@ -192,7 +192,7 @@ def resumed(
         say(
             f"none of the {len(resume.parts)} shards of epoch {epoch} is left, which was to be resumed: it ends at once"
         )
-    plan = Plan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
+    plan = EpochPlan(generation, epoch, view, 0, lost=lost, of=(resume.samples, resume.position))
     return replace(plan, samples=len(plan.left(settings)[0]))
 
 
