@@ -67,7 +67,7 @@ class Whole:
         with self.cache.catalog.write() as connection:
             self.cache.holder.register(connection)
             self.job, _ = draws.open_job(
-                connection, SOURCE, holder=self.cache.holder.id, wanted=wanted, seed=None, turn=wanted is not None
+                connection, SOURCE, holder=self.cache.holder.id, wanted=wanted, seed=None, next_pass=wanted is not None
             )
         self.die()
 
@@ -116,7 +116,8 @@ class Whole:
         self.count += 1
         shard, ranges, size = f"{node}{self.count}", [(claim["start"], claim["stop"])], claim["stop"] - claim["start"]
         self.shards[node][shard] = {
-            "shard": shard, "turn": claim["turn"], "draws": ranges, "samples": size, "payload": 0, "job": self.job,
+            "shard": shard, "pass_number": claim["pass_number"], "draws": ranges, "samples": size,
+            "payload": 0, "job": self.job,
         }  # fmt: skip
         done = {"upto": claim["stop"], "ranges": ranges, "draws": size, "skipped": 0, "vanished": 0, "fetched": 1}
         token = self.tokens[claim["id"]]
@@ -174,7 +175,7 @@ def test_a_claim_that_is_asked_for_twice_is_one_claim_though_the_coordinator_die
 
     def positions(claim: dict[str, Any] | None) -> list[Any]:
         assert claim is not None
-        return [claim[name] for name in ("id", "turn", "start", "stop")]
+        return [claim[name] for name in ("id", "pass_number", "start", "stop")]
 
     assert positions(whole.claim("a", "word")) == positions(first)
     assert positions(whole.claim("a", "other")) != positions(first)
@@ -318,18 +319,18 @@ def test_what_a_living_node_evicted_stays_done_for_this_pass_and_comes_in_the_ne
     assert not whole.draw("a")
     whole.end()
     whole.begin(wanted=UNITS)
-    assert whole.now().turn == 1
+    assert whole.now().pass_number == 1
     whole.enter("a")
     whole.enter("b")
     source = open_source(whole.url, whole.cache.listing(SOURCE), units=UNITS)
-    before = source.order(seed=5, turn=0)[np.arange(*lost[0])]
+    before = source.order(seed=5, pass_number=0)[np.arange(*lost[0])]
     fresh = []
     asked = {"what": "claim", "word": whole.words["a"]}
     while (answer := whole.coordinator.answer("a", asked | {"token": str(whole.count)})).get("claim"):
         claim, whole.count = answer["claim"], whole.count + 1
         at = np.arange(claim["start"], claim["stop"])
         there = np.isin(at, [n for a, b in answer["there"] for n in range(a, b)])
-        fresh += source.order(seed=5, turn=1)[at[~there]].tolist()
+        fresh += source.order(seed=5, pass_number=1)[at[~there]].tolist()
 
     assert sorted(fresh) == sorted(before.tolist())
 
@@ -422,7 +423,7 @@ def test_what_a_lost_node_had_of_an_earlier_pass_is_no_reason_to_rest(whole: Who
 
     def next_pass() -> bool:
         with whole.cache.catalog.write() as connection:
-            draws.next_turn(connection, SOURCE)
+            draws.begin_next_pass(connection, SOURCE)
         while (claim := whole.claim("a")) is not None:  # all of it is there
             told = whole.commit("a", claim)
             del whole.shards["a"][told["shard"]]

@@ -11,7 +11,7 @@ from cachetool.core.permutation import MAX_N, Permutation
 
 @given(st.integers(0, 3000), st.integers(0, 2**63), st.integers(0, 1000))
 def test_every_thing_comes_exactly_once(n: int, seed: int, turn: int) -> None:
-    order = Permutation(n, seed=seed, turn=turn)[np.arange(n)]
+    order = Permutation(n, seed=seed, pass_number=turn)[np.arange(n)]
 
     assert np.array_equal(np.arange(n), np.sort(order))
 
@@ -32,7 +32,7 @@ def test_large_orders_give_distinct_things_inside_their_range(n: int, data: st.D
 
 def test_the_order_is_the_same_in_every_release() -> None:
     """Draws of a cache are recorded as positions; a changed order would repeat and lose samples."""
-    assert Permutation(1000, seed=7, turn=2)[np.arange(8)].tolist() == [478, 766, 294, 653, 84, 843, 371, 820]
+    assert Permutation(1000, seed=7, pass_number=2)[np.arange(8)].tolist() == [478, 766, 294, 653, 84, 843, 371, 820]
     ends = Permutation(2**40, seed=7)[np.array([0, 1, 2**40 - 1])]
     assert ends.tolist() == [768937372490, 165397899685, 1086172114301]
 
@@ -57,10 +57,10 @@ def test_the_order_does_not_depend_on_how_positions_are_asked_for() -> None:
     assert np.array_equal(whole[:4], order[[0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"turn": 1}, {"seed": 2**70}])
+@pytest.mark.parametrize("other", [{"seed": 1}, {"pass_number": 1}, {"seed": 2**70}])
 def test_another_seed_or_turn_is_another_order(other: dict[str, int]) -> None:
     at = np.arange(2000)
-    same = (Permutation(2000, seed=0, turn=0)[at] == Permutation(2000, **other)[at]).sum()
+    same = (Permutation(2000, seed=0, pass_number=0)[at] == Permutation(2000, **other)[at]).sum()
 
     assert same < 20  # two random orders agree in one place on average
 

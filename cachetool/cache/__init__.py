@@ -42,7 +42,7 @@ _HOMES = {
     "open_cache": "opening",
     **dict.fromkeys(("Victim", "policy_names"), "policies"),
     "Removal": "removal",
-    "Room": "room",
+    "Room": "policies",
     "CacheDir": "root",
     **dict.fromkeys(("Shard", "Snapshot"), "snapshots"),
     "Stats": "stats",

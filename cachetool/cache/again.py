@@ -26,7 +26,7 @@ class Wanted:
 
     id: str
     """The one that it had."""
-    turn: int
+    pass_number: int
     """Of which pass it has draws."""
     ranges: tuple[tuple[int, int], ...]
     """These draws, ascending; what is between them was in the cache when they were drawn."""
@@ -56,7 +56,7 @@ class Wanted:
 
     def require(self, source: SourceRow) -> None:
         """Raise :class:`UsageError` unless these draws are still what they were."""
-        if source.turn != self.turn:
+        if source.pass_number != self.pass_number:
             raise UsageError(f"shard {self.id} cannot be pulled again as it was: its pass over {source.url} is over")
         if self.stop > source.frontier:
             raise UsageError(
@@ -76,11 +76,11 @@ def states_of(connection: Connection, source: SourceRow, shards: Sequence[Wanted
         each.require(source)
     rows = connection.execute(
         "SELECT draws FROM shards WHERE source = ? AND turn = ? AND state IN ('ready', 'quarantine')",
-        (source.id, source.turn),
+        (source.id, source.pass_number),
     )
     taken = _Parts((start, stop) for row in rows for start, stop in json.loads(row["draws"] or "[]"))
     claims = connection.execute(
-        "SELECT start, stop, holder, lost FROM claims WHERE source = ? AND turn = ?", (source.id, source.turn)
+        "SELECT start, stop, holder, lost FROM claims WHERE source = ? AND turn = ?", (source.id, source.pass_number)
     ).fetchall()
     held = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is not None)
     lost = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is None and row["lost"] is not None)
@@ -108,7 +108,7 @@ def reserve(
     mine = [(each.start, each.stop) for each, state in zip(shards, states, strict=True) if state == OPEN]
     rows = connection.execute(
         "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL AND lost IS NULL",
-        (source.id, source.turn),
+        (source.id, source.pass_number),
     ).fetchall()
     cut = False
     for row in rows:
@@ -143,5 +143,5 @@ def _insert(
 ) -> None:
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, holder, job) VALUES (?, ?, ?, ?, ?, ?)",
-        [(source.id, source.turn, start, stop, holder, job) for start, stop in ranges],
+        [(source.id, source.pass_number, start, stop, holder, job) for start, stop in ranges],
     )

@@ -40,7 +40,7 @@ def unbind(connection: Connection, source: str) -> None:
     """Leave it open again where nothing was drawn."""
     row = source_row(connection, source)
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
-    if row is None or not (used or row.turn or drawn(connection, row)):
+    if row is None or not (used or row.pass_number or drawn(connection, row)):
         connection.execute("DELETE FROM meta WHERE key = ?", (_key(source),))
 
 

@@ -221,7 +221,7 @@ class Catalog:
         """Called when the folder is found gone, in place of an error: makes it, and calls :meth:`create`."""
         forks_wait_for(self)
 
-    def turn(self) -> threading.RLock:
+    def lock(self) -> threading.RLock:
         """The lock of this process: an inherited one may have been held by a thread that does not exist here."""
         if self._owner != os.getpid():
             self._lock, self._owner, self._inside, self._whole = threading.RLock(), os.getpid(), False, None
@@ -236,7 +236,7 @@ class Catalog:
 
     def close(self) -> None:
         """Close the connection of this process."""
-        with self.turn():
+        with self.lock():
             if self._connection is not None and self._pid == os.getpid():
                 connection, self._connection = self._connection, None
                 with contextlib.suppress(sqlite3.Error):  # nothing is written by this: what was, is committed
@@ -252,7 +252,7 @@ class Catalog:
         if not self.path.exists():
             return True
         try:
-            with self.turn(), self._look() as connection:
+            with self.lock(), self._look() as connection:
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
                     return True
                 tables = ("datasets", "sources", "shards")
@@ -264,7 +264,7 @@ class Catalog:
         """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
         bring them; else None."""
         try:
-            with self.turn(), self._look() as connection:
+            with self.lock(), self._look() as connection:
                 found = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
@@ -276,7 +276,7 @@ class Catalog:
         if not self.path.exists():
             return "it is missing"
         try:
-            with self.turn(), self._look() as connection:
+            with self.lock(), self._look() as connection:
                 schema = connection.execute("PRAGMA user_version").fetchone()[0]
                 if schema > SCHEMA_VERSION:
                     return None
@@ -309,7 +309,7 @@ class Catalog:
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self.turn(), contextlib.ExitStack() as held:
+        with self.lock(), contextlib.ExitStack() as held:
             try:
                 own = self._open() if self._inside else self._begin(None, held)
                 return own.execute(query, values).fetchall()
@@ -356,7 +356,7 @@ class Catalog:
                 self._whole = None
 
     def _transaction(self, begin: str, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
-        with self.turn(), contextlib.ExitStack() as held:
+        with self.lock(), contextlib.ExitStack() as held:
             if self._whole is not None:
                 yield from self._part(self._whole)
                 return

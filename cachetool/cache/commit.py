@@ -62,7 +62,7 @@ class Origin:
 
     source: str | None = None
     url: str | None = None
-    turn: int | None = None
+    pass_number: int | None = None
     draws: tuple[tuple[int, int], ...] = ()
     """Ranges of positions of the turn, whether used or skipped."""
     sole: bool = False
@@ -135,7 +135,7 @@ class Staging:
             "epochs": heir.epochs,
             "used": heir.used,
             "source": origin.source,
-            "turn": origin.turn,
+            "turn": origin.pass_number,
             "draws": json.dumps(origin.draws),
             "content": facts.content,
             "digest": facts.digest,

@@ -64,7 +64,7 @@ __all__ = [
     "idle",
     "job_row",
     "losses",
-    "next_turn",
+    "begin_next_pass",
     "open_job",
     "promised",
     "purge",
@@ -85,7 +85,7 @@ class Copies:
     """The draws of one ready shard, or of one claim."""
 
     shard: str
-    turn: int
+    pass_number: int
     draws: str
     """As in the catalog: of thousands few are looked into."""
 
@@ -122,7 +122,7 @@ def promised(connection: Connection, source: str) -> list[Copies]:
 
 def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
     """Those of ``passes`` of which there are ready shards, or draws that were lost."""
-    left = {copy.turn for copy in copies(connection, source)}
+    left = {copy.pass_number for copy in copies(connection, source)}
     left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
     return [each for each in passes if each[0] in left]
 
@@ -183,6 +183,10 @@ def close_job(connection: Connection, job: str) -> Job:
     return state
 
 
+_COLUMNS = {"pass_number": "turn"}
+"""Fields of :class:`SourceRow` whose column has another name."""
+
+
 @dataclass(frozen=True, slots=True)
 class SourceRow:
     """A source as the catalog knows it."""
@@ -196,7 +200,7 @@ class SourceRow:
     units: int
     samples: int
     seed: int
-    turn: int
+    pass_number: int
     """Which pass over the units is under way, from 0."""
     frontier: int
     """Positions below it are done, or have a row in ``claims``."""
@@ -214,10 +218,12 @@ class SourceRow:
     @classmethod
     def of(cls, row: Row) -> SourceRow:
         """From a row of the table."""
-        values = {name: row[name] for name in cls.__dataclass_fields__}
+        values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
         values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
         values["id"] = Id(row["id"])
-        values["past"] = tuple((turn, units, tuple(cuts)) for turn, units, cuts in json.loads(row["past"]))
+        values["past"] = tuple(
+            (pass_number, units, tuple(cuts)) for pass_number, units, cuts in json.loads(row["past"])
+        )
         return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
 
     def to_json(self) -> dict[str, Any]:
@@ -227,7 +233,7 @@ class SourceRow:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
         """The row that :meth:`to_json` described."""
-        past = tuple((turn, units, tuple(cuts)) for turn, units, cuts in value["past"])
+        past = tuple((pass_number, units, tuple(cuts)) for pass_number, units, cuts in value["past"])
         return cls(**{**value, "id": Id(value["id"]), "cuts": tuple(value["cuts"]), "past": past})
 
 
@@ -236,7 +242,7 @@ class Claim:
     """Positions ``start`` to ``stop`` of a turn that one worker may draw."""
 
     id: int
-    turn: int
+    pass_number: int
     start: int
     stop: int
     source: SourceRow
@@ -260,7 +266,7 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
     if now is not None:
         return
     columns = {
-        **asdict(row),
+        **{_COLUMNS.get(name, name): value for name, value in asdict(row).items()},
         "options": json.dumps(dict(row.options)),
         "cuts": json.dumps(row.cuts),
         "past": json.dumps(row.past),
@@ -290,7 +296,7 @@ def open_job(
     wanted: int | None,
     seed: int | None,
     room: Room | None = None,
-    turn: bool = True,
+    next_pass: bool = True,
     kind: str = "",
 ) -> tuple[str, SourceRow]:
     """Begin a pull: its id, which begins with its ``kind``, and the source. A complete turn is followed by a new one
@@ -308,8 +314,8 @@ def open_job(
         )
     if connection.execute("SELECT 1 FROM jobs WHERE source = ? AND id LIKE ?", (source, f"{OVER}%")).fetchone():
         raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
-    if turn and wanted is not None and _over(connection, row):
-        if not next_turn(connection, source):
+    if next_pass and wanted is not None and _over(connection, row):
+        if not begin_next_pass(connection, source):
             raise UsageError(
                 f"evicted shards of {row.url} come back at this moment, for an epoch that goes on; run this again"
             )
@@ -339,9 +345,9 @@ def claim(
     if budget <= 0:
         return None
 
-    def end(turn: int, start: int, limit: int) -> int:
+    def end(pass_number: int, start: int, limit: int) -> int:
         stop = min(limit, start + most)
-        return min(limit, start + budget, stop if whole is None else whole(turn, start, stop))
+        return min(limit, start + budget, stop if whole is None else whole(pass_number, start, stop))
 
     row = connection.execute(
         "SELECT id, turn, start, stop, lost FROM claims WHERE source = ? AND holder IS NULL AND tried IS NOT ?"
@@ -359,14 +365,14 @@ def claim(
         )
         if stop < row["stop"]:
             rest = None if mine is None else row["lost"] - mine
-            _insert(connection, source, stop, row["stop"], lost=rest, turn=row["turn"])
+            _insert(connection, source, stop, row["stop"], lost=rest, pass_number=row["turn"])
         return Claim(row["id"], row["turn"], start, stop, source, lost=row["lost"] is not None)
     start = source.frontier
     if start >= source.units:
         return None
-    stop = end(source.turn, start, source.units)
+    stop = end(source.pass_number, start, source.units)
     connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source.id))
-    return Claim(_insert(connection, source, start, stop, holder, job), source.turn, start, stop, source)
+    return Claim(_insert(connection, source, start, stop, holder, job), source.pass_number, start, stop, source)
 
 
 def finish(
@@ -392,7 +398,7 @@ def finish(
     if closed.rowcount != 1:  # its samples may be somebody else's by now
         raise CatalogError("what this pull was drawing was taken from it; run it again")
     for start, stop in gaps:
-        _insert(connection, held.source, start, stop, turn=held.turn)
+        _insert(connection, held.source, start, stop, pass_number=held.pass_number)
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -417,11 +423,11 @@ def _insert(
     holder: str | None = None,
     job: str | None = None,
     lost: int | None = None,
-    turn: int | None = None,
+    pass_number: int | None = None,
 ) -> int:
     cursor = connection.execute(
         "INSERT INTO claims (source, turn, start, stop, holder, job, lost) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (source.id, source.turn if turn is None else turn, start, stop, holder, job, lost),
+        (source.id, source.pass_number if pass_number is None else pass_number, start, stop, holder, job, lost),
     )
     return int(cursor.lastrowid or 0)
 
@@ -433,22 +439,22 @@ def _over(connection: Connection, source: SourceRow) -> bool:
     return source.whole and drawn(connection, source) + int(barren) >= source.units
 
 
-def next_turn(connection: Connection, source: str) -> bool:
+def begin_next_pass(connection: Connection, source: str) -> bool:
     """Begin the next pass, in one new order of all units, when the present one is complete; whether it was. Not while
     evicted shards of the present one come back."""
     row = source_row(connection, source)
     returning = f"SELECT 1 FROM claims WHERE source = ? AND NOT {NOT_AGAIN} LIMIT 1"
     if row is None or not _over(connection, row) or connection.execute(returning, (source,)).fetchone():
         return False
-    connection.execute("DELETE FROM claims WHERE source = ? AND turn = ? AND tried IS NULL", (source, row.turn))
-    past = still_there(connection, source, [*row.past, (row.turn, row.units, row.cuts)])
+    connection.execute("DELETE FROM claims WHERE source = ? AND turn = ? AND tried IS NULL", (source, row.pass_number))
+    past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.cuts)])
     connection.execute(
         "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]', past = ? WHERE id = ?",
         (json.dumps(past), source),
     )
     connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"turned:{source}", _moves(connection)))
     connection.execute("UPDATE jobs SET skipped = 0 WHERE source = ?", (source,))
-    event(connection, time.time(), "turn", row.url, f"pass {row.turn + 2} begins", dataset=row.dataset)
+    event(connection, time.time(), "turn", row.url, f"pass {row.pass_number + 2} begins", dataset=row.dataset)
     return True
 
 
@@ -481,12 +487,12 @@ class Loss:
 
 
 def reopen(
-    connection: Connection, source: SourceRow, turn: int, ranges: Iterable[tuple[int, int]], samples: int | None
+    connection: Connection, source: SourceRow, pass_number: int, ranges: Iterable[tuple[int, int]], samples: int | None
 ) -> int:
     """Open draws again whose ``samples`` were lost (None: and are not missed); gives how many draws. What an
     earlier pass drew is drawn again as what it was, positions of that pass: the present one has been past it, or goes
     around it. When it is not missed, a later pass brings it."""
-    if turn != source.turn and samples is None:
+    if pass_number != source.pass_number and samples is None:
         return 0
     parts = [(start, stop) for start, stop in ranges if start < stop]
     left, count = samples, sum(stop - start for start, stop in parts)
@@ -497,9 +503,11 @@ def reopen(
             left, draws = left - mine, draws - (stop - start)
         connection.execute(
             "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
-            (source.id, turn, start, stop, mine),
+            (source.id, pass_number, start, stop, mine),
         )
-    if turn == source.turn and samples is not None:  # what was skipped among them is counted when it is again
+    if (
+        pass_number == source.pass_number and samples is not None
+    ):  # what was skipped among them is counted when it is again
         again = max(0, count - samples)
         connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (again, source.id))
     return count
@@ -520,7 +528,7 @@ def regain(
     source = held.source.id
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, lost, tried) VALUES (?, ?, ?, ?, 0, ?)",
-        [(source, held.turn, start, stop, job) for start, stop in barren],
+        [(source, held.pass_number, start, stop, job) for start, stop in barren],
     )
     count = sum(stop - start for start, stop in barren)
     connection.execute("UPDATE sources SET skipped = skipped - ? WHERE id = ?", (count, source))  # not yet

@@ -24,7 +24,7 @@ only the forking one can give must not stop it for ever."""
 
 
 class _TakesTurns(Protocol):
-    def turn(self) -> threading.RLock: ...
+    def lock(self) -> threading.RLock: ...
 
 
 _all: weakref.WeakSet[_TakesTurns] = weakref.WeakSet()
@@ -47,7 +47,7 @@ def forks_wait_for(catalog: _TakesTurns) -> None:
 def _before() -> None:
     mine = _taken[threading.get_ident()] = []
     for catalog in members(_all):
-        lock = catalog.turn()
+        lock = catalog.lock()
         if lock.acquire(timeout=_PATIENCE):
             mine.append(lock)
 

@@ -56,15 +56,19 @@ def follow(connection: Connection, source: SourceRow) -> bool:
     """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
     now = source_row(connection, source.id)
     assert now is not None
-    if now.turn > source.turn or (now.turn, now.cuts, now.whole) == (source.turn, source.cuts, source.whole):
+    if now.pass_number > source.pass_number or (now.pass_number, now.cuts, now.whole) == (
+        source.pass_number,
+        source.cuts,
+        source.whole,
+    ):
         return False
-    new = now.turn < source.turn
+    new = now.pass_number < source.pass_number
     if new:
         connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
         "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
-        (source.turn, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
+        (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
     )
     return True
 
@@ -90,12 +94,12 @@ def settle(
         raise CatalogError("what this pull was drawing was taken from it; run it again")
     follow(connection, held.source)
     now = source_row(connection, held.source.id)
-    if now is not None and now.turn == held.turn:
-        carve(connection, now.id, now.turn, ((start, upto),))
+    if now is not None and now.pass_number == held.pass_number:
+        carve(connection, now.id, now.pass_number, ((start, upto),))
         # What others have below is none of this cache's business: to it, it is done.
         connection.execute(
             "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
-            (now.id, now.turn, start),
+            (now.id, now.pass_number, start),
         )
     connection.execute(
         "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ? WHERE id = ?",

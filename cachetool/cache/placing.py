@@ -53,7 +53,7 @@ class Placed:
     """A shard of a node, as the whole knows it."""
 
     shard: str
-    turn: int
+    pass_number: int
     draws: Ranges
     samples: int
     payload: int
@@ -141,7 +141,7 @@ def insert(connection: Connection, node: str, source: str, placed: Placed, broug
     """Write down that a node has a shard, which ``brought`` so many draws of a pull."""
     connection.execute(
         "INSERT OR REPLACE INTO placed VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (placed.shard, node, source, placed.turn, json.dumps(placed.draws), placed.samples, placed.job, brought),
+        (placed.shard, node, source, placed.pass_number, json.dumps(placed.draws), placed.samples, placed.job, brought),
     )
     allow_growth(connection)
 
@@ -155,12 +155,12 @@ def lose(connection: Connection, node: str, source_id: str | None = None) -> Non
     for row in rows:
         source = source_row(connection, row["source"])
         connection.execute("UPDATE jobs SET committed = committed - ? WHERE id = ?", (row["brought"], row["job"]))
-        if source is None or source.turn != row["turn"]:
+        if source is None or source.pass_number != row["turn"]:
             continue  # a later pass brings it
         ranges = json.loads(row["draws"])
         connection.executemany(
             "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
-            [(source.id, source.turn, start, stop) for start, stop in ranges],
+            [(source.id, source.pass_number, start, stop) for start, stop in ranges],
         )
         allow_growth(connection)
         skipped = sum(stop - start for start, stop in ranges) - row["brought"]
@@ -233,9 +233,9 @@ def take_in(
         if each.shard in double:
             continue
         insert(connection, node, source.id, each, each.brought)
-        if each.turn != source.turn:
+        if each.pass_number != source.pass_number:
             continue
-        fresh = carve(connection, source.id, source.turn, each.draws)
+        fresh = carve(connection, source.id, source.pass_number, each.draws)
         skipped = sum(stop - start for start, stop in each.draws) - each.brought
         if fresh:
             connection.execute("UPDATE sources SET skipped = skipped + ? WHERE id = ?", (skipped, source.id))
@@ -248,30 +248,30 @@ def take_in(
     return sorted(double)
 
 
-def carve(connection: Connection, source: str, turn: int, ranges: Ranges) -> bool:
+def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges) -> bool:
     """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were lost
     to the cache itself stay what they are."""
     fresh = False
     for start, stop in ranges:
         frontier = connection.execute("SELECT frontier FROM sources WHERE id = ?", (source,)).fetchone()[0]
         if stop > frontier:
-            _open(connection, source, turn, frontier, start)
+            _open(connection, source, pass_number, frontier, start)
             connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source))
             fresh = True
         rows = connection.execute(
             "DELETE FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ? AND holder IS NULL"
             " AND lost IS NULL RETURNING start, stop",
-            (source, turn, stop, start),
+            (source, pass_number, stop, start),
         ).fetchall()
         for row in rows:
             fresh = True
-            _open(connection, source, turn, row["start"], min(row["stop"], start))
-            _open(connection, source, turn, max(row["start"], stop), row["stop"])
+            _open(connection, source, pass_number, row["start"], min(row["stop"], start))
+            _open(connection, source, pass_number, max(row["start"], stop), row["stop"])
     return fresh
 
 
-def _open(connection: Connection, source: str, turn: int, start: int, stop: int) -> None:
+def _open(connection: Connection, source: str, pass_number: int, start: int, stop: int) -> None:
     if start < stop:
         connection.execute(
-            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)", (source, turn, start, stop)
+            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)", (source, pass_number, start, stop)
         )

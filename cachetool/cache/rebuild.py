@@ -325,11 +325,11 @@ def _add_progress(
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
     present = progress["turn"]
     mine = progress.get("lost", [each[1:] for each in lost if each[0] == progress["id"]])
-    again = [(start, stop) for turn, start, stop, _ in mine if turn == present]
+    again = [(start, stop) for pass_number, start, stop, _ in mine if pass_number == present]
     claims = [(present, start, stop, None) for start, stop in without(pending, again)]
-    for turn, start, stop, samples in mine:
-        done = without([(start, stop)], pending) if turn == present else _held(kept, progress["id"], turn)
-        claims += [(turn, a, b, samples * (b - a) // (stop - start)) for a, b in without([(start, stop)], done)]
+    for pass_number, start, stop, samples in mine:
+        done = without([(start, stop)], pending) if pass_number == present else _held(kept, progress["id"], pass_number)
+        claims += [(pass_number, a, b, samples * (b - a) // (stop - start)) for a, b in without([(start, stop)], done)]
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
         [(progress["id"], *claim) for claim in claims],
@@ -345,7 +345,7 @@ def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list
     return frontier, without(pending, here)
 
 
-def _held(kept: Iterable[Record], source: str, turn: int) -> list[tuple[int, int]]:
+def _held(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
     """The draws of a pass that are in shards."""
-    mine = (value["draws"] for value in kept if value["source"] == source and value["turn"] == turn)
+    mine = (value["draws"] for value in kept if value["source"] == source and value["turn"] == pass_number)
     return [(start, stop) for draws in mine for start, stop in draws]

@@ -42,7 +42,7 @@ __all__ = [
     "note",
     "pull_state",
     "pull_states",
-    "take_turn",
+    "take_over",
 ]
 
 
@@ -99,7 +99,7 @@ class PullState:
         return asdict(self)
 
 
-def take_turn(connection: Connection, source: str, *, url: str, dataset: str, holder: Holder) -> bool:
+def take_over(connection: Connection, source: str, *, url: str, dataset: str, holder: Holder) -> bool:
     """Become the one that pulls ``source``, unless another living process does; whether that came true.
 
     Inside a writing transaction, after a recovery: holders in the catalog are alive then.
@@ -177,7 +177,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         fetched=fetched["fetched"] if fetched else 0,
         drawn=drawn(connection, known) if known else 0,
         units=known.units if known else 0,
-        turn=known.turn + 1 if known else 1,
+        turn=known.pass_number + 1 if known else 1,
         used=measure(connection, layout).total,
         max_size=int(cap),
         evicted=int(evicted),
@@ -389,7 +389,7 @@ def _source(connection: Connection, source: SourceRow, fetched: int, served: int
         "served": served,
         "reuse": served / fetched if fetched else None,
         "coverage": done / source.units if source.units else 1.0,
-        "pass": source.turn + 1,
+        "pass": source.pass_number + 1,
         "seed": source.seed,
     }
 

@@ -57,7 +57,12 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
     used = used or bound(connection, source) is not None  # other nodes have samples of it
     gone = (
-        row is not None and not used and not busy and row.turn == 0 and row.skipped == 0 and drawn(connection, row) == 0
+        row is not None
+        and not used
+        and not busy
+        and row.pass_number == 0
+        and row.skipped == 0
+        and drawn(connection, row) == 0
     )
     if gone:
         connection.execute("DELETE FROM claims WHERE source = ?", (source,))

@@ -28,7 +28,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.placing import Placed, Ranges
 from cachetool.core.errors import Interrupted, UsageError
 from cachetool.proc.task import Message
-from cachetool.pull.claims import Own, claim_json, order_of_turn, positions, runs
+from cachetool.pull.claims import Own, claim_json, order_of_pass, positions, runs
 from cachetool.sources import Source, SourceOptions, open_source
 
 __all__ = ["Coordinator", "placed_of"]
@@ -98,7 +98,7 @@ class Coordinator:
                         f"the cache of node {node} has {row.url} with another {_SAID.get(name, name)} than the others;"
                         " give it an empty folder, or draw into another --dataset"
                     )
-            if there.turn > row.turn:  # this catalog is younger than the caches
+            if there.pass_number > row.pass_number:  # this catalog is younger than the caches
                 row = _catch_up(connection, row, there)
             others = _Others(lambda: self._open(row), row, placing.placed_elsewhere(connection, row.id, node))
             gone = placing.take_in(connection, row, node, found, job=self._job, doubled=others.have)
@@ -127,7 +127,7 @@ class Coordinator:
             return {"wait": held}
         source = self._claims.samples
         assert source is not None
-        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        units = order_of_pass(source, held.source, held.pass_number)[np.arange(held.start, held.stop)]
         return {"claim": claim_json(held), "there": runs(held.start, self._claims.there(held, units))}
 
     def _finish(self, node: str, message: Message) -> Message:
@@ -136,7 +136,7 @@ class Coordinator:
         ranges = tuple((start, stop) for start, stop in message["ranges"])
         placed = None
         if message["shard"] is not None:
-            placed = Placed(message["shard"], held.turn, ranges, message["samples"], 0, self._job)
+            placed = Placed(message["shard"], held.pass_number, ranges, message["samples"], 0, self._job)
         counts = {name: message[name] for name in ("skipped", "vanished", "fetched")}
         with self._cache.catalog.write() as connection:
             placing.place(
@@ -175,34 +175,34 @@ class _Others:
         self._ranges: dict[int, npt.NDArray[np.int64]] = {}
         self._ends: dict[int, npt.NDArray[np.int64]] = {}
         """How far each range of a pass, or one before it, reaches."""
-        for turn in {turn for turn, _ in found}:
-            mine = sorted(part for other, ranges in found if other == turn for part in ranges)
-            self._ranges[turn] = np.array(mine, dtype=np.int64).reshape(-1, 2)
-            self._ends[turn] = np.maximum.accumulate(self._ranges[turn][:, 1])
+        for pass_number in {pass_number for pass_number, _ in found}:
+            mine = sorted(part for other, ranges in found if other == pass_number for part in ranges)
+            self._ranges[pass_number] = np.array(mine, dtype=np.int64).reshape(-1, 2)
+            self._ends[pass_number] = np.maximum.accumulate(self._ranges[pass_number][:, 1])
         self._units: dict[int, npt.NDArray[np.int64]] = {}
         self._source: Source | None = None
 
     def have(self, placed: Placed) -> bool:
         """Whether any of a shard's samples is elsewhere as well."""
-        if (ranges := self._ranges.get(placed.turn)) is not None:
-            ends = self._ends[placed.turn]
+        if (ranges := self._ranges.get(placed.pass_number)) is not None:
+            ends = self._ends[placed.pass_number]
             for start, stop in placed.draws:
                 before = int(np.searchsorted(ranges[:, 0], stop))
                 if before and ends[before - 1] > start:
                     return True
         units = None
-        for turn in self._ranges.keys() - {placed.turn}:  # one unit is a draw of every pass
+        for pass_number in self._ranges.keys() - {placed.pass_number}:  # one unit is a draw of every pass
             if units is None:
-                units = self._drawn(placed.turn, np.array(placed.draws, dtype=np.int64))
-            if turn not in self._units:
-                self._units[turn] = np.sort(self._drawn(turn, self._ranges[turn]))
-            at = np.minimum(np.searchsorted(self._units[turn], units), len(self._units[turn]) - 1)
-            if (self._units[turn][at] == units).any():
+                units = self._drawn(placed.pass_number, np.array(placed.draws, dtype=np.int64))
+            if pass_number not in self._units:
+                self._units[pass_number] = np.sort(self._drawn(pass_number, self._ranges[pass_number]))
+            at = np.minimum(np.searchsorted(self._units[pass_number], units), len(self._units[pass_number]) - 1)
+            if (self._units[pass_number][at] == units).any():
                 return True
         return False
 
-    def _drawn(self, turn: int, ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _drawn(self, pass_number: int, ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._source is None:
             self._source = self._open()
         parts = tuple((start, stop) for start, stop in ranges.tolist())
-        return np.asarray(order_of_turn(self._source, self._row, turn)[positions(parts)])
+        return np.asarray(order_of_pass(self._source, self._row, pass_number)[positions(parts)])

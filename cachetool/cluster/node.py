@@ -194,7 +194,7 @@ def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | No
         assert now is not None
         wanted = None if upto is None else max(0, upto - draws.drawn(connection, now))
         mine, _ = draws.open_job(
-            connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
+            connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
         )  # fmt: skip
     left = now.units - drawn_of(cache, now) if wanted is None else wanted
     return {"job": mine, "left": left, "samples": 0, "shards": 0, "bytes": 0}

@@ -296,7 +296,7 @@ class Split(Work):
         """A complete pass is followed by a new one when samples are asked for by number, as in one cache."""
         if self._settled.wanted is not None:
             with self._cache.catalog.write() as connection:
-                draws.next_turn(connection, self._settled.id)
+                draws.begin_next_pass(connection, self._settled.id)
         self._target = None if self._settled.options.follow else self._count() * self._settled.per_unit
 
     def size(self) -> int:
@@ -361,15 +361,15 @@ class Replicate(Work):
     def plan(self) -> None:
         """As far as the farthest node came, and the samples that are asked for: all come to there."""
         source, known = self._source, self._crew.known()
-        far = max((row for row, _ in known), key=lambda row: row.turn, default=source)
-        if far.turn > source.turn:
-            source = replace(source, turn=far.turn, cuts=far.cuts, past=far.past)
-        done = [drawn if row.turn == source.turn else 0 for row, drawn in known]
+        far = max((row for row, _ in known), key=lambda row: row.pass_number, default=source)
+        if far.pass_number > source.pass_number:
+            source = replace(source, pass_number=far.pass_number, cuts=far.cuts, past=far.past)
+        done = [drawn if row.pass_number == source.pass_number else 0 for row, drawn in known]
         done += [0] * (len(self._crew.members) - len(known))
         wanted = self._settled.wanted
         if wanted is not None and min(done) >= source.units:
-            past = (*source.past, (source.turn, source.units, source.cuts))
-            source, done = replace(source, turn=source.turn + 1, cuts=(), past=past), [0]
+            past = (*source.past, (source.pass_number, source.units, source.cuts))
+            source, done = replace(source, pass_number=source.pass_number + 1, cuts=(), past=past), [0]
         if wanted is not None:
             self._upto = min(source.units, max(done) + wanted)
         with self._cache.catalog.write() as connection:

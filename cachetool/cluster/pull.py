@@ -77,7 +77,9 @@ class _Placement:
 
     def known(self) -> SourceRow | None:
         """The source as the node knows it that is farthest with it."""
-        return max((row for row, _ in self._crew.known()), key=lambda row: (row.turn, row.frontier), default=None)
+        return max(
+            (row for row, _ in self._crew.known()), key=lambda row: (row.pass_number, row.frontier), default=None
+        )
 
     def refuse(self, cache: CacheDir, id: str, url: str) -> None:
         """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
@@ -94,7 +96,7 @@ class _Placement:
         has = [member for member in self._crew.members if member.looked["segments"]]
         if not has:
             return
-        first = max(has, key=lambda member: (member.looked["source"]["units"], member.looked["source"]["turn"]))
+        first = max(has, key=lambda member: (member.looked["source"]["units"], member.looked["source"]["pass_number"]))
         row = SourceRow.from_json(first.looked["source"])
         make_folder(listing := scratch / "listing")
         self._crew.fetch_listing(first, id, listing)
@@ -113,7 +115,7 @@ class _Placement:
             placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])
             wanted, room = settled.wanted, options.room
             return draws.open_job(
-                connection, settled.id, holder=holder.id, wanted=wanted, seed=None, room=room, turn=False
+                connection, settled.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
             )  # fmt: skip
 
         job, source = edged(cache.catalog, cache.layout, begin)

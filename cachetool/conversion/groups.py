@@ -112,7 +112,7 @@ def origin_of(origins: Mapping[str, Origin], ids: Sequence[str], start: int, sto
             joined[-1] = joined[-1][0], high
         else:
             joined.append((low, high))
-    return Origin(first.source, first.url, first.turn, tuple(joined), first.sole)
+    return Origin(first.source, first.url, first.pass_number, tuple(joined), first.sole)
 
 
 def _between(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

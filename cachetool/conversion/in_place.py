@@ -313,7 +313,7 @@ def _groups(
             id=shard.id,
             samples=shard.samples,
             payload=shard.payload,
-            origin=(origins[shard.id].source, origins[shard.id].turn, origins[shard.id].sole),
+            origin=(origins[shard.id].source, origins[shard.id].pass_number, origins[shard.id].sole),
             exact=is_exact(origins[shard.id], shard.samples),
             done=shard.format == kind.name and compression is None,
         )

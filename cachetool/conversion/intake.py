@@ -177,7 +177,7 @@ class _Shard:
         self._cache, self._input, self._held = cache, samples, held
         self._job, self._dataset, self._wait = job, dataset, wait
         row = cache.source(source)
-        self._origin = Origin(source, row.url if row else None, held.turn, ((held.start, held.stop),), sole=True)
+        self._origin = Origin(source, row.url if row else None, held.pass_number, ((held.start, held.stop),), sole=True)
 
     def write(self, kind: Format, *, compression: str | None, verify: bool) -> Message:
         """Reserve, write, commit; gives samples, bytes of values, and bytes on disk."""

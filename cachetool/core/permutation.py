@@ -36,12 +36,12 @@ class Permutation:
 
     __slots__ = ("_half", "_keys", "_tables", "n")
 
-    def __init__(self, n: int, *, seed: int = 0, turn: int = 0, part: int = 0) -> None:
+    def __init__(self, n: int, *, seed: int = 0, pass_number: int = 0, part: int = 0) -> None:
         if not 0 <= n <= MAX_N:
             raise UsageError(f"cannot order {n} things: 0 to 2**40")
         self.n = n
         self._half = max(1, ((max(n - 1, 1)).bit_length() + 1) // 2)
-        name = f"cachetool order {seed} {turn}" + (f" {part}" if part else "")
+        name = f"cachetool order {seed} {pass_number}" + (f" {part}" if part else "")
         digest = hashlib.sha256(name.encode()).digest()
         digest += hashlib.sha256(digest).digest()
         self._keys = np.frombuffer(digest[: 8 * _ROUNDS], dtype="<u8").astype(np.uint64)
@@ -98,14 +98,18 @@ class SegmentedOrder:
 
     __slots__ = ("_bounds", "_parts", "_sequential")
 
-    def __init__(self, n: int, *, seed: int = 0, turn: int = 0, cuts: Sequence[int] = (), sequential: bool = False):
+    def __init__(
+        self, n: int, *, seed: int = 0, pass_number: int = 0, cuts: Sequence[int] = (), sequential: bool = False
+    ):
         bounds = [0, *cuts, n]
         if any(a >= b for a, b in pairwise(bounds)) and n:
             raise UsageError(f"the cuts {list(cuts)} do not ascend inside 0 .. {n}")
         self._bounds = np.array(bounds, dtype=np.int64)
         self._sequential = sequential
         sizes = np.diff(self._bounds).tolist()
-        self._parts = [Permutation(size, seed=seed, turn=turn, part=part) for part, size in enumerate(sizes)]
+        self._parts = [
+            Permutation(size, seed=seed, pass_number=pass_number, part=part) for part, size in enumerate(sizes)
+        ]
 
     def __len__(self) -> int:
         return int(self._bounds[-1])

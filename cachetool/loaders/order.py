@@ -98,7 +98,7 @@ def order(
     permutation of (seed, epoch), or 0, 1, 2, ... with ``shuffle=False``. No sample goes to two ranks, none comes twice.
     ``position`` is the number of positions that all ranks together have read before.
     """
-    permutation = Permutation(samples, seed=seed, turn=epoch) if shuffle else None
+    permutation = Permutation(samples, seed=seed, pass_number=epoch) if shuffle else None
     count = share(samples - position, rank=rank, world_size=world_size, drop_last=drop_last)
     for start in range(0, count, _BLOCK):
         steps = np.arange(start, min(start + _BLOCK, count), dtype=np.int64)
@@ -157,7 +157,7 @@ class EpochOrder:
         self, samples: int, *, shuffle: Shuffle = "full", seed: int = 0, epoch: int = 0, nbytes: int = 0
     ) -> None:
         self._samples, self._seed, self._epoch = samples, seed, epoch
-        self._permutation = Permutation(samples, seed=seed, turn=epoch) if shuffle == "full" else None
+        self._permutation = Permutation(samples, seed=seed, pass_number=epoch) if shuffle == "full" else None
         self.window = 0
         """Samples of a window; 0: there are none."""
         if shuffle != "window":
@@ -165,7 +165,7 @@ class EpochOrder:
         self._run = max(1, RUN_BYTES // max(1, nbytes))
         self.window = self._run * _WINDOW_RUNS
         runs, self._rest = divmod(samples, self._run)
-        self._runs = Permutation(runs + 1, seed=seed, turn=epoch)
+        self._runs = Permutation(runs + 1, seed=seed, pass_number=epoch)
         # The run at the end is a short one, which moves all that is behind it.
         self._short = next(
             at + int(found[0])
@@ -210,5 +210,5 @@ class EpochOrder:
 
     def _within(self, window: int) -> Permutation:
         size = min(self.window, self._samples - window * self.window)
-        turn = int.from_bytes(hashlib.sha256(f"{self._epoch} {window}".encode()).digest()[:8], "little")
-        return Permutation(size, seed=self._seed, turn=turn)
+        pass_number = int.from_bytes(hashlib.sha256(f"{self._epoch} {window}".encode()).digest()[:8], "little")
+        return Permutation(size, seed=self._seed, pass_number=pass_number)

@@ -35,7 +35,7 @@ from cachetool.cache.stats import (
     leave,
     note,
     pull_state,
-    take_turn,
+    take_over,
 )
 from cachetool.cache.unmaking import leaving_nothing
 from cachetool.core.errors import CacheToolError, Interrupted, SourceError, UsageError
@@ -253,7 +253,7 @@ class _Desk:
             cache.recover()
             with cache.catalog.write() as connection:
                 failed = failure_since(connection, self._source, since)
-                if failed is None and take_turn(
+                if failed is None and take_over(
                     connection, self._source, url=redact(url), dataset=dataset, holder=cache.holder
                 ):
                     return

@@ -39,7 +39,7 @@ from cachetool.proc.task import Asking
 from cachetool.sources import Source
 from cachetool.sources.order import DrawOrder
 
-__all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_turn", "positions", "runs"]
+__all__ = ["Cached", "Claims", "Done", "Handed", "Own", "claim_json", "order_of_pass", "positions", "runs"]
 
 
 MOST_RUNS = 512
@@ -48,12 +48,12 @@ MOST_RUNS = 512
 _Numbers = npt.NDArray[np.int64]
 
 
-def order_of_turn(source: Source, row: SourceRow, turn: int) -> DrawOrder:
+def order_of_pass(source: Source, row: SourceRow, pass_number: int) -> DrawOrder:
     """What the positions of a pass mean, the present one or an earlier one."""
-    units, cuts = next((each[1:] for each in row.past if each[0] == turn), (row.units, row.cuts))
+    units, cuts = next((each[1:] for each in row.past if each[0] == pass_number), (row.units, row.cuts))
     if units < row.units:
         cuts = (*cuts, units)  # units that came later were none of it
-    return source.order(seed=row.seed, turn=turn, cuts=cuts, sequential=row.sequential)
+    return source.order(seed=row.seed, pass_number=pass_number, cuts=cuts, sequential=row.sequential)
 
 
 class Cached:
@@ -67,13 +67,13 @@ class Cached:
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""
-        found = copies(connection, row.id, but=row.turn) + promised(connection, row.id)
+        found = copies(connection, row.id, but=row.pass_number) + promised(connection, row.id)
         if self._by_shard.keys() == {copy.shard for copy in found}:
             return
         self._by_shard = {
             copy.shard: self._by_shard[copy.shard]
             if copy.shard in self._by_shard
-            else order_of_turn(source, row, copy.turn)[positions(copy.ranges)]
+            else order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)]
             for copy in found
         }
         self._draws = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._by_shard.values()]))
@@ -108,7 +108,7 @@ class Cached:
         if self._whole[0] != version:
             found = copies(connection, row.id)
             lots = sum(b - a for copy in found for a, b in copy.ranges) + len(source.vanished) >= row.units
-            held = [order_of_turn(source, row, copy.turn)[positions(copy.ranges)] for copy in found if lots]
+            held = [order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)] for copy in found if lots]
             self._whole = version, lots and len(np.unique(np.concatenate([source.vanished, *held]))) >= row.units
         return self._whole[1]
 
@@ -241,7 +241,7 @@ class Own:
                     self.cached.all_there(connection, self.samples, self._row) or draws.idle(connection, self._source)
                 )
                 if self._follow and not rest:
-                    draws.next_turn(connection, self._source)
+                    draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
             only = self._lost or self._job.startswith(AGAIN)
             if self._follow or not (self._row.whole or left == 0 or only):
@@ -273,11 +273,11 @@ class Own:
             self._note(connection, held)
         return held
 
-    def _whole(self, turn: int, start: int, stop: int) -> int:
+    def _whole(self, pass_number: int, start: int, stop: int) -> int:
         assert self._row is not None
         assert self.samples is not None
-        order = order_of_turn(self.samples, self._row, turn)
-        if turn != self._row.turn:
+        order = order_of_pass(self.samples, self._row, pass_number)
+        if pass_number != self._row.pass_number:
             return order.whole(start, stop)
         return self.cached.reach(order, start, stop, end=self._row.units)
 
@@ -289,7 +289,11 @@ class Own:
                 flags[start - held.start : stop - held.start] = False
             return flags
         # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
-        return self.cached.among(units) if held.turn == held.source.turn else np.zeros(len(units), dtype=np.bool_)
+        return (
+            self.cached.among(units)
+            if held.pass_number == held.source.pass_number
+            else np.zeros(len(units), dtype=np.bool_)
+        )
 
     def finish(self, connection: Connection, held: Claim, done: Done) -> None:
         """As :meth:`Claims.finish`."""
@@ -401,7 +405,7 @@ def claim_json(held: Claim) -> dict[str, object]:
     """A claim as plain values, from which it is made again by its fields."""
     return {
         "id": held.id,
-        "turn": held.turn,
+        "pass_number": held.pass_number,
         "start": held.start,
         "stop": held.stop,
         "source": held.source.to_json(),

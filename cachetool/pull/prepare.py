@@ -152,7 +152,7 @@ def prepare(
             "order": {
                 "seed": order[0],
                 "sequential": order[1],
-                "turn": known.turn if known else 0,
+                "pass_number": known.pass_number if known else 0,
                 "cuts": known.cuts if known else (),
             },
             "units": known.units if known else None,
@@ -204,7 +204,7 @@ def source_row(
         units=found["units"],
         samples=found["samples"],
         seed=order[0],
-        turn=0,
+        pass_number=0,
         frontier=0,
         skipped=0,
         sequential=order[1],

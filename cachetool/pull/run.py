@@ -227,7 +227,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report
         holder.register(connection)
         job, source = draws.open_job(
             connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room,
-            turn=not (options.lost or only), kind=AGAIN if only else "",
+            next_pass=not (options.lost or only), kind=AGAIN if only else "",
         )  # fmt: skip
         if only:
             again.reserve(connection, cache.layout, job, source, only, holder=holder.id)

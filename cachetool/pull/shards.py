@@ -31,7 +31,7 @@ from cachetool.core.units import format_size
 from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.task import Channel
-from cachetool.pull.claims import Claims, Done, Handed, order_of_turn, runs
+from cachetool.pull.claims import Claims, Done, Handed, order_of_pass, runs
 from cachetool.pull.job import too_many
 from cachetool.pull.reports import WaitingFor
 from cachetool.sources import ReadResult, Skipped
@@ -82,7 +82,7 @@ class Drawing:
         source = claims.samples
         assert source is not None
         self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
-        units = order_of_turn(source, held.source, held.turn)[np.arange(held.start, held.stop)]
+        units = order_of_pass(source, held.source, held.pass_number)[np.arange(held.start, held.stop)]
         self._is_handed = isinstance(claims, Handed)
         self._cached = claims.there(held, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
@@ -266,7 +266,7 @@ class Drawing:
 
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-                origin=Origin(plan.source, self._source.url, self._held.turn, drawn),
+                origin=Origin(plan.source, self._source.url, self._held.pass_number, drawn),
                 close=close,
             )
             self._staging = None

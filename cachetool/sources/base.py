@@ -111,7 +111,7 @@ class Source(Protocol):
     vanished: npt.NDArray[np.int64]
     """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
-    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
+    def order(self, *, seed: int, pass_number: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
         """The order of pass number ``turn``, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so
         that it may be asked for often."""
         ...

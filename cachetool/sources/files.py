@@ -149,9 +149,9 @@ class FilesSource:
         self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
         self.vanished = np.zeros(0, dtype=np.int64)
 
-    def order(self, *, seed: int, turn: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
+    def order(self, *, seed: int, pass_number: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
         """Units in a seeded order, then the rows of each. Files do not grow: there are no ``cuts``."""
-        return self._order(seed=seed, turn=turn, sequential=sequential)
+        return self._order(seed=seed, pass_number=pass_number, sequential=sequential)
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""

@@ -49,9 +49,11 @@ class SingleOrder(Permutation):
 class UnitOrder:
     """Units of ``sizes`` samples, numbered one after another; see :class:`DrawOrder`."""
 
-    def __init__(self, sizes: _Numbers, *, seed: int = 0, turn: int = 0) -> None:
-        self._seed, self._turn = seed, turn
-        self._units: _Numbers = Permutation(len(sizes), seed=seed, turn=turn)[np.arange(len(sizes), dtype=np.int64)]
+    def __init__(self, sizes: _Numbers, *, seed: int = 0, pass_number: int = 0) -> None:
+        self._seed, self._turn = seed, pass_number
+        self._units: _Numbers = Permutation(len(sizes), seed=seed, pass_number=pass_number)[
+            np.arange(len(sizes), dtype=np.int64)
+        ]
         self._first = np.cumsum(sizes) - sizes
         self._ends = np.cumsum(sizes[self._units])
 
@@ -73,7 +75,7 @@ class UnitOrder:
             inside = at.flat[mine] - start
             if size > 1:
                 # Another order in each unit: else all chunks of one size would be gone through alike.
-                inside = Permutation(size, seed=self._seed, turn=self._turn * len(self._units) + unit)[inside]
+                inside = Permutation(size, seed=self._seed, pass_number=self._turn * len(self._units) + unit)[inside]
             out.flat[mine] = self._first[unit] + inside
         return out
 
@@ -107,12 +109,12 @@ def _whole(ends: _Numbers, start: int, stop: int) -> int:
     return int(ends[np.searchsorted(ends, start, side="right")])
 
 
-def order_of(sizes: _Numbers | int, *, seed: int, turn: int, sequential: bool = False) -> DrawOrder:
+def order_of(sizes: _Numbers | int, *, seed: int, pass_number: int, sequential: bool = False) -> DrawOrder:
     """The order of units of ``sizes`` samples, or of so many units of one sample each."""
     if sequential:
         return SequentialOrder(sizes)
     if isinstance(sizes, int):
-        return SingleOrder(sizes, seed=seed, turn=turn)
+        return SingleOrder(sizes, seed=seed, pass_number=pass_number)
     if (sizes == 1).all():
-        return SingleOrder(len(sizes), seed=seed, turn=turn)
-    return UnitOrder(sizes, seed=seed, turn=turn)
+        return SingleOrder(len(sizes), seed=seed, pass_number=pass_number)
+    return UnitOrder(sizes, seed=seed, pass_number=pass_number)

@@ -131,8 +131,8 @@ def test_threads_that_fork_at_once_leave_no_lock_behind(cache: CacheDir) -> None
 
     def look() -> None:
         for each in (cache, *others):
-            free.append(each.catalog.turn().acquire(timeout=5))
-            each.catalog.turn().release()
+            free.append(each.catalog.lock().acquire(timeout=5))
+            each.catalog.lock().release()
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -230,10 +230,10 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
             got.append((held.start, held.stop))
             draws.finish(connection, job, held, held.stop, samples=2, skipped=0)
         assert got == [(5, 7), (7, 8), (16, 18), (18, 20)]
-        assert draws.next_turn(connection, SOURCE)
+        assert draws.begin_next_pass(connection, SOURCE)
         again = draws.claim(connection, job, holder=me, most=30)
         assert again is not None
-        assert (again.turn, again.start, again.stop) == (1, 0, 20)
+        assert (again.pass_number, again.start, again.stop) == (1, 0, 20)
 
 
 def test_lost_draws_come_first_and_are_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:

@@ -80,7 +80,7 @@ def sample(number: int) -> dict[str, Any]:
 
 def numbers_of(turn: int, ranges: list[list[int]]) -> list[int]:
     """Which samples these positions of a pass are."""
-    order = Permutation(SOURCE.units, seed=SOURCE.seed, turn=turn)
+    order = Permutation(SOURCE.units, seed=SOURCE.seed, pass_number=turn)
     return [int(n) for start, stop in ranges for n in order[np.arange(start, stop)]]
 
 
@@ -115,7 +115,7 @@ def commit_one(
         held = draws.claim(connection, job, holder=cache.holder.id, most=most)
     if held is None:
         return None
-    numbers = numbers_of(held.turn, [[held.start, held.stop]])
+    numbers = numbers_of(held.pass_number, [[held.start, held.stop]])
     samples = block(numbers)
     bound = shard_bound(kind, SCHEMA, samples.samples, samples.nbytes)
     with cache.stage(dataset="default", schema=SCHEMA, format=format, bound=bound, job=job, room=room) as staging:
@@ -129,12 +129,12 @@ def commit_one(
             raise
         shard = staging.commit(
             Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-            origin=Origin(SOURCE.id, SOURCE.url, held.turn, ((held.start, held.stop),)),
+            origin=Origin(SOURCE.id, SOURCE.url, held.pass_number, ((held.start, held.stop),)),
             close=lambda connection: draws.finish(
                 connection, job, held, held.stop, samples=facts.samples, skipped=0, fetched=facts.payload
             ),
         )
-    acknowledge(ledger, shard, held.turn, numbers)
+    acknowledge(ledger, shard, held.pass_number, numbers)
     return shard
 
 

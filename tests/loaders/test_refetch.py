@@ -33,7 +33,7 @@ from cachetool.loaders.snapshots.resume import Resume
 from cachetool.loaders.view import View
 from cachetool.proc.boot import boot
 from cachetool.pull.background import BackgroundPull
-from cachetool.pull.claims import order_of_turn
+from cachetool.pull.claims import order_of_pass
 from cachetool.sources import SourceOptions, open_source
 from tests.loaders.numbered import KEYED, leases
 from tests.loaders.processes import until
@@ -93,7 +93,7 @@ def drawn(cache: Cache, shard: dict[str, Any]) -> int:
     opened = open_source(row.url, cache.listing(row.id), SourceOptions.from_json(row.options), units=row.units)
     with contextlib.closing(opened):
         [[start, _]] = shard["draws"]
-        return int(order_of_turn(opened, row, shard["turn"])[np.arange(start, start + 1)][0])
+        return int(order_of_pass(opened, row, shard["turn"])[np.arange(start, start + 1)][0])
 
 
 def origin(cache: Cache, shard: str) -> int:
@@ -374,7 +374,7 @@ def test_draws_of_another_pass_or_cache_are_refused(cache: Cache, source: Path, 
         cache.pull(str(source), samples=60)
     row = cache.source(state["resume"]["origins"][0]["source"])
     assert row is not None
-    assert row.turn == 1
+    assert row.pass_number == 1
     with pytest.raises(UsageError, match=r"its pass over .* is over"):
         resumed(cache, state)
     shards = [Wanted("a", 0, ((0, 10),), 10, "")]

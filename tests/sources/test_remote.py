@@ -128,7 +128,7 @@ def server(tmp_path: Path) -> Iterator[Http]:
 def test_rows_come_in_the_order_drawn_and_each_once(tmp_path: Path, server: Http, write: object) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
     with source_of(f"{server.url}/{name}", tmp_path / "listing") as source:
-        order = source.order(seed=3, turn=0)
+        order = source.order(seed=3, pass_number=0)
         draws = order[np.arange(source.units)]
         block = everything(source, draws, block_bytes=20_000)
 
@@ -177,7 +177,7 @@ def test_numbers_that_numpy_does_not_have_are_what_h5py_makes_of_them(
     with h5py.File(path) as file:
         expected = file["values"][:]
     with source_of(f"{server.url}/rows.h5", tmp_path / "listing") as source:
-        draws = source.order(seed=3, turn=0)[np.arange(ROWS)]
+        draws = source.order(seed=3, pass_number=0)[np.arange(ROWS)]
         block = everything(source, draws)
 
     assert block.columns["values"].dtype == expected.dtype
@@ -191,7 +191,7 @@ def test_what_was_never_written_in_hdf5_is_its_fill_value(tmp_path: Path, server
         file.create_dataset("empty", (ROWS, 3), "<f4", fillvalue=7)
         file["label"] = LABELS
     with source_of(f"{server.url}/rows.h5", tmp_path / "listing") as source:
-        block = everything(source, source.order(seed=3, turn=0)[np.arange(ROWS)])
+        block = everything(source, source.order(seed=3, pass_number=0)[np.arange(ROWS)])
 
     np.testing.assert_array_equal(block.columns["empty"], np.full((ROWS, 3), 7, dtype="<f4"))
     np.testing.assert_array_equal(np.sort(block.columns["label"]), LABELS)
@@ -245,7 +245,7 @@ def test_what_is_stored_together_is_drawn_together_and_then_shuffled(
 ) -> None:
     name = write(tmp_path / "place")  # type: ignore[operator]
     with source_of(f"{server.url}/{name}", tmp_path / "listing", fields=("image",)) as source:
-        order = source.order(seed=1, turn=0)
+        order = source.order(seed=1, pass_number=0)
         step = 17 if name.endswith("parquet") else 7 * (64 * 1024 // (7 * 512))
         first = order[np.arange(step)]
         end = order.whole(0, 3)
@@ -261,7 +261,7 @@ def test_a_set_of_files_is_one_source(tmp_path: Path, server: Http) -> None:
             file["image"], file["label"] = IMAGES[: 50 + number], LABELS[: 50 + number]
     (tmp_path / "place" / "README.md").write_text("about these")
     with source_of(server.url, tmp_path / "listing") as source:
-        draws = source.order(seed=0, turn=0)[np.arange(source.units)]
+        draws = source.order(seed=0, pass_number=0)[np.arange(source.units)]
         block = everything(source, draws)
 
     assert source.samples == 153
@@ -329,7 +329,7 @@ def test_rows_of_npy_cost_little_more_than_their_bytes(tmp_path: Path, server: H
     for name in ("big.npy", "big.h5"):
         server.sent = 0
         with source_of(f"{server.url}/{name}", tmp_path / name) as source:
-            draws = source.order(seed=0, turn=0)[np.arange(40)]
+            draws = source.order(seed=0, pass_number=0)[np.arange(40)]
             block = everything(source, draws)
         column = "rows" if name == "big.h5" else "big"
         np.testing.assert_array_equal(block.columns[column], rows[draws])
@@ -343,7 +343,7 @@ def test_a_chunk_is_fetched_once_for_all_its_samples(tmp_path: Path, server: Htt
     array[:] = rows
     with source_of(f"{server.url}/big.zarr", tmp_path / "listing") as source:
         server.sent = 0
-        draws = source.order(seed=0, turn=0)[np.arange(128)]
+        draws = source.order(seed=0, pass_number=0)[np.arange(128)]
         block = everything(source, draws)
 
     np.testing.assert_array_equal(block.columns["big"], rows[draws])
@@ -371,7 +371,7 @@ def test_parts_fetched_beforehand_are_the_ones_that_are_read(tmp_path: Path, ser
         )
     with source_of(f"{server.url}/x.{'h5' if kind == 'hdf5' else kind}", tmp_path / "listing") as source:
         server.sent = 0
-        draws = source.order(seed=0, turn=0)[np.arange(128)]
+        draws = source.order(seed=0, pass_number=0)[np.arange(128)]
         block = everything(source, draws)
 
     np.testing.assert_array_equal(block.columns["rows"], rows[draws])
@@ -670,7 +670,7 @@ def test_a_tar_with_an_index_is_read_by_samples(tmp_path: Path, server: Http) ->
     text = "".join(" ".join(each) + "\n" for each in lines.values())
     (tmp_path / "place" / "x.idx").write_text(f"v1.2 {len(lines)}\n{text}")
     with source_of(f"{server.url}/x.tar", tmp_path / "listing") as source:
-        draws = source.order(seed=2, turn=0)[np.arange(source.units)]
+        draws = source.order(seed=2, pass_number=0)[np.arange(source.units)]
         block = everything(source, draws)
 
     assert sorted(draws.tolist()) == list(range(150))
@@ -696,7 +696,7 @@ def test_files_whose_units_differ_in_size_are_numbered_one_after_another(tmp_pat
         parquet.write_table(table, tmp_path / "place" / f"{number}.parquet", row_group_size=group)
     with source_of(server.url, tmp_path / "listing") as source:
         assert source.units == 100
-        order = source.order(seed=5, turn=1)
+        order = source.order(seed=5, pass_number=1)
         assert sorted(order[np.arange(100)].tolist()) == numbers.tolist()
         assert everything(source, numbers[::-1].copy()).columns["x"].tolist() == numbers[::-1].tolist()
         assert keys(everything(source, np.array([99, 33])))[0] == "3.parquet#39"

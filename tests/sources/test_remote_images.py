@@ -116,7 +116,7 @@ def test_bytes_that_hold_images_become_arrays(
         if write in WHOLE:
             block, draws = everything_whole(source), np.arange(COUNT)
         else:
-            draws = source.order(seed=1, turn=0)[np.arange(COUNT)]
+            draws = source.order(seed=1, pass_number=0)[np.arange(COUNT)]
             schema = source.probe(draws).schema
             pieces = list(source.read(draws, schema=schema, block_bytes=2000))
             assert len(pieces) > 3, "arrays are larger than what they come from"
