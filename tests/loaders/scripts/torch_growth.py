@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import sys
@@ -102,7 +103,8 @@ def main(kind: str, method: str, root: str) -> None:
     out["leases at the end"] = len(leases(cache))
     print(json.dumps(out))
     for worker in plain._iterator._workers:  # else PyTorch waits five seconds for each after an error in one of them
-        worker.kill()
+        with contextlib.suppress(RuntimeError):  # what PyTorch raises when the signal of its end arrives
+            worker.kill()
 
 
 if __name__ == "__main__":

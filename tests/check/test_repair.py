@@ -18,8 +18,8 @@ from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.cli.app import run
 from cachetool.pull.options import PullOptions
+from tests.pull.test_growing import drawn, write
 from tests.servers import Scripted, scripted_server
-from tests.test_growing import drawn, write
 
 
 def keys(cache: cachetool.Cache) -> Counter[str]:

@@ -17,7 +17,7 @@ from cachetool.cache.rebuild import Found, without_doubles
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
 from cachetool.core.errors import CatalogError, UsageError
-from tests.test_verify import damage, keys, run
+from tests.check.test_verify import damage, keys, run
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from cachetool.pull.listing import PROBED
 from cachetool.pull.options import PullOptions
 
 SCRIPT = Path(__file__).parent / "scripts" / "background.py"
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def until(holds: Callable[[], Any]) -> Any:

@@ -22,8 +22,8 @@ from cachetool.core.permutation import SegmentedOrder
 from cachetool.pull import claims
 from cachetool.pull.claims import Cached, runs
 from cachetool.sources import open_source
-from tests.test_background import until
-from tests.test_growing import drawn, write
+from tests.pull.test_background import until
+from tests.pull.test_growing import drawn, write
 
 
 def keys(cache: cachetool.Cache) -> Counter[str]:

@@ -25,7 +25,7 @@ from cachetool.conversion.run import content_digest
 from cachetool.core.errors import CapacityError, CapTooSmall
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard, shard_bound
-from tests import test_convert
+from tests.conversion import test_convert
 from tests.faults import world
 from tests.faults.world import Oracle, Quiet
 
