@@ -136,12 +136,12 @@ def parse_header(value: Any, *, path: Path, schema: Schema | None) -> tuple[Sche
             raise ValueError(f"{samples} samples")
         if layout != _LAYOUT:
             raise CorruptError(f"{path} has layout {layout}, this cachetool reads layout {_LAYOUT}; update cachetool")
-        found = Schema.from_json(plain["schema"])
+        stored_schema = Schema.from_json(plain["schema"])
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{path} has no description by cachetool that can be read: {error}") from error
-    if schema is not None and schema != found:
-        raise CorruptError(f"{path} holds {found.describe()}, not {schema.describe()}")
-    return found, samples
+    if schema is not None and schema != stored_schema:
+        raise CorruptError(f"{path} holds {stored_schema.describe()}, not {schema.describe()}")
+    return stored_schema, samples
 
 
 class Held:
@@ -179,7 +179,7 @@ class Steps:
         self._hold(rows[used:])
         return out
 
-    def rest(self) -> npt.NDArray[Any] | None:
+    def remaining_rows(self) -> npt.NDArray[Any] | None:
         """The rows that make no whole step; None when there are none."""
         return np.concatenate(self._parts) if self._parts else None
 
@@ -196,8 +196,8 @@ class ColumnarWriter(ShardWriter):
         super().__init__(path, schema, samples=samples, nbytes=nbytes)
         self.plans = array_plans(schema)
         # No more samples than this can come: each has at least the bytes of its fixed fields.
-        each = schema.fixed_nbytes
-        self.capacity = min(samples, nbytes // each) if each else samples
+        sample_bytes = schema.fixed_nbytes
+        self.capacity = min(samples, nbytes // sample_bytes) if sample_bytes else samples
         self._values = {f.name: 0 for f in schema if f.kind != "fixed"}
         self._index: dict[str, list[npt.NDArray[Any]]] = {p.name: [] for p in self.plans if p.role != "values"}
 
@@ -325,9 +325,9 @@ class ColumnarReader(ABC):
         """Raise :class:`CorruptError` unless every array has the rows that the number of samples asks for."""
         for plan in self.plans.values():
             if plan.role != "values" or plan.field.kind == "fixed":
-                found, wanted = self._length(plan), plan.rows(self.samples)
-                if found != wanted:
-                    raise CorruptError(f"{self.path}: {plan.name!r} has {found} rows, not {wanted}")
+                length, wanted = self._length(plan), plan.rows(self.samples)
+                if length != wanted:
+                    raise CorruptError(f"{self.path}: {plan.name!r} has {length} rows, not {wanted}")
 
     def _rows(self, plan: ArrayPlan, start: int, stop: int) -> npt.NDArray[Any]:
         if start < stop and plan.row_nbytes:

@@ -264,10 +264,10 @@ class ExampleLayout:
             columns[place.field.name] = values
         at, stop = starts + self.head, starts + sizes
         for entry in self.entries:
-            found = self._decode_entry(entry, buffer, at, stop, shapes.get(entry.field.name))
-            if found is None:
+            decoded = self._decode_entry(entry, buffer, at, stop, shapes.get(entry.field.name))
+            if decoded is None:
                 return None
-            columns[entry.field.name], at = found
+            columns[entry.field.name], at = decoded
         return Block(self.schema, columns) if np.array_equal(at, stop) else None
 
     def _decode_entry(

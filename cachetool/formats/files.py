@@ -164,11 +164,11 @@ class BulkFile:
                 count = os.pwritev(self.fd, _first(views, offset + done), offset + done)
                 done += count
                 # A short write is no error: drop what went out and carry on behind it.
-                whole = 0
-                while whole < len(views) and count >= views[whole].nbytes:
-                    count -= views[whole].nbytes
-                    whole += 1
-                views = views[whole:]
+                written = 0
+                while written < len(views) and count >= views[written].nbytes:
+                    count -= views[written].nbytes
+                    written += 1
+                views = views[written:]
                 if count:
                     views[0] = views[0][count:]
         if done >= _WRITEBACK:

@@ -54,8 +54,8 @@ def mask(crcs: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 def _crcs(buffer: Bytes, starts: Int64s, sizes: Int64s) -> npt.NDArray[np.uint32]:
     """Masked crc32c of many runs of ``buffer``."""
     view, crc = buffer.data, crc32c.crc32c
-    found = [crc(view[at : at + size]) for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    return mask(np.array(found, dtype=np.uint32))
+    checksums = [crc(view[at : at + size]) for at, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
+    return mask(np.array(checksums, dtype=np.uint32))
 
 
 def frame_records(buffer: Bytes, starts: Int64s, sizes: Int64s) -> None:

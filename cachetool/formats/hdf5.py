@@ -309,9 +309,9 @@ class _Compressed(ColumnarWriter):
         for plan in self.plans:
             if plan.is_index:
                 self._append(plan, index[plan.name])
-            rest = self._steps[plan.name].rest() if plan.row_nbytes else None
-            if rest is not None:
-                self._write(plan, rest)
+            rows = self._steps[plan.name].remaining_rows() if plan.row_nbytes else None
+            if rows is not None:
+                self._write(plan, rows)
             elif plan.name not in self._file:
                 self._file.create_dataset(plan.name, (self.rows(plan), *plan.row), _stored(plan.dtype))
             _mark_time(self._file, plan)
@@ -362,8 +362,8 @@ class _Reader(ColumnarReader):
             file = h5py.File(path, "r", locking=False)
         try:
             with corrupt_errors(f"{path} cannot be read"):
-                found, samples = parse_header(file.attrs.get(ATTRIBUTE), path=path, schema=schema)
-                reader = cls(path, found, samples, file)
+                stored_schema, samples = parse_header(file.attrs.get(ATTRIBUTE), path=path, schema=schema)
+                reader = cls(path, stored_schema, samples, file)
                 size = os.path.getsize(path)
                 reader._datasets = {name: reader._dataset(plan, size) for name, plan in reader.plans.items()}
                 reader._check_lengths()
@@ -396,26 +396,26 @@ class _Reader(ColumnarReader):
                 raise CorruptError(f"{what} is missing")
             if not isinstance(link, h5py.HardLink):
                 raise CorruptError(f"{what} lies behind a {type(link).__name__}, which is refused")
-        found = self._file[plan.name]
+        dataset = self._file[plan.name]
         if (
-            not isinstance(found, h5py.Dataset)
-            or found.dtype != _stored(plan.dtype)
-            or found.shape is None
-            or found.shape[1:] != plan.row
+            not isinstance(dataset, h5py.Dataset)
+            or dataset.dtype != _stored(plan.dtype)
+            or dataset.shape is None
+            or dataset.shape[1:] != plan.row
         ):
-            raise CorruptError(f"{what} is {found!r}, not rows of {plan.dtype} {plan.row}")
-        how = found.id.get_create_plist()
+            raise CorruptError(f"{what} is {dataset!r}, not rows of {plan.dtype} {plan.row}")
+        how = dataset.id.get_create_plist()
         if how.get_external_count() or how.get_layout() == h5py.h5d.VIRTUAL:
             raise CorruptError(f"{what} takes its bytes from other files, which is refused")
         if how.get_layout() == h5py.h5d.CHUNKED:
             used = {how.get_filter(i)[0] for i in range(how.get_nfilters())}
-            if not used <= _FILTERS or found.chunks[1:] != plan.row:
+            if not used <= _FILTERS or dataset.chunks[1:] != plan.row:
                 raise CorruptError(f"{what} is not chunked and filtered as cachetool does it")
-            chunks = -(-found.shape[0] // found.chunks[0])
-            if found.id.get_num_chunks() != chunks:
-                raise CorruptError(f"{what} has {found.id.get_num_chunks()} of its {chunks} chunks")
-        elif found.nbytes:
-            at = found.id.get_offset()
-            if at is None or at + found.nbytes > size:
+            chunks = -(-dataset.shape[0] // dataset.chunks[0])
+            if dataset.id.get_num_chunks() != chunks:
+                raise CorruptError(f"{what} has {dataset.id.get_num_chunks()} of its {chunks} chunks")
+        elif dataset.nbytes:
+            at = dataset.id.get_offset()
+            if at is None or at + dataset.nbytes > size:
                 raise CorruptError(f"{what} is cut short: it ends behind the file's {size} bytes")
-        return found
+        return dataset

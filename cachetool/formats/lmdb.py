@@ -288,15 +288,15 @@ def open_environment(path: Path) -> Environment:
     status = os.stat(path)
     key = (status.st_dev, status.st_ino)
     with _lock:
-        found = _open.get(key)
-        if found is None:
+        environment = _open.get(key)
+        if environment is None:
             try:
                 env = lmdb.open(str(path), subdir=False, readonly=True, lock=False, max_dbs=0)
             except lmdb.Error as error:
                 raise CorruptError(f"{path} cannot be opened by LMDB: {error}") from error
-            found = _open[key] = Environment(key, env)
-        found.users += 1
-        return found
+            environment = _open[key] = Environment(key, env)
+        environment.users += 1
+        return environment
 
 
 class LMDBReader:
@@ -315,10 +315,10 @@ class LMDBReader:
         """Check the file's structure, then open it: LMDB itself follows a damaged page number out of the file."""
         with missing_is_corrupt(path):
             buffer = map_file(path)
-        samples, found = read_header(buffer, name=str(path))
-        if schema is not None and found != schema:
-            raise CorruptError(f"{path} holds other fields than its shard says: {', '.join(found.names)}")
-        return cls(path, found, samples, open_environment(path))
+        samples, stored_schema = read_header(buffer, name=str(path))
+        if schema is not None and stored_schema != schema:
+            raise CorruptError(f"{path} holds other fields than its shard says: {', '.join(stored_schema.names)}")
+        return cls(path, stored_schema, samples, open_environment(path))
 
     def read(self, start: int, stop: int) -> Block:
         """Samples ``start`` to ``stop``."""

@@ -129,8 +129,8 @@ class _Tree:
         """(txn, page size, depth, entries, root, last page) of the meta page at ``at``, None: of the second one."""
         if at is None:
             # The page size stands in the first meta page; where that is damaged, powers of two are few enough to try.
-            found = [m for m in (self._meta(1 << bits) for bits in range(9, 17)) if m is not None]
-            return found[0] if found else None
+            metas = [m for m in (self._meta(1 << bits) for bits in range(9, 17)) if m is not None]
+            return metas[0] if metas else None
         raw = self.buffer[at + PAGE_HEADER : at + PAGE_HEADER + 136].tobytes()
         if len(raw) < 136:
             return None

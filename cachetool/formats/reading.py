@@ -35,10 +35,10 @@ __all__ = [
 
 def extents_bound(schema: Schema, samples: int) -> int:
     """Upper bound of the size of ``extents.bin`` of a shard of at most ``samples`` samples."""
-    each = sum(8 + (f.numpy.itemsize if f.is_scalar else 16 + 8 * f.rank) for f in schema)
+    sample_bytes = sum(8 + (f.numpy.itemsize if f.is_scalar else 16 + 8 * f.rank) for f in schema)
     # The header's JSON has about 150 characters of text and numbers a field and 60 an array; names are escaped.
     header = 4096 + sum(1024 + 6 * len(f.name) for f in schema)
-    return samples * each + header
+    return samples * sample_bytes + header
 
 
 def write_extents(folder: Path, extents: Extents) -> Path:
@@ -96,10 +96,10 @@ def check_values(block: Block, expected: npt.NDArray[np.uint64], *, name: str, i
 
 
 def compare_checksums(
-    found: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, indices: Int64s
+    actual: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, indices: Int64s
 ) -> None:
     """As :func:`check_values`, of samples whose checksums are known."""
-    wrong = found != expected
+    wrong = actual != expected
     if wrong.any():
         sample, row = divmod(int(np.argmax(wrong.T)), len(schema))
         field = schema.names[row]
@@ -130,11 +130,11 @@ class ExtentsReader:
         return Block(self.schema, {f.name: self._column(f, at, contiguous=_contiguous) for f in self.schema})
 
     def _map(self, file: int) -> Bytes:
-        found = self._maps.get(file)
-        if found is None:
+        buffer = self._maps.get(file)
+        if buffer is None:
             with missing_is_corrupt(self._paths[file]):
-                found = self._maps[file] = map_file(self._paths[file])
-        return found
+                buffer = self._maps[file] = map_file(self._paths[file])
+        return buffer
 
     def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:
         extents = self.extents.fields[field.name]

@@ -42,8 +42,8 @@ def _targets() -> dict[str, str]:
     """Every name and its ``module:Class``; a name of ours cannot be taken by somebody else's entry point."""
     from importlib.metadata import entry_points  # 40 ms, which loaders of uncompressed shards do without
 
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    return _BUILT_IN | {name: found[name] for name in sorted(found) if name not in _BUILT_IN}
+    targets = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return _BUILT_IN | {name: targets[name] for name in sorted(targets) if name not in _BUILT_IN}
 
 
 def format_names() -> tuple[str, ...]:
@@ -59,10 +59,10 @@ def get_format(name: str) -> Format:
         raise UsageError(f"unknown format {shown(name)}; use one of {', '.join(format_names())}")
     module, _, attribute = target.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)()
+        format_ = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
         raise UsageError(f"format {name!r} cannot be loaded from {target}: {error}") from error
-    return cast(Format, made)
+    return cast(Format, format_)
 
 
 def format_for(path: Path | str) -> Format:
@@ -71,5 +71,5 @@ def format_for(path: Path | str) -> Format:
     for name in format_names():
         if suffix and suffix in (_SUFFIXES.get(name) or (get_format(name).suffix,)):
             return get_format(name)
-    known = ", ".join(s for name in format_names() for s in _SUFFIXES.get(name, ()))
-    raise UsageError(f"cannot tell the format of {Path(path).name!r} by its suffix; known are {known}")
+    suffixes = ", ".join(s for name in format_names() for s in _SUFFIXES.get(name, ()))
+    raise UsageError(f"cannot tell the format of {Path(path).name!r} by its suffix; known are {suffixes}")

@@ -81,7 +81,7 @@ class Pointed:
         self._address: int = pointers.ctypes.data
         self._nbytes = nbytes
         self._shape = _Pair(0, nbytes)
-        at = [ctypes.addressof(each) for each in (self._shape, _STRIDES, _SUBOFFSETS)]
+        at = [ctypes.addressof(array) for array in (self._shape, _STRIDES, _SUBOFFSETS)]
         self._rows = _Buffer(None, None, 0, 1, 1, 2, b"B", *at, None)
 
     def join(self, out: npt.NDArray[np.uint8], at: int, first: int, last: int) -> None:
@@ -180,10 +180,10 @@ class Rows:
             for at in range(first, last, step):
                 self._pointed.join(flat, (at - first) * nbytes, at, min(at + step, last))
             return
-        target, found = flat.view(_value(nbytes)), _overlapping(self._source, nbytes)
+        target, values = flat.view(_value(nbytes)), _overlapping(self._source, nbytes)
         step = _PIECE // nbytes
         for at in range(0, len(starts), step):
-            target[at : at + step] = found[starts[at : at + step]]
+            target[at : at + step] = values[starts[at : at + step]]
 
 
 def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbytes: int) -> None:
@@ -203,10 +203,10 @@ def copy_rows(out: Bytes, to: Int64s | None, source: Bytes, starts: Int64s, nbyt
             into[at : at + nbytes] = of[start : start + nbytes]
         return
     source[starts]  # as in Rows.copy
-    target, found = out.view(_value(nbytes)), _overlapping(source, nbytes)
+    target, values = out.view(_value(nbytes)), _overlapping(source, nbytes)
     step = _PIECE // nbytes
     for at in range(0, len(starts), step):
-        target[to[at : at + step]] = found[starts[at : at + step]]
+        target[to[at : at + step]] = values[starts[at : at + step]]
 
 
 def put_rows(out: Bytes, starts: Int64s, rows: npt.NDArray[np.uint8]) -> None:
@@ -230,10 +230,10 @@ def copy_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, siz
     if first == 0 and not sizes.any():
         return
     if first < _LARGE and (sizes == first).all():
-        target, found = _overlapping(out, first), _overlapping(source, first)
+        target, values = _overlapping(out, first), _overlapping(source, first)
         step = _PIECE // first
         for begin in range(0, len(sizes), step):
-            target[out_starts[begin : begin + step]] = found[starts[begin : begin + step]]
+            target[out_starts[begin : begin + step]] = values[starts[begin : begin + step]]
     elif int(sizes.sum()) >= _SLICED * len(sizes):
         to, of = out.data, source.data
         for a, b, n in zip(out_starts.tolist(), starts.tolist(), sizes.tolist(), strict=True):
@@ -252,5 +252,5 @@ def place_runs(out: Bytes, out_starts: Int64s, source: Bytes, starts: Int64s, si
     if not (inside(out_starts, sizes, len(out)) and inside(starts, sizes, len(source))):
         raise IndexError("a run of bytes reaches outside its buffer")
     copy_runs(out, out_starts[~large], source, starts[~large], sizes[~large])
-    found = zip(out_starts[large].tolist(), starts[large].tolist(), sizes[large].tolist(), strict=True)
-    return [(to, source[at : at + size]) for to, at, size in found]
+    runs = zip(out_starts[large].tolist(), starts[large].tolist(), sizes[large].tolist(), strict=True)
+    return [(to, source[at : at + size]) for to, at, size in runs]

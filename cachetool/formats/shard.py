@@ -86,8 +86,8 @@ def samples_within(kind: Format, schema: Schema, most: int, size: int) -> int:
     """How many samples of ``size`` bytes of values make a shard of at most ``most`` of them: fewer where they are so
     small that their keys, places and checksums would make it more than three times as large."""
     many = 2**20
-    each = (shard_bound(kind, schema, many, many * size) - shard_bound(kind, schema, 0, 0)) // many
-    return max(1, most // max(1, size, each // 3))
+    sample_bytes = (shard_bound(kind, schema, many, many * size) - shard_bound(kind, schema, 0, 0)) // many
+    return max(1, most // max(1, size, sample_bytes // 3))
 
 
 class PlainFile:
@@ -178,10 +178,10 @@ def open_shard(
 def check_digest(folder: Path, digest: str) -> None:
     """Raise :class:`CorruptError`, naming the ``folder`` of a shard, unless every byte is what was written."""
     try:
-        found = joined_digest(file_digests(folder))
+        actual = joined_digest(file_digests(folder))
     except OSError as error:
         raise CorruptError(f"{folder} cannot be read: {error}") from error
-    if found != digest:
+    if actual != digest:
         command = f"cachetool verify --cache {shlex.quote(str(folder.parent.parent))}"
         raise CorruptError(f"{folder}: its bytes are not those that were written; this says which file: {command}")
 
@@ -208,33 +208,35 @@ def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
     path = side / CHECKSUMS_FILE
     with corrupt_errors(f"{path} cannot be read"):
         # Mapped: a header that claims more than the file has is an error before anything is allocated for it.
-        found = load_array(path, mapped=True)
-        if found.dtype != np.uint64 or found.ndim != 2 or len(found) != len(schema):
-            raise CorruptError(f"{path} holds {found.dtype} {found.shape}, not the checksums of {len(schema)} fields")
-        return np.array(found, dtype=np.uint64)
+        checksums = load_array(path, mapped=True)
+        if checksums.dtype != np.uint64 or checksums.ndim != 2 or len(checksums) != len(schema):
+            raise CorruptError(
+                f"{path} holds {checksums.dtype} {checksums.shape}, not the checksums of {len(schema)} fields"
+            )
+        return np.array(checksums, dtype=np.uint64)
 
 
 def check_content(side: Path, schema: Schema, content: str) -> npt.NDArray[np.uint64]:
     """:func:`stored_checksums`, which must have the digest ``content``. Raises :class:`CorruptError` naming them."""
-    found = stored_checksums(side, schema)
+    checksums = stored_checksums(side, schema)
     digest = ContentDigest(schema)
-    digest.update(found)
+    digest.update(checksums)
     if digest.hexdigest() != content:
         name = EXTENTS_FILE if (side / EXTENTS_FILE).exists() else CHECKSUMS_FILE
         raise CorruptError(f"{side / name} does not hold the checksums of the samples that were written")
-    return found
+    return checksums
 
 
 def check_samples(
-    found: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, first: int = 0
+    actual: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64], schema: Schema, *, name: str, first: int = 0
 ) -> None:
     """Raise :class:`CorruptError`, naming the file ``name``, sample and field, where checksums differ.
 
     Both are (fields, samples), of the samples from ``first`` on.
     """
-    if found.shape != expected.shape:
-        raise CorruptError(f"{name}: {found.shape[1]} samples were read, {expected.shape[1]} were written")
-    compare_checksums(found, expected, schema, name=name, indices=np.arange(first, first + found.shape[1]))
+    if actual.shape != expected.shape:
+        raise CorruptError(f"{name}: {actual.shape[1]} samples were read, {expected.shape[1]} were written")
+    compare_checksums(actual, expected, schema, name=name, indices=np.arange(first, first + actual.shape[1]))
 
 
 def verify_file(path: Path, kind: Format, schema: Schema, expected: npt.NDArray[np.uint64]) -> None:

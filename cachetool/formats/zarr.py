@@ -210,9 +210,9 @@ class _Compressed(ColumnarWriter):
         for plan in self.plans:
             if plan.is_index:
                 self._append(plan, index[plan.name])
-            rest = self._steps[plan.name].rest() if plan.row_nbytes else None
-            if rest is not None:
-                self._write(plan, rest)
+            remaining = self._steps[plan.name].remaining_rows() if plan.row_nbytes else None
+            if remaining is not None:
+                self._write(plan, remaining)
             elif plan.name not in self._arrays:
                 rows = max(1, self.rows(plan))
                 self._metadata.array(plan, self.rows(plan), inner=rows, shard=rows)
@@ -260,8 +260,8 @@ class _Reader(ColumnarReader):
         with corrupt_errors(f"{path} is not a Zarr group"):
             plain_file(root, METADATA)
             group = zarr.open_group(path, mode="r", zarr_format=3, use_consolidated=False)
-            found, samples = parse_header(group.attrs.get(ATTRIBUTE), path=path, schema=schema)
-        reader = cls(path, found, samples)
+            stored_schema, samples = parse_header(group.attrs.get(ATTRIBUTE), path=path, schema=schema)
+        reader = cls(path, stored_schema, samples)
         for plan in reader.plans.values():
             with corrupt_errors(f"{path}: {plan.name!r} cannot be read"):
                 plain_file(root, f"{plan.name}/{METADATA}")

@@ -97,14 +97,14 @@ def marks(env: Environment = os.environ) -> list[tuple[int, int] | None]:
     file that is not there."""
     files = [*_aws_files(env), _gcloud_file(env), netrc_path(env), hub_token_path(env)]
     files += [Path(env[name]).expanduser() for name in _POINTERS if env.get(name)]
-    found: list[tuple[int, int] | None] = []
+    marks: list[tuple[int, int] | None] = []
     for path in files:
         try:
             status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size))
+            marks.append((status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return found
+            marks.append(None)
+    return marks
 
 
 _POINTERS = (
@@ -200,8 +200,8 @@ def _process_of(profile: Mapping[str, str], env: Environment) -> Sequence[str]:
             return shlex.split(command)
         except ValueError:
             raise AccessDenied(f"credential_process of profile {name!r} is no command: a quote is not closed") from None
-    elsewhere = any(each.startswith("sso_") or each in _ELSEWHERE for each in profile)
-    if elsewhere and (program := shutil.which("aws", path=env.get("PATH", ""))):
+    needs_aws = any(key.startswith("sso_") or key in _ELSEWHERE for key in profile)
+    if needs_aws and (program := shutil.which("aws", path=env.get("PATH", ""))):
         return [program, "configure", "export-credentials", "--profile", name, "--format", "process"]
     return ()
 
@@ -340,10 +340,10 @@ def _gcloud_file(env: Environment) -> Path:
 
 
 def _existing(path: str, variable: str) -> str:
-    found = Path(path).expanduser()
-    if not found.is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise AccessDenied(f"{variable} names {path!r}, which is no file")
-    return str(found)
+    return str(file)
 
 
 # --- Azure ----------------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
         return error
     name = type(error).__name__
     text = str(error).partition("\n\nDebug source")[0]
-    status = int(found.group(1)) if (found := _STATUS.search(text)) else 0
-    code = found.group(1) if (found := _CODE.search(text)) else ""
+    status = int(match.group(1)) if (match := _STATUS.search(text)) else 0
+    code = match.group(1) if (match := _CODE.search(text)) else ""
     what = f"{place}: {key!r}" if key is not None else place
     if name == "InvalidPathError":
         bad = _between(text, 'Path "', '" contained') or _between(text, 'parsing Path "', '": ') or key or ""
@@ -99,8 +99,8 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
             f"{place}: key {bad!r} cannot be fetched: it has an empty, '.' or '..' part or a control character;\n"
             "rename that object or give a prefix without it"
         )
-    if not code and status in (400, 401) and (found := _GRANT.search(text)):
-        code = found.group(1)
+    if not code and status in (400, 401) and (match := _GRANT.search(text)):
+        code = match.group(1)
     said = " ".join(filter(None, [str(status) if status else "", code]))
     if code in _CLOCK:
         return AccessDenied(f"{what}: refused ({said}): the clock of this machine is wrong")
@@ -137,7 +137,7 @@ def as_our_error(error: Exception, *, place: str, key: str | None = None) -> Cac
     if status:
         return SourceError(f"{what}: the server refuses the request ({said})")
     if "HTTP error" in text or "error sending request" in text or "timed out" in text or "error decoding" in text:
-        host = found.group(2) if (found := _ENDPOINT.search(text)) else ""
+        host = match.group(2) if (match := _ENDPOINT.search(text)) else ""
         at = f" at {printable(host)}" if host else ""
         return Unreachable(f"{what}: no answer{at}; check the endpoint, the network and the proxy settings")
     if isinstance(error, ValueError) or name in ("UnknownConfigurationKeyError", "NotSupportedError"):

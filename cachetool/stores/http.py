@@ -46,12 +46,12 @@ _LONGEST = 1024
 def identity_of(headers: Message, *, like: str | None = None) -> str | None:
     """The ETag of an answer, else its time of modification; with ``like`` whichever of them that is. None where it has
     none."""
-    told: str | None = None
+    identity: str | None = None
     if like is None or not like.startswith(MODIFIED):
-        told = headers.get("ETag", "").removeprefix("W/").strip('"') or None
-    if (told is None if like is None else like.startswith(MODIFIED)) and headers.get("Last-Modified"):
-        told = f"{MODIFIED}{headers['Last-Modified']}"
-    return told if told is None or len(told) <= _LONGEST else None
+        identity = headers.get("ETag", "").removeprefix("W/").strip('"') or None
+    if (identity is None if like is None else like.startswith(MODIFIED)) and headers.get("Last-Modified"):
+        identity = f"{MODIFIED}{headers['Last-Modified']}"
+    return identity if identity is None or len(identity) <= _LONGEST else None
 
 
 class Identities:
@@ -68,10 +68,10 @@ class Identities:
 
     def first(self, key: str, headers: Message) -> str | None:
         """What was seen first, this answer included."""
-        told = identity_of(headers)
+        identity = identity_of(headers)
         with self._lock:
-            if told is not None:
-                self._first.setdefault(key, told)
+            if identity is not None:
+                self._first.setdefault(key, identity)
             if key in self._first:
                 self._first.move_to_end(key)
             while len(self._first) > MOST:
@@ -272,11 +272,11 @@ class HttpStore:
         return self._origin + self._folder + quote(item.key, errors="surrogateescape") + self._query
 
     def _check(self, item: Object, response: Response, size: int | None, *, part: bool = False) -> None:
-        known = item.etag
-        if known is None or known.startswith(SHA256):  # which nothing but the whole object can be compared with
-            known = self._seen.first(item.key, response.headers) if part else self._seen.of(item.key)
-        etag = None if known is None else identity_of(response.headers, like=known)
-        check_identity(replace(item, etag=known), size=size, etag=etag)
+        identity = item.etag
+        if identity is None or identity.startswith(SHA256):  # which nothing but the whole object can be compared with
+            identity = self._seen.first(item.key, response.headers) if part else self._seen.of(item.key)
+        etag = None if identity is None else identity_of(response.headers, like=identity)
+        check_identity(replace(item, etag=identity), size=size, etag=etag)
 
     def close(self) -> None:
         """Close the connections of all threads."""
@@ -308,7 +308,7 @@ def _authorization(url: str) -> str | None:
     if user is None:
         path = str(netrc_path())
         try:
-            found = netrc.netrc(path).authenticators(parts.hostname or "")
+            login = netrc.netrc(path).authenticators(parts.hostname or "")
         except FileNotFoundError:
             return None
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError) as error:
@@ -317,9 +317,9 @@ def _authorization(url: str) -> str | None:
             raise UsageError(
                 f"{path!r} cannot be used: {reason if 'token' not in str(reason) else 'bad entry'}"
             ) from None
-        if found is None:
+        if login is None:
             return None
-        user, password = found[0], found[2]
+        user, password = login[0], login[2]
     else:
         user, password = (unquote(part or "", errors="surrogateescape") for part in (user, password))
     try:

@@ -61,7 +61,7 @@ class _Body:
         """Begin again."""
         self._filled = 0
 
-    def whole(self) -> memoryview:
+    def as_memory(self) -> memoryview:
         """What came; of memory that was taken for much more, a copy."""
         body = self._memory[: self._filled]
         return memoryview(bytes(body)) if 2 * self._filled < len(self._memory) else body.toreadonly()
@@ -101,18 +101,18 @@ class Partial:
     data: _Body | Sink = field(default_factory=_Body)
     validator: str = ""
     """The strong ETag it belongs to, quoted; empty: it cannot be gone on with."""
-    whole: int | None = None
+    total: int | None = None
     """Bytes of all of it, where the server told."""
 
     @property
     def body(self) -> memoryview:
         """What came, where it is in memory."""
-        return self.data.whole() if isinstance(self.data, _Body) else memoryview(b"")
+        return self.data.as_memory() if isinstance(self.data, _Body) else memoryview(b"")
 
     def clear(self) -> None:
         """Begin again."""
         self.data.clear()
-        self.validator, self.whole = "", None
+        self.validator, self.total = "", None
 
 
 def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most: int, url: str) -> None:
@@ -132,11 +132,11 @@ def receive(answer: http.client.HTTPResponse, partial: Partial, size: int, most:
             raise BadObject(f"{redact(url)} changed since it was listed: {length} bytes instead of {size}")
         partial.clear()
         etag = answer.headers.get("ETag", "")
-        partial.validator, partial.whole = etag if etag.startswith('"') else "", length
+        partial.validator, partial.total = etag if etag.startswith('"') else "", length
         end = length
-    _read(answer, partial.data, end, partial.whole, _limit(size, most, answer.status), url)
-    if partial.whole is not None and len(partial.data) < partial.whole:
-        raise Broken(f"the server sent {len(partial.data)} of {partial.whole} bytes")
+    _read(answer, partial.data, end, partial.total, _limit(size, most, answer.status), url)
+    if partial.total is not None and len(partial.data) < partial.total:
+        raise Broken(f"the server sent {len(partial.data)} of {partial.total} bytes")
 
 
 def _refuse_framing(answer: http.client.HTTPResponse, url: str) -> None:
@@ -146,8 +146,8 @@ def _refuse_framing(answer: http.client.HTTPResponse, url: str) -> None:
         raise BadObject(f"{redact(url)}: the server encodes the body, although it was asked not to")
     coded = _said(answer, "Transfer-Encoding")
     lengths = {part.strip().lstrip("0") for said in _said(answer, "Content-Length") for part in said.split(",")}
-    known = coded == {"chunked"} if answer.chunked else coded <= {"identity"}
-    if not known or len(lengths) > 1:
+    is_readable = coded == {"chunked"} if answer.chunked else coded <= {"identity"}
+    if not is_readable or len(lengths) > 1:
         raise BadObject(f"{redact(url)}: the server says in several ways, or in one unknown, where the body ends")
 
 
@@ -160,31 +160,31 @@ def _goes_on(answer: http.client.HTTPResponse, partial: Partial) -> int:
     said = _RANGE.fullmatch(answer.headers.get("Content-Range", "").strip())
     if said is None or int(said[1]) != len(partial.data):
         raise Broken("the server goes on at another place than asked")
-    end, whole = int(said[2]) + 1, partial.whole if said[3] == "*" else int(said[3])
-    other = partial.whole is not None and whole != partial.whole
+    end, total = int(said[2]) + 1, partial.total if said[3] == "*" else int(said[3])
+    other = partial.total is not None and total != partial.total
     if answer.headers.get("ETag", "") != partial.validator or other:  # not every server that knows Range knows If-Range
         partial.clear()
         raise Broken("it was replaced while it was fetched")
-    if whole is None or not len(partial.data) < end <= whole or answer.length not in (None, end - len(partial.data)):
+    if total is None or not len(partial.data) < end <= total or answer.length not in (None, end - len(partial.data)):
         partial.clear()  # from the beginning: nobody knows where it would end
         raise Broken("the server does not say what it goes on with")
-    partial.whole = whole
+    partial.total = total
     return end
 
 
 def _read(
-    answer: http.client.HTTPResponse, data: _Body | Sink, end: int | None, whole: int | None, most: int, url: str
+    answer: http.client.HTTPResponse, data: _Body | Sink, end: int | None, total: int | None, most: int, url: str
 ) -> None:
     """Append an answer's body to ``data``: up to ``end`` bytes in all, or to its own end; never beyond ``most``."""
     if end is not None and end > most:
         raise BadObject(f"{redact(url)}: {_TOO_MANY.format(most)}")
     while end is None or len(data) < end:
-        if not data.take(answer, _CHUNK if end is None else min(_CHUNK, end - len(data)), whole):
+        if not data.take(answer, _CHUNK if end is None else min(_CHUNK, end - len(data)), total):
             break
         if len(data) > most:
             raise BadObject(f"{redact(url)}: {_TOO_MANY.format(most)}")
     if end is not None and len(data) < end:
-        raise Broken(f"the connection ended after {len(data)} of {end if whole is None else whole} bytes")
+        raise Broken(f"the connection ended after {len(data)} of {end if total is None else total} bytes")
     if end is not None and answer.read(1):  # also lets http.client see the end, so that the connection is used again
         raise Broken("the server sent more than it said")
 

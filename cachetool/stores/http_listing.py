@@ -77,15 +77,15 @@ def links(page: str) -> Iterator[Link]:
         texts.add(text)
         if tag == "/a":
             texts = _Text()
-        elif tag in ("a", "base") and (found := _href(attributes)):
+        elif tag in ("a", "base") and (next_href := _href(attributes)):
             if tag == "base":
-                yield Link(found, is_base=True)
+                yield Link(next_href, is_base=True)
                 continue
             if href:
-                yield Link(href, texts.whole())
-            href, texts = found, _Text()
+                yield Link(href, texts.joined())
+            href, texts = next_href, _Text()
     if href:
-        yield Link(href, texts.whole())
+        yield Link(href, texts.joined())
 
 
 class _Text:
@@ -98,7 +98,7 @@ class _Text:
             self._left -= len(text)
             self._parts.append(text)
 
-    def whole(self) -> str:
+    def joined(self) -> str:
         """Empty when it is long: the end of a number may be missing where it is cut."""
         return _read("".join(self._parts)) if self._left >= 0 else ""
 
@@ -128,9 +128,9 @@ def _tags(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _href(attributes: str) -> str:
-    for found in _ATTRIBUTE.finditer(attributes):
-        if found[1].lower() == "href":
-            written = found[2] or found[3] or found[4] or ""
+    for match in _ATTRIBUTE.finditer(attributes):
+        if match[1].lower() == "href":
+            written = match[2] or match[3] or match[4] or ""
             return (written if len(written) > LONGEST else _read(written)).strip(" \t\r\n\f")
     return ""
 
@@ -227,12 +227,12 @@ def json_objects(body: memoryview) -> Iterator[dict[str, Any]]:
             mark = text[at]
             if mark == "{" and due in ("{]", "{"):
                 try:
-                    found, at = decode(text, at)
+                    value, at = decode(text, at)
                 except ValueError:
                     if ended:
                         raise
                     break  # its end is to come
-                yield found
+                yield value
                 due = ",]"
             elif mark in due and mark != "{":
                 at, due = at + 1, {"[": "{]", ",": "{", "]": ""}[mark]
@@ -304,8 +304,8 @@ class _Place:
         """Both are URLs of that folder. ``most``: characters that may be joined to follow all links."""
         self._page, self._left = page, most
         self._bases = [
-            (_site(each), unquote(_one_slash(each.path), errors="surrogateescape"))
-            for each in map(urlsplit, (page, asked))
+            (_site(address), unquote(_one_slash(address.path), errors="surrogateescape"))
+            for address in map(urlsplit, (page, asked))
         ]
         self._start, self._told = page, False
         self._scheme = self._here()
@@ -329,7 +329,7 @@ class _Place:
             return None
         if folders:
             path = unquote(_one_slash(target.path), errors="surrogateescape")
-            folder = next((each for each in folders if path.startswith(each)), folders[0])
+            folder = next((folder for folder in folders if path.startswith(folder)), folders[0])
             last = unquote(target.path.removesuffix("/").rpartition("/")[2], errors="surrogateescape")
             is_folder, name = path.endswith("/"), path[len(folder) :].removesuffix("/")
             # Parents and other places are not below this folder; what is deeper is on a page of its own. A slash that
@@ -349,7 +349,7 @@ class _Place:
         except ValueError:
             return ""
         above = unquote(_one_slash(start.path.rpartition("/")[0] + "/"), errors="surrogateescape")
-        return start.scheme if next((each for each in folders if above.startswith(each)), "") == above else ""
+        return start.scheme if next((folder for folder in folders if above.startswith(folder)), "") == above else ""
 
     def _folders(self, target: SplitResult) -> list[str]:
         site = _site(target)

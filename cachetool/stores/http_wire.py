@@ -153,10 +153,10 @@ class Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect to the first address that answers; each is checked just before it is used, so that no second look-up
         can name another one."""
-        found = socket.getaddrinfo(self.origin.host, self.origin.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(self.origin.host, self.origin.port, type=socket.SOCK_STREAM)
         failure: OSError | None = None
         give_up = time.monotonic() + 2 * self._limits.connect  # for all addresses together
-        for family, kind, protocol, _, address in found:
+        for family, kind, protocol, _, address in addresses:
             if self._guard and not _public(str(address[0])):
                 raise SourceError(
                     f"{self.origin.netloc} is the private address {address[0]}, where no link or redirect may lead;\n"

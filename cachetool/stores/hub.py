@@ -40,10 +40,10 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
 
     Raises :class:`UsageError` for a URL that names no dataset.
     """
-    _, rest = split_url(url)
-    kind, _, rest = rest.partition("/")
-    owner, _, rest = rest.partition("/")
-    named, _, path = rest.partition("/")
+    _, path = split_url(url)
+    kind, _, path = path.partition("/")
+    owner, _, path = path.partition("/")
+    named, _, path = path.partition("/")
     name, _, revision = named.partition("@")
     if kind != "datasets" or not owner or not name:
         raise UsageError(f"{redact(url)}: a URL of the hub is hf://datasets/OWNER/NAME/path (models are not read)")
@@ -123,19 +123,19 @@ class HubStore:
     def find(self, key: str) -> Object:
         """The file of this key, out of the list of its folder."""
         with self._lock:
-            known = self._known.get(key)
-        if known is None:
+            item = self._known.get(key)
+        if item is None:
             folder = f"{self._path}/{key}".strip("/").rpartition("/")[0]
             try:
-                found = {item.key: item for page in self._tree(folder, recursive=False) for item in page}
+                items = {item.key: item for page in self._tree(folder, recursive=False) for item in page}
             except NotFound:
                 raise NotFound(f"{self.url}: no file {key!r}") from None
             with self._lock:
-                self._known.update(found)
-            if key not in found:
+                self._known.update(items)
+            if key not in items:
                 raise NotFound(f"{self.url}: no file {key!r}")
-            known = found[key]
-        return known
+            item = items[key]
+        return item
 
     def get(self, item: Object) -> memoryview:
         """The whole file, compared with its hash."""

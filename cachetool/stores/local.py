@@ -97,7 +97,7 @@ class LocalStore:
             if entry.is_symlink() and not self._inside(entry.path):
                 walk.leave_out(key, "links that lead out of the folder")
                 return None
-            found = entry.stat()
+            status = entry.stat()
         except OSError as error:  # removed since, or a link to nothing
             if isinstance(error, PermissionError) and not entry.is_symlink():
                 raise  # the folder may be listed, but not entered
@@ -106,10 +106,10 @@ class LocalStore:
             else:
                 walk.left_out["vanished while listing"] += 1
             return None
-        if not stat.S_ISREG(found.st_mode):
-            walk.leave_out(key, "links to folders" if stat.S_ISDIR(found.st_mode) else "special files")
+        if not stat.S_ISREG(status.st_mode):
+            walk.leave_out(key, "links to folders" if stat.S_ISDIR(status.st_mode) else "special files")
             return None
-        return Object(key, found.st_size, _etag(found))
+        return Object(key, status.st_size, _etag(status))
 
     def _inside(self, path: str) -> bool:
         return os.path.realpath(path).startswith(os.path.join(self._root, ""))
@@ -153,12 +153,12 @@ class LocalStore:
         """The file with this name below the folder."""
         fd = self._open(Object(key, -1))
         try:
-            found = os.fstat(fd)
+            status = os.fstat(fd)
         finally:
             os.close(fd)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise NotFound(f"{self.url}: {key!r} is no file")
-        return Object(key, found.st_size, _etag(found))
+        return Object(key, status.st_size, _etag(status))
 
     def get(self, item: Object) -> memoryview:
         """The whole file."""
@@ -171,19 +171,19 @@ class LocalStore:
     def _read(self, item: Object, start: int, length: int | None) -> memoryview:
         fd = self._open(item)
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise BadObject(f"{item.key!r} is no regular file any more")
-            check_identity(item, size=found.st_size, etag=_etag(found))
-            left = found.st_size if length is None else length
+            check_identity(item, size=status.st_size, etag=_etag(status))
+            left = status.st_size if length is None else length
             want = left
             parts = []
             while left and (part := os.pread(fd, left, start)):
                 parts.append(part)
                 start += len(part)
                 left -= len(part)
-            found = os.fstat(fd)  # again: it may have been written to meanwhile
-            check_identity(item, size=found.st_size, etag=_etag(found))
+            status = os.fstat(fd)  # again: it may have been written to meanwhile
+            check_identity(item, size=status.st_size, etag=_etag(status))
         except OSError as error:
             raise SourceError(f"{self.url!r}: {item.key!r} cannot be read: {error.strerror}") from error
         finally:
@@ -196,5 +196,5 @@ class LocalStore:
         """Nothing is kept open."""
 
 
-def _etag(found: os.stat_result) -> str:
-    return f"{found.st_mtime_ns:x}-{found.st_size:x}"
+def _etag(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"

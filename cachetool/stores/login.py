@@ -61,8 +61,8 @@ class Login(Generic[T]):
         if near and time.monotonic() >= self._next and self._lock.acquire(blocking=False):
             try:
                 self._next = time.monotonic() + EVERY
-                if (found := self._usable()) is not None:
-                    self._credentials = found
+                if (credentials := self._usable()) is not None:
+                    self._credentials = credentials
             finally:
                 self._lock.release()
         return self._credentials
@@ -78,19 +78,19 @@ class Login(Generic[T]):
             if self._credentials is not refused:
                 return True
             until = time.monotonic() + HALF_WRITTEN
-            while (found := self._usable()) is None:
+            while (credentials := self._usable()) is None:
                 if time.monotonic() > until:
                     return False
                 time.sleep(_LOOK)
-            if found.identity == refused.identity:
+            if credentials.identity == refused.identity:
                 return False
-            self._credentials = found
+            self._credentials = credentials
             return True
 
     def _usable(self) -> Credentials[T] | None:
         """What is there now; None for what cannot be used, or where all that there was has gone."""
         try:
-            found = self._read()
+            credentials = self._read()
         except CacheToolError:
             return None
-        return None if found.identity is None and self._credentials.identity is not None else found
+        return None if credentials.identity is None and self._credentials.identity is not None else credentials

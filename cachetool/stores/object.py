@@ -61,13 +61,13 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
     from obstore import store as obstore_store
 
     place = redact(url)
-    scheme, rest = split_url(url)
-    bucket, _, prefix = rest.partition("/")
+    scheme, location = split_url(url)
+    bucket, _, prefix = location.partition("/")
     account = ""
     if scheme in ("abfs", "abfss") and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
-    if "@" in bucket or "?" in rest or "#" in bucket or ":" in bucket:
+    if "@" in bucket or "?" in location or "#" in bucket or ":" in bucket:
         raise UsageError(
             f"{place}: an object store's URL is {scheme}://BUCKET/PREFIX; user info and queries do not belong in it,\n"
             "credentials come from the environment"
@@ -77,13 +77,13 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
 
     def clients() -> Credentials[_Clients]:
         options: Options
-        made: Any
+        store_class: Any
         if scheme in ("s3", "s3a"):
-            options, made = s3_options(place), obstore_store.S3Store
+            options, store_class = s3_options(place), obstore_store.S3Store
         elif scheme in ("gs", "gcs"):
-            options, made = gcs_options(place), obstore_store.GCSStore
+            options, store_class = gcs_options(place), obstore_store.GCSStore
         else:
-            options, made = azure_options(place, account), obstore_store.AzureStore
+            options, store_class = azure_options(place, account), obstore_store.AzureStore
         refuse_unsendable(place, options)
         identity, ends = identity_of(options), seconds_of(str(options.pop(EXPIRES, "")))
         client: dict[str, Any] = {"connect_timeout": timedelta(seconds=limits.connect), "timeout": timedelta(hours=1)}
@@ -95,13 +95,14 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         shared = {"prefix": prefix.strip("/") or None, "retry_config": retry, **options}
 
         def make(silence: float) -> Any:
+            timeouts = {**client, "read_timeout": timedelta(seconds=silence)}
             try:
-                return made(bucket, client_options={**client, "read_timeout": timedelta(seconds=silence)}, **shared)
+                return store_class(bucket, client_options=timeouts, **shared)
             except _errors() as error:
                 raise as_our_error(error, place=place) from None
 
-        found = _Clients(make(limits.silence), lambda: make(limits.listing), may_be_signed=plain and made is s3)
-        return Credentials(found, identity, ends)
+        pair = _Clients(make(limits.silence), lambda: make(limits.listing), may_be_signed=plain and store_class is s3)
+        return Credentials(pair, identity, ends)
 
     s3 = obstore_store.S3Store
     retry = {
@@ -273,18 +274,18 @@ class ObjectStore:
             while True:
                 credentials = self._login.now()
                 try:
-                    found = credentials.value.reading.get(item.key, options=options)
+                    response = credentials.value.reading.get(item.key, options=options)
                     break
                 except _errors() as error:
                     if not self._may_ask_again(error, patience, credentials):
                         raise
-            meta = found.meta
+            meta = response.meta
             check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
             if options is None and want < item.size:
                 # All of it comes, and the connection is closed once the beginning is here.
-                body = memoryview(bytes(next(iter(found.stream(min_chunk_size=want)), b""))[:want])
+                body = memoryview(bytes(next(iter(response.stream(min_chunk_size=want)), b""))[:want])
             else:
-                body = memoryview(found.bytes())
+                body = memoryview(response.bytes())
         except _errors() as error:
             if options is not None and "non-partial response" in str(error):
                 self._ranges = False

@@ -50,8 +50,8 @@ def open_fsspec_store(url: str) -> FsspecStore:
     return FsspecStore(system, str(path), place)
 
 
-def _unknown(scheme: str, known: tuple[str, ...], more: str) -> UsageError:
-    return UsageError(f"unknown scheme '{scheme}://'; known are a path and {', '.join(known)}{more}")
+def _unknown(scheme: str, schemes: tuple[str, ...], more: str) -> UsageError:
+    return UsageError(f"unknown scheme '{scheme}://'; known are a path and {', '.join(schemes)}{more}")
 
 
 class FsspecStore:
@@ -76,11 +76,11 @@ class FsspecStore:
         try:
             if not self._system.exists(self._root or "/"):
                 raise NotFound(f"{self.url}: not found")
-            found = self._system.find(self._root, detail=True)
+            entries = self._system.find(self._root, detail=True)
         except Exception as error:  # noqa: BLE001  # whatever the implementation's own client raises
             raise _ours(error, self.url) from None
         batch: list[Object] = []
-        for path, info in found.items():
+        for path, info in entries.items():
             batch.append(_object(path.removeprefix(self._root).removeprefix("/"), info))
             if len(batch) == _BATCH:
                 yield batch
@@ -127,9 +127,9 @@ class FsspecStore:
             except FileNotFoundError:
                 if self._root:
                     raise
-        found = call(key, **options)
+        answer = call(key, **options)
         self._bare = True
-        return found
+        return answer
 
     def close(self) -> None:
         """Connections belong to fsspec, which keeps one file system per address."""

@@ -91,9 +91,9 @@ def printable(text: str) -> str:
 def _hides_user(url: str) -> bool:
     """Whether user info seems to hold a ``/``, ``?`` or ``#`` as it is, before which a parser of URLs ends it: keys of
     AWS have slashes. The rest of it would be taken for a path, and shown."""
-    scheme, rest = split_url(url)
-    place = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    after = rest[len(place) :]
+    scheme, location = split_url(url)
+    place = re.split(r"[/?#]", location, maxsplit=1)[0]
+    after = location[len(place) :]
     place = place.rpartition("@")[2]
     if scheme not in _WITH_USER or ":" not in place or "@" not in after or _ADDRESS.fullmatch(place):
         return False
@@ -111,24 +111,24 @@ def refuse_hidden_user(url: str) -> None:
 
 def redact(url: str) -> str:
     """``url`` without user info, query and fragment, fit to be shown and stored; a plain path stays as it is."""
-    scheme, rest = split_url(url)
+    scheme, location = split_url(url)
     if not scheme:  # a plain path, or chained URLs such as x::s3://...
         return printable(_redact_urls(url))
     if _hides_user(url):
-        first, query = re.search(r"[/?#]", rest), re.search(r"[?#]", rest)
-        if first is not None and query is not None and "@" in rest[: query.start()]:
-            host = rest[: first.start()].rpartition("@")[2]
-            if "@" in rest[first.start() : query.start()] or re.fullmatch(r"[^:]+(:\d*)?", host):
-                rest = rest[: query.start()]
-        rest = rest.rpartition("@")[2]
-        if not re.match(r"[\w.:\[\]-]*([/?#]|\Z)", rest):  # no host: rather a query, with what is in it
+        first, query = re.search(r"[/?#]", location), re.search(r"[?#]", location)
+        if first is not None and query is not None and "@" in location[: query.start()]:
+            host = location[: first.start()].rpartition("@")[2]
+            if "@" in location[first.start() : query.start()] or re.fullmatch(r"[^:]+(:\d*)?", host):
+                location = location[: query.start()]
+        location = location.rpartition("@")[2]
+        if not re.match(r"[\w.:\[\]-]*([/?#]|\Z)", location):  # no host: rather a query, with what is in it
             return f"{scheme}://***"
     if scheme != "file":
         # Keys have a # like any other character; before the first slash there is no key yet.
         ends = r"\?|^[^/?]*?#" if scheme in _WITHOUT_PORT else r"[?#]"
-        if (end := re.search(ends, rest)) is not None:
-            rest = rest[: end.end() - 1]
-    place, slash, path = rest.partition("/")
+        if (end := re.search(ends, location)) is not None:
+            location = location[: end.end() - 1]
+    place, slash, path = location.partition("/")
     before, at, host = place.rpartition("@")
     if at and not (scheme in _CONTAINER_BEFORE_AT and ":" not in before and "@" not in before):
         place = host
@@ -142,24 +142,24 @@ def canonical(url: str) -> str:
     query what signs a request (it changes from day to day) is left out, but not that it was signed: what is shown of
     such a URL is another place, so that nobody fetches from there in its stead.
     """
-    scheme, rest = split_url(url)
+    scheme, location = split_url(url)
     if not scheme or scheme == "file":
-        path = url if not scheme else unquote("/" + rest.partition("/")[2])
+        path = url if not scheme else unquote("/" + location.partition("/")[2])
         return f"file://{os.path.realpath(path)}"
     web = scheme in ("http", "https")  # elsewhere a # is part of a name
-    parts = [part for part in (rest.partition("#")[0] if web else rest).partition("?")[2].split("&") if part]
+    parts = [part for part in (location.partition("#")[0] if web else location).partition("?")[2].split("&") if part]
     names = {part: part.partition("=")[0].lower() for part in parts}
     beside = {name for sign, more in _SIGNS_BESIDE.items() if sign in names.values() for name in more}
     kept = [part for part in parts if not (_SIGNS.match(names[part]) or names[part] in beside)]
     kept.sort(key=names.__getitem__)  # of a name that is there twice, the order may tell
     signed = "#signed" if len(kept) < len(parts) else ""
-    before = rest.partition("/")[0].rpartition("@")[0] if scheme in _PLACE_BEFORE_AT else ""
-    named = rest.partition("#")[1:] if not web and scheme not in _WITHOUT_PORT else ("", "")
+    before = location.partition("/")[0].rpartition("@")[0] if scheme in _PLACE_BEFORE_AT else ""
+    named = location.partition("#")[1:] if not web and scheme not in _WITHOUT_PORT else ("", "")
     return f"{redact(url).rstrip('/')}?{'&'.join(kept)}{signed}{''.join(named)}{f'@{before}' if before else ''}"
 
 
 def _redact_urls(text: str) -> str:
-    return _URL_IN_TEXT.sub(lambda found: found[1] + redact(found[2]), text)
+    return _URL_IN_TEXT.sub(lambda match: match[1] + redact(match[2]), text)
 
 
 def scrub(text: str) -> str:
@@ -167,7 +167,7 @@ def scrub(text: str) -> str:
     no value of a credential variable of this process left in it."""
     text = _redact_urls(text)
     text = _AUTHORIZATION.sub(r"\1***", text)
-    text = _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}***" if _SECRET_NAME.search(found[1]) else found[0], text)
+    text = _ASSIGNED.sub(lambda match: f"{match[1]}{match[2]}***" if _SECRET_NAME.search(match[1]) else match[0], text)
     text = _AUTH_SCHEME.sub(r"\1 ***", text)
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")

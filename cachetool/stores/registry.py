@@ -49,10 +49,10 @@ def open_store(url: str, *, limits: Limits | None = None) -> Store:
 
 def local_path(url: str) -> Path:
     """The path that a path or a ``file://`` URL names. Raises :class:`UsageError` for another machine's."""
-    scheme, rest = split_url(url)
+    scheme, location = split_url(url)
     if not scheme:
         return Path(url)
-    host, slash, path = rest.partition("/")
+    host, slash, path = location.partition("/")
     if host not in ("", "localhost") or not slash:
         raise UsageError(f"{redact(url)}: a file URL is file:///absolute/path")
     return Path(unquote("/" + path))

@@ -103,9 +103,9 @@ class SftpStore:
             if folder.count("/") > _MAX_DEPTH:
                 raise SourceError(f"{self.url}: more than {_MAX_DEPTH} folders inside each other")
             batch: list[Object] = []
-            found = self._folder(folder)
-            walk.enter(folder, (name for name, _ in found))
-            for name, attributes in found:
+            entries = self._folder(folder)
+            walk.enter(folder, (name for name, _ in entries))
+            for name, attributes in entries:
                 mode = attributes.permissions or 0
                 key = f"{folder}{name}"
                 if name in (".", "..") or walk.hides(key, folder=stat.S_ISDIR(mode)):
@@ -124,10 +124,10 @@ class SftpStore:
         path = self._path(folder) if folder else self._root
 
         async def read(client: Any) -> Sequence[tuple[str, Any]]:
-            found = await asyncio.wait_for(
+            entries = await asyncio.wait_for(
                 client.readdir(path.encode("utf-8", "surrogateescape")), self._limits.listing
             )
-            return [(os.fsdecode(entry.filename), entry.attrs) for entry in found]
+            return [(os.fsdecode(entry.filename), entry.attrs) for entry in entries]
 
         try:
             return self._run(read, f"{self.url}: folder {folder!r}" if folder else self.url)

@@ -75,8 +75,8 @@ class Walk:
         return any(self._holds(folder, name) for name in _ZARR)
 
     def _holds(self, folder: str, name: str) -> bool:
-        known = self._entered.get(folder)
-        return self._there(folder + name) if known is None else name in known
+        names = self._entered.get(folder)
+        return self._there(folder + name) if names is None else name in names
 
     def _node_type(self, key: str) -> object:
         try:
