@@ -203,7 +203,7 @@ def _token() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        _read_token_again(_raylet)
+        _reload_token(_raylet)
         yield
     finally:
         for name, value in before.items():
@@ -211,10 +211,10 @@ def _token() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _read_token_again(_raylet)
+        _reload_token(_raylet)
 
 
-def _read_token_again(raylet: Any) -> None:
+def _reload_token(raylet: Any) -> None:
     """Let Ray look at the environment again."""
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
