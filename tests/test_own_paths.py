@@ -709,7 +709,7 @@ def test_a_name_in_a_message_leads_nowhere(tmp_path: Path, name: Any, monkeypatc
             raise AssertionError("it was taken")
 
     with pytest.raises((CatalogError, AttributeError)):
-        Crew.fetch_listing(SimpleNamespace(engine=Engine()), SimpleNamespace(node=None, root=""), "s", place)  # type: ignore[arg-type]
+        Crew.fetch_listing(SimpleNamespace(engine=Engine()), SimpleNamespace(host=None, root=""), "s", place)  # type: ignore[arg-type]
     assert seen(tmp_path) == before
 
 

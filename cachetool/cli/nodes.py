@@ -17,7 +17,7 @@ from cachetool.core.errors import CapacityError, CorruptError, UsageError
 from cachetool.core.units import format_size
 
 if TYPE_CHECKING:
-    from cachetool.cluster.verbs import Fleet
+    from cachetool.cluster.verbs import NodeResults
     from cachetool.conversion.run import ConvertResult
 
 __all__ = ["convert_caches", "convert_files", "evict", "stats", "verify"]
@@ -159,12 +159,12 @@ def convert_files(out: Output, source: str, arguments: Mapping[str, Any], addres
             f"\ninto the caches of the nodes a file is pulled: cachetool pull {source} --all --on ray"
         )
     with connect(address, out.note) as engine, out.progress() as report:
-        spread = Spread(engine, engine.nodes(), each=arguments["workers"])
+        spread = Spread(engine, engine.nodes(), per_node=arguments["workers"])
         return api.convert(source, **arguments, progress=report, engine=spread)
 
 
 def _table(
-    out: Output, found: Fleet, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
+    out: Output, found: NodeResults, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
 ) -> None:
     """A row a node and their sum; the last column tells errors, where there are any."""
     failed = found.error is not None
@@ -181,7 +181,7 @@ def _table(
     out.table(["node", *columns, *(["error"] if failed else [])], rows)
 
 
-def _end(out: Output, found: Fleet, value: Mapping[str, Any] | None = None) -> None:
+def _end(out: Output, found: NodeResults, value: Mapping[str, Any] | None = None) -> None:
     """Print the document, if there is one; end with the first error, if there is one."""
     if value is not None:
         out.document(value)

@@ -53,16 +53,16 @@ class Server:
 
     def answer(self, node: str, message: Message) -> Message:
         """The answer to what a task on ``node`` asks, or an error in its JSON form."""
-        mine = _Question(node, message)
-        self._asked.put(mine)
-        return mine.answer.result()
+        question = _Question(node, message)
+        self._asked.put(question)
+        return question.answer.result()
 
     def _serve(self) -> None:
         while True:
             first = self._asked.get()
             questions = [first, *(self._asked.get() for _ in range(self._asked.qsize()))]
-            for each, answer in zip(questions, self._answers(questions), strict=True):
-                each.answer.set_result(answer)
+            for question, answer in zip(questions, self._answers(questions), strict=True):
+                question.answer.set_result(answer)
 
     def _answers(self, questions: Sequence[_Question]) -> list[Message]:
         try:
@@ -72,7 +72,7 @@ class Server:
                     raise CacheToolError(f"not a part of cachetool: {self._target}")
                 self._served = getattr(importlib.import_module(module), name)(**self._arguments)
             with self._served.together():
-                return [self._one(each) for each in questions]
+                return [self._one(question) for question in questions]
         except BaseException as error:  # noqa: BLE001 - as in a child: a bug must reach the driver as text
             self._served = None  # what it knows may be ahead of what was written
             return [_error_json(error)] * len(questions)
@@ -117,8 +117,8 @@ class Agent:
 
     def begin(self, number: int, target: str, arguments: Message, name: str, answers: Any) -> None:
         """Start a child for a task, whose questions ``answers`` answers."""
-        if (mine := version_here()) != self._version and mine and self._version:
-            text = f"node {name} has cachetool {mine}, the command is of {self._version}"
+        if (installed := version_here()) != self._version and installed and self._version:
+            text = f"node {name} has cachetool {installed}, the command is of {self._version}"
             self._say((number, to_json(UsageError(f"{text}; install the same version on both"))))
             return
         try:
@@ -163,7 +163,7 @@ class Agent:
 
     def write(self, name: str, at: int, piece: Any) -> None:
         """Put a piece of a file into that folder, from byte ``at`` on."""
-        write_piece(Path(self.place()), [Name(each) for each in name.split("/")], at, memoryview(piece))
+        write_piece(Path(self.place()), [Name(part) for part in name.split("/")], at, memoryview(piece))
 
     def _attend(self, number: int, child: Child, name: str, answers: Any) -> None:
         try:

@@ -109,7 +109,7 @@ def _running(notify: Callable[[str], None]) -> str:
     """The address of the cluster of this user that runs on this machine; ``local`` when there is none."""
     own, others = _raylets()
     named, trusted = _address_file()
-    for address in sorted(own, key=lambda each: (each != named if trusted else False, each)):
+    for address in sorted(own, key=lambda candidate: (candidate != named if trusted else False, candidate)):
         with contextlib.suppress(Unreachable):  # a node may outlive the cluster that it belongs to
             _greet(address)
             return address
@@ -154,8 +154,8 @@ def _address_file() -> tuple[str | None, bool]:
         if not stat.S_ISREG(status.st_mode):
             return None, False
         address = file.read(256).decode("utf-8", "replace").strip()
-    mine = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1 and not status.st_mode & 0o022
-    return address or None, mine
+    trusted = status.st_uid in (0, os.geteuid()) and status.st_nlink == 1 and not status.st_mode & 0o022
+    return address or None, trusted
 
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "cachetool"}
@@ -199,11 +199,11 @@ def _token() -> Iterator[None]:
     readable to others."""
     from ray import _raylet
 
-    made = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    before = {name: os.environ.get(name) for name in made}
-    os.environ.update(made)
+    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
-        _read_token_again(_raylet)
+        _reload_token(_raylet)
         yield
     finally:
         for name, value in before.items():
@@ -211,10 +211,10 @@ def _token() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _read_token_again(_raylet)
+        _reload_token(_raylet)
 
 
-def _read_token_again(raylet: Any) -> None:
+def _reload_token(raylet: Any) -> None:
     """Let Ray look at the environment again."""
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -282,19 +282,19 @@ def _first_question() -> str | None:
     except ImportError:
         return None
     service = gcs_service_pb2.DESCRIPTOR.services_by_name.get("NodeInfoGcsService")
-    known = service is not None and "GetClusterId" in service.methods_by_name
-    return f"/{service.full_name}/GetClusterId" if known else None
+    has_method = service is not None and "GetClusterId" in service.methods_by_name
+    return f"/{service.full_name}/GetClusterId" if has_method else None
 
 
 def _exactly(line: socket.socket, count: int, deadline: float) -> bytes:
     """So many bytes; none where the connection ends before. Raises :class:`TimeoutError`."""
-    found = b""
-    while len(found) < count:
+    received = b""
+    while len(received) < count:
         line.settimeout(max(1e-3, deadline - time.monotonic()))
-        if not (part := line.recv(count - len(found))):
+        if not (part := line.recv(count - len(received))):
             break
-        found += part
-    return found if len(found) == count else b""
+        received += part
+    return received if len(received) == count else b""
 
 
 def _question(path: str) -> bytes:

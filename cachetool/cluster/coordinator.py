@@ -73,8 +73,8 @@ class Coordinator:
     def _open(self, row: SourceRow) -> Source:
         return open_source(self._url, self._cache.listing(self._source), self._options, units=row.units)
 
-    def _note(self, connection: Connection, held: Claim) -> None:
-        placing.note_claim(connection, held, *self._asking)
+    def _note(self, connection: Connection, claim: Claim) -> None:
+        placing.note_claim(connection, claim, *self._asking)
 
     def _row(self, connection: Connection) -> SourceRow:
         row = draws.source_row(connection, self._source)
@@ -88,7 +88,7 @@ class Coordinator:
         return {}
 
     def _tell(self, node: str, message: Message) -> Message:
-        found = [placed_of(value) for value in message["shards"]]
+        shards = [placed_of(value) for value in message["shards"]]
         there = SourceRow.from_json(message["source"])
         with self._cache.catalog.write() as connection:
             row = self._row(connection)
@@ -101,50 +101,50 @@ class Coordinator:
             if there.pass_number > row.pass_number:  # this catalog is younger than the caches
                 row = _catch_up(connection, row, there)
             others = _Others(lambda: self._open(row), row, placing.placed_elsewhere(connection, row.id, node))
-            gone = placing.take_in(connection, row, node, found, job=self._job, doubled=others.have)
+            gone = placing.take_in(connection, row, node, shards, job=self._job, doubled=others.have)
             row = self._row(connection)
-        left = {each.shard for each in found}.difference(gone)
-        mine = [each for each in found if each.job == self._job and each.shard in left]
+        left = {shard.shard for shard in shards}.difference(gone)
+        own = [shard for shard in shards if shard.job == self._job and shard.shard in left]
         return {
             "gone": gone,
             "source": row.to_json(),
-            "samples": sum(each.samples for each in mine),
-            "bytes": sum(each.payload for each in mine),
-            "shards": len(mine),
+            "samples": sum(shard.samples for shard in own),
+            "bytes": sum(shard.payload for shard in own),
+            "shards": len(own),
         }
 
     def _claim(self, node: str, message: Message) -> Message:
         self._asking = node, message["token"]
         self._claims.most = message.get("most", self._claims.most)
         with self._cache.catalog.read() as connection:
-            held: Claim | float | None = placing.held_by(connection, *self._asking, self._job, message["word"])
-            if isinstance(held, Claim):  # of before this process was made
-                self._claims.samples = self._claims.samples or self._open(held.source)
-                self._claims.cached.look(connection, self._claims.samples, held.source)
-        if held is None:
-            held = self._claims.take()
-        if not isinstance(held, Claim):
-            return {"wait": held}
+            claim: Claim | float | None = placing.held_by(connection, *self._asking, self._job, message["word"])
+            if isinstance(claim, Claim):  # of before this process was made
+                self._claims.samples = self._claims.samples or self._open(claim.source)
+                self._claims.cached.look(connection, self._claims.samples, claim.source)
+        if claim is None:
+            claim = self._claims.take()
+        if not isinstance(claim, Claim):
+            return {"wait": claim}
         source = self._claims.samples
         assert source is not None
-        units = order_of_pass(source, held.source, held.pass_number)[np.arange(held.start, held.stop)]
-        return {"claim": claim_json(held), "there": runs(held.start, self._claims.there(held, units))}
+        units = order_of_pass(source, claim.source, claim.pass_number)[np.arange(claim.start, claim.stop)]
+        return {"claim": claim_json(claim), "there": runs(claim.start, self._claims.there(claim, units))}
 
     def _finish(self, node: str, message: Message) -> Message:
         value = message["claim"]
-        held = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
+        claim = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
         ranges = tuple((start, stop) for start, stop in message["ranges"])
         placed = None
         if message["shard"] is not None:
-            placed = Placed(message["shard"], held.pass_number, ranges, message["samples"], 0, self._job)
+            placed = Placed(message["shard"], claim.pass_number, ranges, message["samples"], 0, self._job)
         counts = {name: message[name] for name in ("skipped", "vanished", "fetched")}
         with self._cache.catalog.write() as connection:
             placing.place(
-                connection, self._job, node, message["token"], held, message["upto"], placed,
+                connection, self._job, node, message["token"], claim, message["upto"], placed,
                 brought=message["draws"], **counts,
             )  # fmt: skip
-        skipped, drawn = self._claims.unused()
-        return {"skipped": skipped, "drawn": drawn}
+        skipped, draws_done = self._claims.unused()
+        return {"skipped": skipped, "drawn": draws_done}
 
     def _back(self, node: str, message: Message) -> Message:
         with self._cache.catalog.write() as connection:
@@ -170,14 +170,14 @@ def _catch_up(connection: Connection, row: SourceRow, there: SourceRow) -> Sourc
 class _Others:
     """What all other nodes have of a source, to be compared with the shards of one."""
 
-    def __init__(self, open: Callable[[], Source], row: SourceRow, found: Sequence[tuple[int, Ranges]]) -> None:
+    def __init__(self, open: Callable[[], Source], row: SourceRow, placed_ranges: Sequence[tuple[int, Ranges]]) -> None:
         self._open, self._row = open, row
         self._ranges: dict[int, npt.NDArray[np.int64]] = {}
         self._ends: dict[int, npt.NDArray[np.int64]] = {}
         """How far each range of a pass, or one before it, reaches."""
-        for pass_number in {pass_number for pass_number, _ in found}:
-            mine = sorted(part for other, ranges in found if other == pass_number for part in ranges)
-            self._ranges[pass_number] = np.array(mine, dtype=np.int64).reshape(-1, 2)
+        for pass_number in {pass_number for pass_number, _ in placed_ranges}:
+            bounds = sorted(part for other, ranges in placed_ranges if other == pass_number for part in ranges)
+            self._ranges[pass_number] = np.array(bounds, dtype=np.int64).reshape(-1, 2)
             self._ends[pass_number] = np.maximum.accumulate(self._ranges[pass_number][:, 1])
         self._units: dict[int, npt.NDArray[np.int64]] = {}
         self._source: Source | None = None
@@ -193,15 +193,15 @@ class _Others:
         units = None
         for pass_number in self._ranges.keys() - {placed.pass_number}:  # one unit is a draw of every pass
             if units is None:
-                units = self._drawn(placed.pass_number, np.array(placed.draws, dtype=np.int64))
+                units = self._units_of(placed.pass_number, np.array(placed.draws, dtype=np.int64))
             if pass_number not in self._units:
-                self._units[pass_number] = np.sort(self._drawn(pass_number, self._ranges[pass_number]))
+                self._units[pass_number] = np.sort(self._units_of(pass_number, self._ranges[pass_number]))
             at = np.minimum(np.searchsorted(self._units[pass_number], units), len(self._units[pass_number]) - 1)
             if (self._units[pass_number][at] == units).any():
                 return True
         return False
 
-    def _drawn(self, pass_number: int, ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _units_of(self, pass_number: int, ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self._source is None:
             self._source = self._open()
         parts = tuple((start, stop) for start, stop in ranges.tolist())

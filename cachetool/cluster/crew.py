@@ -21,17 +21,17 @@ from cachetool.proc.folders import write_piece
 from cachetool.proc.task import Message, Task
 from cachetool.pull.reports import WorkerReports
 
-__all__ = ["Crew", "Member"]
+__all__ = ["Crew", "PullNode"]
 
 _SEEK = 2.0
 """Seconds between two looks for nodes that came."""
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class PullNode:
     """A node that takes part."""
 
-    node: Node
+    host: Node
     root: str
     """Of its cache."""
     looked: Message
@@ -51,6 +51,16 @@ class Member:
     fill: Message = field(default_factory=dict)
     """How full the cache is: used, cap, evicted."""
 
+    @property
+    def id(self) -> str:
+        """Of the node in its cluster."""
+        return self.host.id
+
+    @property
+    def name(self) -> str:
+        """Of the node, for people."""
+        return self.host.name
+
     def heard(self, message: Message) -> None:
         """Take in what the node says of itself."""
         if "ready" in message:
@@ -64,7 +74,7 @@ class Member:
     def row(self, state: str) -> dict[str, Any]:
         """What became of it, for a result."""
         return {
-            "node": self.node.name,
+            "node": self.name,
             "cache": self.root,
             "samples": self.tally.samples,
             "shards": self.tally.shards,
@@ -76,7 +86,7 @@ class Member:
 
 
 class Crew:
-    """All members; made of the nodes that live now, whose caches are looked at. ``about``: arguments of
+    """All nodes of a pull; made of the nodes that live now, whose caches are looked at. ``about``: arguments of
     :func:`cachetool.cluster.node.look`."""
 
     def __init__(
@@ -84,125 +94,127 @@ class Crew:
     ) -> None:
         self.engine, self.notify = engine, notify
         self._cache, self._about = cache, about
-        self._by_id: dict[str, Member] = {}
-        self.lost: list[Member] = []
+        self._by_id: dict[str, PullNode] = {}
+        self.lost: list[PullNode] = []
         self._asked: list[Run] = []
         """Nodes that came, and are looked at."""
-        self._known: set[str] = set()
+        self._seen: set[str] = set()
         """Those that came, by id; whoever could not take part is not asked again."""
         self._next = 0.0
         self._look(engine.nodes())
 
     @property
-    def members(self) -> list[Member]:
+    def nodes(self) -> list[PullNode]:
         """Those that are here, by name."""
-        return sorted(self._by_id.values(), key=lambda member: member.node.name)
+        return sorted(self._by_id.values(), key=lambda node: node.name)
 
     @property
-    def all(self) -> list[Member]:
+    def all(self) -> list[PullNode]:
         """Those that are here, and those that were lost."""
-        return [*self.members, *self.lost]
+        return [*self.nodes, *self.lost]
 
     @property
     def cap(self) -> int:
         """The least cap of a cache."""
-        return min(int(member.looked["cap"]) for member in self.members)
+        return min(int(node.looked["cap"]) for node in self.nodes)
 
     @property
     def format(self) -> str | None:
         """Of the newest shard of the first node that has one."""
-        return next((member.looked["format"] for member in self.members if member.looked["format"]), None)
+        return next((node.looked["format"] for node in self.nodes if node.looked["format"]), None)
 
-    def known(self) -> list[tuple[SourceRow, int]]:
+    def source_rows(self) -> list[tuple[SourceRow, int]]:
         """The source as the nodes know it that do, and how many draws of its pass are done there."""
-        rows = [(member.looked["source"], member.looked["drawn"]) for member in self.members]
-        return [(SourceRow.from_json(row), drawn) for row, drawn in rows if row is not None]
+        rows = [(node.looked["source"], node.looked["drawn"]) for node in self.nodes]
+        return [(SourceRow.from_json(row), done) for row, done in rows if row is not None]
 
-    def came(self) -> list[Member]:
+    def came(self) -> list[PullNode]:
         """Nodes that joined the cluster or came back since, every other second."""
         if time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + _SEEK
-        names = {member.node.name for member in self.members}  # one that came back may not be missed yet
-        ids = self._by_id.keys() | {member.node.id for member in self.lost} | self._known
-        new = [node for node in self.engine.nodes(strict=False) if node.id not in ids and node.name not in names]
-        self._known |= {node.id for node in new}
+        names = {node.name for node in self.nodes}  # one that came back may not be missed yet
+        ids = self._by_id.keys() | {node.id for node in self.lost} | self._seen
+        new = [host for host in self.engine.nodes(strict=False) if host.id not in ids and host.name not in names]
+        self._seen |= {host.id for host in new}
         self._asked += self._ask(new)
         return self._answered()
 
-    def fetch_listing(self, member: Member, source: str, folder: Path) -> None:
-        """Copy the listing of a source from the cache of a member into a folder here."""
+    def fetch_listing(self, node: PullNode, source: str, folder: Path) -> None:
+        """Copy the listing of a source from the cache of a node into a folder here."""
 
         def heard(message: Message) -> None:
             names = [Name(name) for name in message["name"].split("/")]
             write_piece(folder, names, message["at"], memoryview(base64.b64decode(message["piece"])))
 
-        task = Task("cachetool.cluster.node:listing", {"root": member.root, "source": source})
-        run = self.engine.start(member.node, task, heard)
+        task = Task("cachetool.cluster.node:listing", {"root": node.root, "source": source})
+        run = self.engine.start(node.host, task, heard)
         while not run.ended:
             self.engine.wait()
         if run.error is not None:
             raise of_node(run.node.name, run.error)
 
-    def leave_out(self, node: Node, error: CacheToolError) -> None:
+    def leave_out(self, host: Node, error: CacheToolError) -> None:
         """Go on without a node that came, and cannot take part."""
-        self.notify(f"{of_node(node.name, error)}; the pull goes on without node {node.name}")
-        self._by_id.pop(node.id, None)
+        self.notify(f"{of_node(host.name, error)}; the pull goes on without node {host.name}")
+        self._by_id.pop(host.id, None)
 
-    def lose(self, member: Member) -> None:
-        """Leave a member out from now on."""
-        del self._by_id[member.node.id]
-        self.lost.append(member)
+    def lose(self, node: PullNode) -> None:
+        """Leave a node out from now on."""
+        del self._by_id[node.id]
+        self.lost.append(node)
 
-    def _ask(self, nodes: Sequence[Node]) -> list[Run]:
+    def _ask(self, hosts: Sequence[Node]) -> list[Run]:
         target = "cachetool.cluster.node:look"
-        roots = [cache_of(self._cache, node) for node in nodes]
+        roots = [cache_of(self._cache, host) for host in hosts]
         tasks = [Task(target, {"root": root, **self._about}) for root in roots]
-        return [self.engine.start(node, task) for node, task in zip(nodes, tasks, strict=True)]
+        return [self.engine.start(host, task) for host, task in zip(hosts, tasks, strict=True)]
 
-    def _answered(self) -> list[Member]:
+    def _answered(self) -> list[PullNode]:
         """Those who came and were looked at since; nobody waits for them."""
         new = []
         for run in [run for run in self._asked if run.ended]:
             self._asked.remove(run)
             if run.result is not None:
-                new.append(Member(run.node, cache_of(self._cache, run.node), run.result, late=True))
+                new.append(PullNode(run.node, cache_of(self._cache, run.node), run.result, late=True))
             elif isinstance(run.error, NodeLost):
-                self._known.discard(run.node.id)
+                self._seen.discard(run.node.id)
             elif run.error is not None:
                 self.leave_out(run.node, run.error)
-        self._by_id |= {member.node.id: member for member in new}
+        self._by_id |= {node.id: node for node in new}
         return new
 
-    def _look(self, nodes: Sequence[Node]) -> None:
-        runs = self._ask(nodes)
+    def _look(self, hosts: Sequence[Node]) -> None:
+        runs = self._ask(hosts)
         while not all(run.ended for run in runs):
             self.engine.wait()
         errors = [of_node(run.node.name, run.error) for run in runs if run.error is not None]
         for error in errors:
             if not isinstance(error, NodeLost):
                 raise error
-        new = [Member(run.node, cache_of(self._cache, run.node), run.result) for run in runs if run.result is not None]
+        new = [
+            PullNode(run.node, cache_of(self._cache, run.node), run.result) for run in runs if run.result is not None
+        ]
         if errors and not new:
             raise errors[0]
-        self._by_id = {member.node.id: member for member in new}
+        self._by_id = {node.id: node for node in new}
         self._next = time.monotonic() + _SEEK
 
     def stop(self) -> None:
         """End what runs: samplers first, so that what they give back is heard."""
-        self.engine.stop([run for member in self.members for run in member.samplers])
-        self.engine.stop([member.attends for member in self.members if member.attends is not None])
+        self.engine.stop([run for node in self.nodes for run in node.samplers])
+        self.engine.stop([node.attends for node in self.nodes if node.attends is not None])
 
     def rows(self) -> tuple[dict[str, Any], ...]:
         """What became of each node, those that were lost among them."""
-        rows = [member.row("full" if member.full else "") for member in self.members]
-        rows += [member.row("lost") for member in self.lost]
+        rows = [node.row("full" if node.full else "") for node in self.nodes]
+        rows += [node.row("lost") for node in self.lost]
         return tuple(sorted(rows, key=lambda row: str(row["node"])))
 
     def progress(self, target: int | None) -> Progress:
-        """All members as one."""
-        tallies = [member.tally for member in self.members]
-        fills = [member.fill for member in self.members if member.fill]
+        """All nodes as one."""
+        tallies = [node.tally for node in self.nodes]
+        fills = [node.fill for node in self.nodes if node.fill]
         return Progress(
             "pull",
             sum(tally.arrived for tally in tallies),

@@ -110,18 +110,18 @@ class RayEngine:
         it only after half a minute; with ``strict`` False only where it has come back, since that asks every node."""
         import ray
 
-        with _told():
+        with _cluster_errors():
             rows = [row for row in ray.nodes() if row["Alive"] and (strict or _nameable(row))]
         twice = namesakes(map(node_of, rows))
         asked = [row for row in rows if strict or node_of(row).name in twice]
-        found = [node_of(row) for row in rows if row not in asked or listens(row)]
-        if strict and (twice := namesakes(found)):
+        live = [node_of(row) for row in rows if row not in asked or listens(row)]
+        if strict and (twice := namesakes(live)):
             name = min(twice)
             raise UsageError(
                 f"{twice[name]} nodes are called {name!r}, so that nobody can tell their caches apart;"
                 " start each with a name of its own: ray start --node-name"
             )
-        return sorted((node for node in found if node.name not in namesakes(found)), key=lambda node: node.name)
+        return sorted((node for node in live if node.name not in namesakes(live)), key=lambda node: node.name)
 
     # -- tasks -------------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,10 @@ class RayEngine:
         """The results of all tasks, in their order, as :meth:`cachetool.proc.LocalEngine.run` gives them: the first
         error stops the others and is raised, :class:`NodeLost` among them; Ctrl-C stops all."""
 
-        def told(number: int) -> Callable[[Message], None] | None:
+        def listener(number: int) -> Callable[[Message], None] | None:
             return None if on_message is None else lambda message: on_message(number, message)
 
-        runs = [self.start(node, task, told(number)) for number, (node, task) in enumerate(tasks)]
+        runs = [self.start(node, task, listener(number)) for number, (node, task) in enumerate(tasks)]
         try:
             while not all(run.ended for run in runs):
                 for run in self.wait():
@@ -167,8 +167,8 @@ class RayEngine:
             time.sleep(seconds)
             return []
         ended: list[Run] = []
-        ready, rest = ray.wait(list(awaited), timeout=seconds)
-        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if ready and rest else []
+        ready, pending = ray.wait(list(awaited), timeout=seconds)
+        ready += ray.wait(pending, num_returns=len(pending), timeout=0)[0] if ready and pending else []
         for ref in ready:
             line = awaited[ref]
             line.heard = None
@@ -204,9 +204,9 @@ class RayEngine:
         Its ``answer(node, message)`` gives a message, or raises an error; it may be asked the same twice. What is asked
         at once is answered one after another inside of one ``together()``; the answers are given when that has ended.
         """
-        made = self._actor(Server, self._here, restarts=_RETRIES).remote(target, arguments)
-        self._served.append(made)
-        return made
+        server = self._actor(Server, self._here, restarts=_RETRIES).remote(target, arguments)
+        self._served.append(server)
+        return server
 
     def send(self, nodes: Sequence[Node], folder: Path) -> dict[str, str]:
         """Copy the files of a folder to nodes; gives where they lie there, by the id of each node, until the engine
@@ -223,11 +223,11 @@ class RayEngine:
                 done = [line.agent.write.remote(name, at, piece) for line in lines]
                 for ref in done:  # one piece at a time in the object store
                     _written(ref)
-        found = {}
+        folders = {}
         for id, ref in places.items():
             with contextlib.suppress(ray.exceptions.RayError):
-                found[id] = str(Path(ray.get(ref), _SENT))
-        return found
+                folders[id] = str(Path(ray.get(ref), _SENT))
+        return folders
 
     def write(self, node: Node, name: str, at: int, piece: bytes) -> str:
         """Write over the bytes from ``at`` on of a file on a node, which is made when it is not there. Gives its path,
@@ -297,7 +297,7 @@ def _nameable(row: Message) -> bool:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _cluster_errors() -> Iterator[None]:
     """Errors of the cluster itself as ours."""
     import ray
 

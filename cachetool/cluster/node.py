@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
@@ -31,15 +31,67 @@ from cachetool.cache.usage import measure
 from cachetool.core.errors import CacheToolError, Interrupted, UsageError
 from cachetool.core.schema import Schema
 from cachetool.formats import get_format
+from cachetool.formats.base import Format
 from cachetool.proc.task import Asking, Channel, Message
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import drawn_of, format_of, refuse_small_cap
 from cachetool.sources import SourceOptions, open_source
 
-__all__ = ["attend", "extend", "listing", "look"]
+__all__ = ["NodePart", "attend", "extend", "listing", "look"]
 
 _LOOK = 1.0
 _PIECE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class NodePart:
+    """A pull, as a node that takes part in it must know it."""
+
+    job: str
+    url: str
+    source: SourceRow
+    options: PullOptions
+    schema: Schema
+    kind: Format
+    figures: Message
+    """What the size of a shard follows from: mean, per_unit, units, whole."""
+    listing: Path | None
+    """The folder on this node in which the listing of the source lies, where its cache needs that."""
+    replicate: bool
+    """Whether this node draws by itself; else as a coordinator says."""
+    upto: int | None
+    """Where it draws by itself: the position of the pass that it draws to."""
+
+    def to_json(self) -> Message:
+        """Plain values for the arguments of a task."""
+        return {
+            "job": self.job,
+            "url": self.url,
+            "source": self.source.to_json(),
+            "options": self.options.to_json(),
+            "schema": self.schema.to_json(),
+            "format": self.kind.name,
+            "figures": self.figures,
+            "listing": None if self.listing is None else str(self.listing),
+            "replicate": self.replicate,
+            "upto": self.upto,
+        }
+
+    @classmethod
+    def from_json(cls, value: Message) -> NodePart:
+        """What :meth:`to_json` gave."""
+        return cls(
+            job=value["job"],
+            url=value["url"],
+            source=SourceRow.from_json(value["source"]),
+            options=PullOptions.from_json(value["options"]),
+            schema=Schema.from_json(value["schema"]),
+            kind=get_format(value["format"]),
+            figures=value["figures"],
+            listing=None if value["listing"] is None else Path(value["listing"]),
+            replicate=value["replicate"],
+            upto=value["upto"],
+        )
 
 
 def look(
@@ -70,52 +122,45 @@ def attend(
     channel: Asking,
     *,
     root: str,
-    url: str,
     max_size: int | str | None,
     min_free: int | str | None,
-    options: Message,
-    source: Message,
-    listing: str | None,
-    schema: list[Message],
-    format: str,
-    found: Message,
-    job: str,
-    upto: int | None,
-    replicate: bool,
+    part: Message,
 ) -> Message:
-    """Take part in the pull ``job`` of ``source``, whose listing lies in the folder ``listing`` where this cache needs
-    it. With ``replicate`` this node draws by itself, up to that position of the pass; else as a coordinator says.
+    """Take part in a pull, as the :class:`NodePart` says whose JSON form ``part`` is.
 
     Gives ``evicted``, the shards that went for it, when it is stopped.
     """
-    pull, row, shape = PullOptions.from_json(options), SourceRow.from_json(source), Schema.from_json(schema)
+    pull = NodePart.from_json(part)
+    row, options = pull.source, pull.options
     with ExitStack() as stack:
         cache = stack.enter_context(
             open_cache(root, max_size=max_size, min_free=min_free, notify=lambda line: channel.send({"note": line}))
         )
         stack.enter_context(leaving_nothing(cache))
-        folder = None if listing is None else Path(listing)
-        refuse_small_cap(cache, pull, shape, get_format(format), found, listing=folder)
+        refuse_small_cap(cache, options, pull.schema, pull.kind, pull.figures, listing=pull.listing)
         holder = cache.holder  # first: another node that has the same folder must not take it away when it is refused
         with cache.catalog.write() as connection:
             holder.register(connection)
-            mine = share.identity(connection)
-        part = share.part_of(job)
-        channel.ask({"what": "enter", "cache": mine, "word": part})
-        known = cache.source(row.id)
-        if known is None:
-            stack.callback(withdraw_unused, cache, pull.dataset, row.id)
+            identity = share.identity(connection)
+        word = share.part_of(pull.job)
+        channel.ask({"what": "enter", "cache": identity, "word": word})
+        existing = cache.source(row.id)
+        if existing is None:
+            stack.callback(withdraw_unused, cache, options.dataset, row.id)
         stack.callback(_unbind, cache, row.id)
-        cache.declare(pull.dataset, shape)
-        if folder is not None:
-            _check_grown(cache, url, known, folder)
-            cache.add_source(replace(row, frontier=0, skipped=0), folder, new=known is None)
+        cache.declare(options.dataset, pull.schema)
+        if pull.listing is not None:
+            _check_grown(cache, pull.url, existing, pull.listing)
+            cache.add_source(replace(row, frontier=0, skipped=0), pull.listing, new=existing is None)
         with cache.catalog.write() as connection:
-            bind(connection, row.id, row.url, replicate=replicate)
-        ready = _begin(cache, row, job, pull.room, upto) if replicate else _join(channel, cache, row, part, pull.room)
+            bind(connection, row.id, row.url, replicate=pull.replicate)
+        if pull.replicate:
+            ready = _begin(cache, row, pull.job, options.room, pull.upto)
+        else:
+            ready = _join(channel, cache, row, word, options.room)
         try:
             channel.send({"ready": ready})
-            return _watch(channel, cache, row.id, ready["job"], told=not replicate)
+            return _watch(channel, cache, row.id, ready["job"], report_evicted=not pull.replicate)
         finally:
             with contextlib.suppress(UsageError):  # it has ended: this node takes part anew
                 edged(cache.catalog, cache.layout, lambda connection: close_job(connection, ready["job"]))
@@ -150,19 +195,19 @@ def _unbind(cache: CacheDir, source: str) -> None:
         unbind(connection, source)
 
 
-def _check_grown(cache: CacheDir, url: str, known: SourceRow | None, listing: Path) -> None:
+def _check_grown(cache: CacheDir, url: str, existing: SourceRow | None, listing: Path) -> None:
     """Raise :class:`UsageError` when a listing that is to replace that of a source has other units where it had some:
     the numbers of what was drawn would mean something else."""
-    if known is None:
+    if existing is None:
         return
     with contextlib.suppress(CacheToolError):
-        before = open_source(url, listing, SourceOptions.from_json(known.options), units=known.units)
+        before = open_source(url, listing, SourceOptions.from_json(existing.options), units=existing.units)
         before.close()
-        if before.identity == known.identity:
+        if before.identity == existing.identity:
             return
     raise UsageError(
-        f"the cache {cache.root} has another listing of {known.url} than the others; give it an empty folder, or draw"
-        " into another --dataset"
+        f"the cache {cache.root} has another listing of {existing.url} than the others; give it an empty folder, or"
+        " draw into another --dataset"
     )
 
 
@@ -176,7 +221,7 @@ def _join(channel: Asking, cache: CacheDir, row: SourceRow, part: str, room: Roo
         there = draws.source_row(connection, row.id)
     assert there is not None
     answer = channel.ask(
-        {"what": "tell", "shards": [asdict(each) for each in shards], "source": there.to_json()}
+        {"what": "tell", "shards": [asdict(shard) for shard in shards], "source": there.to_json()}
     )  # fmt: skip
     _evict(cache, answer["gone"])
     with cache.catalog.write() as connection:
@@ -193,11 +238,11 @@ def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | No
         now = draws.source_row(connection, row.id)
         assert now is not None
         wanted = None if upto is None else max(0, upto - draws.drawn(connection, now))
-        mine, _ = draws.open_job(
+        own_job, _ = draws.open_job(
             connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
         )  # fmt: skip
     left = now.units - drawn_of(cache, now) if wanted is None else wanted
-    return {"job": mine, "left": left, "samples": 0, "shards": 0, "bytes": 0}
+    return {"job": own_job, "left": left, "samples": 0, "shards": 0, "bytes": 0}
 
 
 def _evict(cache: CacheDir, ids: Sequence[str]) -> None:
@@ -211,7 +256,7 @@ def _evict(cache: CacheDir, ids: Sequence[str]) -> None:
     delete_trash(cache.catalog, cache.layout, trash, edge=True)
 
 
-def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, told: bool) -> Message:
+def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, report_evicted: bool) -> Message:
     """Tell what goes and how full it is, whenever that has changed, until this task is stopped."""
     ready: set[str] = set()
     version, took = 0, 0.0
@@ -225,7 +270,7 @@ def _watch(channel: Asking, cache: CacheDir, source: str, job: str, *, told: boo
             query = "SELECT id FROM shards WHERE source = ? AND state = 'ready'"
             now = {row["id"] for row in connection.execute(query, (source,))}
         took = time.monotonic() - began  # not how long an answer takes, as while the coordinator is made again
-        if told and ready - now:
+        if report_evicted and ready - now:
             channel.ask({"what": "gone", "shards": sorted(ready - now)})
         ready = now
         channel.send({"fill": {"used": used, "cap": cache.max_size, "evicted": evicted}})

@@ -60,12 +60,12 @@ def pull_over(
     if "://" not in url:
         url = str(Path(url).absolute())  # nodes are elsewhere
     template = str(root_of(cache).absolute())
-    with connect(address, notify) as engine, open_cache(driver_cache(template)) as whole:
+    with connect(address, notify) as engine, open_cache(driver_cache(template)) as driver:
         size = {"max_size": max_size, "min_free": min_free}
         about = {**size, "source": source_id(url, options), "dataset": options.dataset}
         crew = Crew(engine, template, about, notify=notify)
-        elsewhere = _Placement(crew, size, replicate=placement == "replicate")
-        return pull(whole, url, options, report=report, elsewhere=elsewhere)
+        other_caches = _Placement(crew, size, replicate=placement == "replicate")
+        return pull(driver, url, options, report=report, elsewhere=other_caches)
 
 
 class _Placement:
@@ -78,14 +78,14 @@ class _Placement:
     def known(self) -> SourceRow | None:
         """The source as the node knows it that is farthest with it."""
         return max(
-            (row for row, _ in self._crew.known()), key=lambda row: (row.pass_number, row.frontier), default=None
+            (row for row, _ in self._crew.source_rows()), key=lambda row: (row.pass_number, row.frontier), default=None
         )
 
     def refuse(self, cache: CacheDir, id: str, url: str) -> None:
         """Raise :class:`UsageError` while another command draws from the same source into the same caches, or when they
         were filled with the other placement."""
-        for member in self._crew.members:  # they know it, whatever became of the catalog of the whole
-            refuse_other(redact(url), member.looked["replicate"], self._replicate)
+        for node in self._crew.nodes:  # they know it, whatever became of the catalog of the whole
+            refuse_other(redact(url), node.looked["replicate"], self._replicate)
         if cache.exists:
             with cache.catalog.read() as connection:
                 _refuse_another(connection, id, redact(url))
@@ -93,34 +93,34 @@ class _Placement:
     def restore(self, cache: CacheDir, id: str, scratch: Path) -> None:
         """Take the source from the node that is farthest with it, where it has grown: listed again it would have other
         numbers."""
-        has = [member for member in self._crew.members if member.looked["segments"]]
+        has = [node for node in self._crew.nodes if node.looked["segments"]]
         if not has:
             return
-        first = max(has, key=lambda member: (member.looked["source"]["units"], member.looked["source"]["pass_number"]))
+        first = max(has, key=lambda node: (node.looked["source"]["units"], node.looked["source"]["pass_number"]))
         row = SourceRow.from_json(first.looked["source"])
         make_folder(listing := scratch / "listing")
         self._crew.fetch_listing(first, id, listing)
         cache.declare(row.dataset, Schema.from_json(first.looked["schema"]))
         cache.add_source(replace(row, frontier=0, skipped=0), listing, new=True)
 
-    def draw(self, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
+    def draw(self, cache: CacheDir, pull_job: PullJob, report: Report) -> PullResult:
         """Open the job in the catalog of the whole, run it on all nodes, close it."""
-        holder, options = cache.holder, settled.options
+        holder, options = cache.holder, pull_job.options
 
         def begin(connection: Connection) -> tuple[str, SourceRow]:
             holder.register(connection)
-            _refuse_another(connection, settled.id, settled.found["url"])  # that began meanwhile
-            bind(connection, settled.id, settled.found["url"], replicate=self._replicate)
+            _refuse_another(connection, pull_job.id, pull_job.found["url"])  # that began meanwhile
+            bind(connection, pull_job.id, pull_job.found["url"], replicate=self._replicate)
             # Those that are not here are lost.
-            placing.lose_others(connection, settled.id, [member.node.name for member in self._crew.members])
-            wanted, room = settled.wanted, options.room
+            placing.lose_others(connection, pull_job.id, [node.name for node in self._crew.nodes])
+            wanted, room = pull_job.wanted, options.room
             return draws.open_job(
-                connection, settled.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
+                connection, pull_job.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
             )  # fmt: skip
 
         job, source = edged(cache.catalog, cache.layout, begin)
         kind = Replicate if self._replicate else Split
-        work = kind(self._crew, cache, settled, job, source, self._size, report)
+        work = kind(self._crew, cache, pull_job, job, source, self._size, report)
         try:
             return work.run()
         except Interrupted:
@@ -132,8 +132,8 @@ class _Placement:
             self._crew.stop()
             with cache.catalog.write() as connection:
                 placing.release(connection, job)
-                if not any(member.tally.samples or member.looked["drawn"] for member in self._crew.all):
-                    unbind(connection, settled.id)
+                if not any(node.tally.samples or node.looked["drawn"] for node in self._crew.all):
+                    unbind(connection, pull_job.id)
             edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
 
 

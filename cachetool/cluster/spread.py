@@ -25,14 +25,14 @@ PIECES = 4
 
 
 class Spread:
-    """An :class:`~cachetool.proc.task.Engine` over several nodes, ``each`` processes on a node at a time."""
+    """An :class:`~cachetool.proc.task.Engine` over several nodes, ``per_node`` processes on a node at a time."""
 
-    def __init__(self, engine: RayEngine, nodes: Sequence[Node], *, each: int) -> None:
-        self._engine, self._nodes, self._each = engine, list(nodes), each
+    def __init__(self, engine: RayEngine, nodes: Sequence[Node], *, per_node: int) -> None:
+        self._engine, self._nodes, self._per_node = engine, list(nodes), per_node
 
     def pieces(self, workers: int) -> int:
         """Into how many tasks work is best cut."""
-        return PIECES * self._each * len(self._nodes)
+        return PIECES * self._per_node * len(self._nodes)
 
     def run(
         self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None
@@ -40,7 +40,7 @@ class Spread:
         """The results of all tasks, in their order. The first error of a task stops the others and is raised with the
         name of its node; :class:`NodeLost` only when no node is left."""
         waiting = deque(range(len(tasks)))
-        free = deque(node for _ in range(self._each) for node in self._nodes)
+        free = deque(node for _ in range(self._per_node) for node in self._nodes)
         running: dict[Run, int] = {}
         results: dict[int, Message] = {}
         try:
@@ -53,7 +53,7 @@ class Spread:
                         continue
                     if isinstance(run.error, NodeLost):
                         waiting.appendleft(ended)
-                        free = deque(each for each in free if each.id != run.node.id)
+                        free = deque(node for node in free if node.id != run.node.id)
                         if not free and not running:
                             raise run.error
                     elif run.error is not None:
@@ -70,8 +70,8 @@ def of_node(name: str, error: CacheToolError) -> CacheToolError:
     """The same error, saying on which node it happened."""
     if isinstance(error, NodeLost | Interrupted) or str(error).startswith(("node ", "nodes ")):
         return error  # it says so, or is of no node
-    told = to_json(error)
-    return from_json(told | {"message": f"node {name}: {told['message']}"})
+    error_json = to_json(error)
+    return from_json(error_json | {"message": f"node {name}: {error_json['message']}"})
 
 
 def _heard(on_message: Callable[[int, Message], None] | None, number: int) -> Callable[[Message], None] | None:

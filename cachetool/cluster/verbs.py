@@ -26,9 +26,9 @@ from cachetool.core.nodes import cache_of, driver_cache
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.proc.task import Channel, Message, Task
 
-__all__ = ["Fleet", "Outcome", "on_nodes", "run_here", "sources"]
+__all__ = ["NodeResults", "Outcome", "on_nodes", "run_here", "sources"]
 
-TOLD = 0.2
+_REPORT_SECONDS = 0.2
 """Seconds between two messages of progress of a node."""
 _SUMMED = {
     "stats": (
@@ -57,12 +57,12 @@ class Outcome:
         """Plain values for JSON."""
         if self.error is None:
             return dict(self.result or {})
-        told = to_json(self.error)
-        return told | {"exit_code": self.error.exit_code} | ({"done": self.done} if self.done else {})
+        error_json = to_json(self.error)
+        return error_json | {"exit_code": self.error.exit_code} | ({"done": self.done} if self.done else {})
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class NodeResults:
     """What a verb came to on all nodes that have a cache."""
 
     verb: str
@@ -72,28 +72,30 @@ class Fleet:
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
         """Those of the nodes where it succeeded."""
-        return {each.node: each.result for each in self.outcomes if each.result is not None}
+        return {outcome.node: outcome.result for outcome in self.outcomes if outcome.result is not None}
 
     @property
     def error(self) -> CacheToolError | None:
         """The error of the first node that failed, with its name; None when all is well."""
-        return next((of_node(each.node, each.error) for each in self.outcomes if each.error is not None), None)
+        return next(
+            (of_node(outcome.node, outcome.error) for outcome in self.outcomes if outcome.error is not None), None
+        )
 
     def total(self) -> dict[str, Any]:
         """The sums over the nodes."""
         results = self.results.values()
-        total = {"nodes": len(results)} | {name: sum(each[name] for each in results) for name in _SUMMED[self.verb]}
+        total = {"nodes": len(results)} | {name: sum(result[name] for result in results) for name in _SUMMED[self.verb]}
         if self.verb == "stats":
             total["reuse"] = total["served"] / total["fetched"] if total["fetched"] else None
         if self.verb == "verify":
-            total["sound"] = all(each["sound"] for each in results) and self.error is None
-            total["problems"] = sum(len(each["problems"]) for each in results)
-            total["missing"] = sum(loss["samples"] for each in results for loss in each["missing"])
+            total["sound"] = all(result["sound"] for result in results) and self.error is None
+            total["problems"] = sum(len(result["problems"]) for result in results)
+            total["missing"] = sum(loss["samples"] for result in results for loss in result["missing"])
         return total
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: ``nodes`` by their names, and ``sum``."""
-        return {"nodes": {each.node: each.as_dict() for each in self.outcomes}, "sum": self.total()}
+        return {"nodes": {outcome.node: outcome.as_dict() for outcome in self.outcomes}, "sum": self.total()}
 
 
 def on_nodes(
@@ -104,7 +106,7 @@ def on_nodes(
     address: str | None = None,
     report: Report = silent,
     notify: Callable[[str], None] = lambda line: None,
-) -> Fleet:
+) -> NodeResults:
     """Do ``stats``, ``evict``, ``verify`` or ``convert`` with the cache of every living node.
 
     ``cache`` is its folder, in which ``{node}`` stands for the name of the node; None: the one that is the default
@@ -130,8 +132,8 @@ def on_nodes(
             engine.stop(runs)
     _refuse_shared(place, {run.node.name: run.result["place"] for run in runs if run.result})
     for run in runs:
-        name, told = run.node.name, run.result or {}
-        outcomes[name] = Outcome(name, error=run.error) if run.error is not None else _outcome(name, told)
+        name, answer = run.node.name, run.result or {}
+        outcomes[name] = Outcome(name, error=run.error) if run.error is not None else _outcome(name, answer)
     there = tuple(outcomes[node.name] for node in nodes if outcomes[node.name] != Outcome(node.name))
     if not there:
         names = ", ".join(node.name for node in nodes)
@@ -139,7 +141,7 @@ def on_nodes(
             f"no node has a cache at {place} (nodes: {names});"
             f" fill them with: cachetool pull SOURCE --on ray{cache_option(Path(place))}"
         )
-    return Fleet(verb, there)
+    return NodeResults(verb, there)
 
 
 def _refuse_shared(cache: str, places: Mapping[str, Sequence[object]]) -> None:
@@ -160,13 +162,15 @@ def sources(cache: str | None, dataset: str | None = None) -> list[dict[str, Any
     if not Layout(root).marker.is_file():
         return []
     with open_cache(root, create=False) as opened:
-        return [each for each in opened.stats().sources if dataset in (None, each["dataset"])]
+        return [source for source in opened.stats().sources if dataset in (None, source["dataset"])]
 
 
-def _outcome(node: str, told: Message) -> Outcome:
-    if "result" in told:
-        return Outcome(node, told["result"])
-    return Outcome(node, error=from_json(told["failed"]), done=told["done"]) if "failed" in told else Outcome(node)
+def _outcome(node: str, answer: Message) -> Outcome:
+    if "result" in answer:
+        return Outcome(node, answer["result"])
+    return (
+        Outcome(node, error=from_json(answer["failed"]), done=answer["done"]) if "failed" in answer else Outcome(node)
+    )
 
 
 class _Heard:
@@ -181,12 +185,12 @@ class _Heard:
 
         def hear(message: Message) -> None:
             self._last[node] = message
-            told = list(self._last.values())
-            totals = [each["total"] for each in told]
-            known = [total for total in totals if total is not None]
-            whole = sum(known) if len(known) == len(totals) else None
-            done, moved = (sum(each[name] for each in told) for name in ("done", "bytes"))
-            self._report(Progress(message["phase"], done, whole, moved))
+            latest = list(self._last.values())
+            totals = [progress["total"] for progress in latest]
+            stated = [count for count in totals if count is not None]
+            total = sum(stated) if len(stated) == len(totals) else None
+            done, moved = (sum(progress[name] for progress in latest) for name in ("done", "bytes"))
+            self._report(Progress(message["phase"], done, total, moved))
 
         return hear
 
@@ -216,7 +220,7 @@ def _telling(channel: Channel) -> Report:
     def tell(progress: Progress) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= TOLD or progress.done == progress.total:
+        if now - last >= _REPORT_SECONDS or progress.done == progress.total:
             last = now
             channel.send(asdict(progress))
 

@@ -1,8 +1,7 @@
-"""Which shards of a dataset give way to which, and whose samples are whose: the plan of ``convert`` in place.
+"""The plan of ``convert`` in place: which shards give way to which, whose samples are whose, and the room for that.
 
-Pure: rows in, plans out; :mod:`cachetool.conversion.in_place` carries them out.
-
-How much room a conversion in place still needs to its end, and the commands that make it.
+Plans are pure, rows in, plans out; :mod:`cachetool.conversion.in_place` carries them out. :func:`way_out` alone looks
+into the catalog, for the commands that make room.
 
 ::
 
@@ -54,21 +53,21 @@ def groups(pieces: Sequence[Piece], most: int | None) -> list[list[str]]:
 
     Only shards below half of that are merged: those that come of it, and those of a cut, are larger or alone.
     """
-    found: list[list[Piece]] = []
+    merged: list[list[Piece]] = []
     for piece in pieces:
-        last = found[-1] if found else []
+        last = merged[-1] if merged else []
         if (
             most is not None
             and last
-            and all(2 * each.payload < most and each.origin == piece.origin for each in (*last, piece))
-            and sum(each.payload for each in last) + piece.payload <= most
+            and all(2 * other.payload < most and other.origin == piece.origin for other in (*last, piece))
+            and sum(other.payload for other in last) + piece.payload <= most
         ):
             last.append(piece)
         else:
-            found.append([piece])
+            merged.append([piece])
     return [
         [piece.id for piece in group]
-        for group in found
+        for group in merged
         if len(group) > 1 or not group[0].done or (most is not None and _can_be_cut(group[0], most))
     ]
 

@@ -83,7 +83,7 @@ def replace_shards(
             {
                 "root": str(cache.root.resolve()),
                 "dataset": dataset,
-                "groups": todo[each::count],
+                "groups": todo[first::count],
                 "to": kind.name,
                 "most": most,
                 "compression": compression,
@@ -91,22 +91,22 @@ def replace_shards(
                 "wait": wait,
             },
         )
-        for each in range(count)
+        for first in range(count)
     ]
-    known: dict[tuple[str, ...], Swap] = {}
+    swaps: dict[tuple[str, ...], Swap] = {}
 
     def foreseen(without: Collection[str]) -> list[Swap]:
         """The swaps that are still to be made when some shards are gone."""
         shards, origins = _shards(cache, dataset), _origins(cache)
         left = {id: shard for id, shard in shards.items() if id not in without}
         for ids in (todo := [tuple(ids) for ids in _groups(left, origins, kind, most, compression)]):
-            if ids not in known:
+            if ids not in swaps:
                 swap = _Swap(cache, [left[id] for id in ids], kind, most)
                 bounds = swap.bounds(origins, swap.ranges(origins))
                 block, schema = cache.layout.disk_block, swap.olds[0].schema
                 new = sum(bound + folder_bound(schema, bound, block) for bound in bounds)
-                known[ids] = Swap(sum(old.bytes for old in swap.olds), new)
-        return [known[ids] for ids in todo]
+                swaps[ids] = Swap(sum(old.bytes for old in swap.olds), new)
+        return [swaps[ids] for ids in todo]
 
     try:
         outcomes = LocalEngine().run(tasks, on_message)
@@ -129,7 +129,7 @@ def replace_groups(
     wait: float,
 ) -> Message:
     """The task of one worker: replace these groups one after another. Gives ``{"shards": ids of the new ones}``."""
-    made: list[str] = []
+    new_ids: list[str] = []
     with CacheDir(Path(root)) as cache:
         for ids in groups:
             here = _shards(cache, dataset)
@@ -138,9 +138,9 @@ def replace_groups(
             swap = _Swap(cache, [here[id] for id in ids], get_format(to), most)
             new = swap.run(compression=compression, verify=verify, wait=wait)
             if new:
-                made += new
+                new_ids += new
                 channel.send({"samples": swap.samples, "bytes": sum(old.payload for old in swap.olds)})
-    return {"shards": made}
+    return {"shards": new_ids}
 
 
 class _Swap:
@@ -266,11 +266,11 @@ class _Run:
         """Some of them."""
         return _Run(self.block.slice(start, stop), self.checksums[:, start:stop], self.shard, self.first + start)
 
-    def check(self, found: npt.NDArray[np.uint64]) -> None:
+    def check(self, written: npt.NDArray[np.uint64]) -> None:
         """Raise :class:`CorruptError` when other bytes were written than there should be."""
         try:
             check_samples(
-                found, self.checksums, self.shard.schema, name=str(self.shard.data), first=self.first
+                written, self.checksums, self.shard.schema, name=str(self.shard.data), first=self.first
             )  # fmt: skip
         except CorruptError as error:
             raise _left(self.shard, error) from error
@@ -286,15 +286,15 @@ class _Blocks:
 
     def __init__(self, runs: Iterator[_Run]) -> None:
         self._runs = runs
-        self._rest: _Run | None = None
+        self._remaining: _Run | None = None
 
     def take(self, count: int) -> Iterator[_Run]:
         """The next ``count`` samples."""
         while count:
-            run = self._rest or next(self._runs)
+            run = self._remaining or next(self._runs)
             size = len(run.block)
             fit = min(count, size)
-            self._rest = run.part(fit, size) if fit < size else None
+            self._remaining = run.part(fit, size) if fit < size else None
             count -= fit
             yield run.part(0, fit)
 

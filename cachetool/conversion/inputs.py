@@ -118,10 +118,10 @@ class Survey:
 def survey(description: Message, part_bytes: int) -> Survey:
     """Look at the input that ``description`` opens. Errors are those of :func:`open_input`, and :class:`NotFound` when
     it holds no samples at all."""
-    found = _survey(description, part_bytes)
-    if not found.samples:
+    contents = _survey(description, part_bytes)
+    if not contents.samples:
         raise NotFound(f"{_place(description)}: no samples in it")
-    return found
+    return contents
 
 
 def _place(description: Message) -> str:
@@ -209,8 +209,8 @@ class _Stored:
         """One file of ours, wherever it came from."""
         with open_alone(path) as reader:
             schema, samples = reader.schema, reader.samples
-        known = side_folder(path).is_dir()  # it still lies where it was written
-        checksums = (lambda: stored_checksums(side_folder(path), schema)) if known else None
+        has_checksums = side_folder(path).is_dir()  # it still lies where it was written
+        checksums = (lambda: stored_checksums(side_folder(path), schema)) if has_checksums else None
         return cls(schema, [_Part(samples, str(path), lambda: open_alone(path), checksums)])
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
@@ -221,10 +221,10 @@ class _Stored:
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         done = 0
         for part, low, high in self._inside(start, start + checksums.shape[1]):
-            found, done = checksums[:, done : done + high - low], done + high - low
+            computed, done = checksums[:, done : done + high - low], done + high - low
             if part.checksums is not None:
                 expected = part.checksums()[:, low:high]
-                check_samples(found, expected, self.schema, name=part.name, first=low)
+                check_samples(computed, expected, self.schema, name=part.name, first=low)
 
     def _inside(self, start: int, stop: int) -> Iterator[tuple[_Part, int, int]]:
         """The parts that hold samples ``start`` to ``stop``, and which of each part these are."""
@@ -259,24 +259,24 @@ class _Files:
         self.random = self._read is not None
         self._running: Iterator[Block] | None = None
         self._at = 0
-        self._rest: Block | None = None
+        self._remaining: Block | None = None
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         if self._read is not None:
-            for each in run_of_blocks(self._source, start, stop):  # type: ignore[arg-type]  # it has all that is used
-                yield each.with_plain_bools()
+            for block in run_of_blocks(self._source, start, stop):  # type: ignore[arg-type]  # it has all that is used
+                yield block.with_plain_bools()
             return
         if self._running is None or start < self._at:
-            self._running, self._at, self._rest = self._source.blocks(), 0, None
+            self._running, self._at, self._remaining = self._source.blocks(), 0, None
         while self._at < stop:
-            block = self._rest if self._rest is not None else next(self._running, None)
-            if block is None:
+            current = self._remaining if self._remaining is not None else next(self._running, None)
+            if current is None:
                 raise CorruptError(f"{self._source.path} has {self._at} samples, {self.samples} were counted")
-            low, high = max(start - self._at, 0), min(stop - self._at, len(block))
-            self._rest = block.slice(high, len(block)) if high < len(block) else None
+            low, high = max(start - self._at, 0), min(stop - self._at, len(current))
+            self._remaining = current.slice(high, len(current)) if high < len(current) else None
             self._at += high
             if low < high:
-                yield block.slice(low, high).with_plain_bools()
+                yield current.slice(low, high).with_plain_bools()
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
         pass
@@ -302,9 +302,9 @@ class _Objects:
             where = stack.enter_context(listing_scratch()) / "listing"
             list_source(str(folder), where, replace(options, read_as="objects"))
             source = open_source(str(folder), where, options)
-            found = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
-            found._kept = stack.pop_all()
-        return found
+            opened = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
+            opened._kept = stack.pop_all()
+        return opened
 
     @classmethod
     def of_listing(cls, description: Message) -> _Objects:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, SourceRow, draws
@@ -30,21 +31,44 @@ from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message, Task
 from cachetool.pull.prepare import refuse_cap
 
-__all__ = ["take_in", "write_shards"]
+__all__ = ["ShardOptions", "take_in", "write_shards"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOptions:
+    """How the samples of an input are written into a cache."""
+
+    dataset: str
+    kind: Format
+    compression: str | None
+    verify: bool
+    wait: float
+    """Seconds to wait for room that readers hold."""
+
+    def to_json(self) -> Message:
+        """Plain values for the arguments of a task."""
+        return {
+            "dataset": self.dataset,
+            "to": self.kind.name,
+            "compression": self.compression,
+            "verify": self.verify,
+            "wait": self.wait,
+        }
+
+    @classmethod
+    def from_json(cls, value: Message) -> ShardOptions:
+        """What :meth:`to_json` gave."""
+        return cls(value["dataset"], get_format(value["to"]), value["compression"], value["verify"], value["wait"])
 
 
 def take_in(
     cache: CacheDir,
     description: Message,
+    options: ShardOptions,
     *,
-    dataset: str,
-    kind: Format,
     part_bytes: Callable[[int], int],
     step: Callable[[Survey, int], int],
-    compression: str | None,
     workers: int,
-    verify: bool,
-    wait: float,
     report: Report,
 ) -> tuple[Survey, list[tuple[int, int]]]:
     """Commit all samples of the input that ``description`` opens, less those that are there; gives what it holds, and
@@ -56,33 +80,46 @@ def take_in(
     """
     with ExitStack() as stack:
         stack.enter_context(leaving_nothing(cache))
-        found = survey(description, part_bytes(cache.max_size))
+        contents = survey(description, part_bytes(cache.max_size))
         id, place = identity(description)[:16], description.get("shown") or f"file://{description['path']}"
         make_folder(listing := stack.enter_context(listing_scratch()) / "listing")
         new = listing if cache.source(id) is None else None
-        _refuse_small_cap(cache, found, kind, part_bytes, step, new)
-        cache.check_schema(dataset, found.schema)
+        _refuse_small_cap(cache, contents, options.kind, part_bytes, step, new)
+        cache.check_schema(options.dataset, contents.schema)
         if new is not None:
-            stack.callback(withdraw_unused, cache, dataset, id)
-        cache.declare(dataset, found.schema)
+            stack.callback(withdraw_unused, cache, options.dataset, id)
+        cache.declare(options.dataset, contents.schema)
         if new is not None:
-            cache.add_source(SourceRow(Id(id), place, {}, id, dataset, found.samples, found.samples, 0, 0, 0, 0), new)
-        made = _take_in(
-            cache, description, found, id, dataset=dataset, kind=kind, step=step(found, cache.max_size),
-            compression=compression, workers=workers, verify=verify, wait=wait, report=report,
-        )  # fmt: skip
-    return found, made
+            row = SourceRow(
+                id=Id(id),
+                url=place,
+                options={},
+                identity=id,
+                dataset=options.dataset,
+                units=contents.samples,
+                samples=contents.samples,
+                seed=0,
+                pass_number=0,
+                frontier=0,
+                skipped=0,
+            )
+            cache.add_source(row, new)
+        samples_per_shard = step(contents, cache.max_size)
+        shard_sizes = _take_in(
+            cache, description, contents, id, options, step=samples_per_shard, workers=workers, report=report
+        )
+    return contents, shard_sizes
 
 
 def _refuse_small_cap(
-    cache: CacheDir, found: Survey, kind: Format, part_bytes: Callable[[int], int],
+    cache: CacheDir, contents: Survey, kind: Format, part_bytes: Callable[[int], int],
     step: Callable[[Survey, int], int], listing: Path | None,
 ) -> None:  # fmt: skip
-    schema = found.schema
+    schema = contents.schema
 
     def one(cap: int) -> tuple[int, int]:
         most = part_bytes(cap)
-        samples = step(found, cap)
+        samples = step(contents, cap)
         nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
         return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block)
 
@@ -90,11 +127,18 @@ def _refuse_small_cap(
 
 
 def _take_in(
-    cache: CacheDir, description: Message, found: Survey, id: str, *, dataset: str, kind: Format, step: int,
-    compression: str | None, workers: int, verify: bool, wait: float, report: Report,
-) -> list[tuple[int, int]]:  # fmt: skip
+    cache: CacheDir,
+    description: Message,
+    contents: Survey,
+    id: str,
+    options: ShardOptions,
+    *,
+    step: int,
+    workers: int,
+    report: Report,
+) -> list[tuple[int, int]]:
     """Open the job, run the workers, close it; gives samples and bytes on disk of each shard."""
-    room = Room(wait=wait)
+    room = Room(wait=options.wait)
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
 
     def begin(connection: Connection) -> str:
@@ -109,31 +153,27 @@ def _take_in(
             "description": description,
             "job": job,
             "source": id,
-            "dataset": dataset,
-            "to": kind.name,
             "step": step,
-            "compression": compression,
-            "verify": verify,
-            "wait": wait,
+            "options": options.to_json(),
         },
     )
-    made: list[tuple[int, int]] = []
+    shard_sizes: list[tuple[int, int]] = []
     committed = moved = 0
 
     def on_message(_: int, message: Message) -> None:
         nonlocal committed, moved
-        made.append((message["samples"], message["on_disk"]))
+        shard_sizes.append((message["samples"], message["on_disk"]))
         committed += message["samples"]
         moved += message["bytes"]
-        report(Progress("convert", committed, found.samples, moved))
+        report(Progress("convert", committed, contents.samples, moved))
 
     try:
-        LocalEngine().run([task] * (min(workers, -(-found.samples // step)) if found.random else 1), on_message)
+        LocalEngine().run([task] * (min(workers, -(-contents.samples // step)) if contents.random else 1), on_message)
     except CapBlocked as error:
-        raise CapBlocked(f"stopped at the cap with {committed} of {found.samples} samples: {error}") from error
+        raise CapBlocked(f"stopped at the cap with {committed} of {contents.samples} samples: {error}") from error
     finally:
         edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
-    return made
+    return shard_sizes
 
 
 def write_shards(
@@ -143,25 +183,21 @@ def write_shards(
     description: Message,
     job: str,
     source: str,
-    dataset: str,
-    to: str,
     step: int,
-    compression: str | None,
-    verify: bool,
-    wait: float,
+    options: Message,
 ) -> Message:
     """The task of one worker: claim runs of samples and commit a shard for each, until none is left."""
-    kind, samples = get_format(to), open_input(description)
+    shard_options, samples = ShardOptions.from_json(options), open_input(description)
     with CacheDir(Path(root)) as cache:
         try:
             while True:
                 with cache.catalog.write() as connection:
                     cache.holder.register(connection)
-                    held = draws.claim(connection, job, holder=cache.holder.id, most=step)
-                if held is None:
+                    claim = draws.claim(connection, job, holder=cache.holder.id, most=step)
+                if claim is None:
                     return {}
-                shard = _Shard(cache, samples, held, job=job, source=source, dataset=dataset, wait=wait)
-                channel.send(shard.write(kind, compression=compression, verify=verify))
+                shard = _Shard(cache, samples, claim, shard_options, job=job, source=source)
+                channel.send(shard.write())
         finally:
             samples.close()
             with cache.catalog.write() as connection:
@@ -172,42 +208,46 @@ class _Shard:
     """One claimed run on its way into one shard."""
 
     def __init__(
-        self, cache: CacheDir, samples: Input, held: Claim, *, job: str, source: str, dataset: str, wait: float
+        self, cache: CacheDir, samples: Input, claim: Claim, options: ShardOptions, *, job: str, source: str
     ) -> None:
-        self._cache, self._input, self._held = cache, samples, held
-        self._job, self._dataset, self._wait = job, dataset, wait
+        self._cache, self._input, self._claim, self._options, self._job = cache, samples, claim, options, job
         row = cache.source(source)
-        self._origin = Origin(source, row.url if row else None, held.pass_number, ((held.start, held.stop),), sole=True)
+        self._origin = Origin(
+            source, row.url if row else None, claim.pass_number, ((claim.start, claim.stop),), sole=True
+        )
 
-    def write(self, kind: Format, *, compression: str | None, verify: bool) -> Message:
+    def write(self) -> Message:
         """Reserve, write, commit; gives samples, bytes of values, and bytes on disk."""
-        schema, count = self._input.schema, self._held.stop - self._held.start
-        blocks, nbytes = sized(self._input, self._held.start, self._held.stop)
+        options, kind = self._options, self._options.kind
+        schema, count = self._input.schema, self._claim.stop - self._claim.start
+        blocks, nbytes = sized(self._input, self._claim.start, self._claim.stop)
         staging = self._cache.stage(
-            dataset=self._dataset,
+            dataset=options.dataset,
             schema=schema,
             format=kind.name,
             bound=shard_bound(kind, schema, count, nbytes, self._cache.layout.disk_block),
             job=self._job,
-            room=Room(wait=self._wait),
+            room=Room(wait=options.wait),
         )
         with staging:
-            files = ShardFiles(staging.path, kind, schema, samples=count, nbytes=nbytes, compression=compression)
+            files = ShardFiles(
+                staging.path, kind, schema, samples=count, nbytes=nbytes, compression=options.compression
+            )
             try:
                 for block in blocks:
                     files.write(block)
                 facts = files.facts()
-                self._input.check(self._held.start, facts.written.checksums)
+                self._input.check(self._claim.start, facts.written.checksums)
             except BaseException:
                 files.abort()
                 raise
-            if verify:
+            if options.verify:
                 verify_file(files.path, kind, schema, facts.written.checksums)
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
                 origin=self._origin,
                 close=lambda connection: draws.finish(
-                    connection, self._job, self._held, self._held.stop, samples=count, skipped=0
+                    connection, self._job, self._claim, self._claim.stop, samples=count, skipped=0
                 ),
             )
         return {"samples": count, "bytes": nbytes, "on_disk": staging.nbytes}

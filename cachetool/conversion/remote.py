@@ -76,13 +76,13 @@ def described(source: str | Path, options: FileOptions, *, beside: Path | None, 
 
         arguments = {"url": url, "folder": str(folder), "options": options.to_json()}
         try:
-            found = LocalEngine().run([Task("cachetool.conversion.remote:bring", arguments)], on_message)[0]
-            yield found
+            description = LocalEngine().run([Task("cachetool.conversion.remote:bring", arguments)], on_message)[0]
+            yield description
         except CacheToolError as error:
             # Nobody knows the folder that it was read in, and it is gone by now.
-            told = to_json(error)
-            shown = told["message"].replace(str(folder / _name(url)), redact(url).rstrip("/"))
-            raise (error if shown == told["message"] else from_json(told | {"message": shown})) from error
+            error_json = to_json(error)
+            shown = error_json["message"].replace(str(folder / _name(url)), redact(url).rstrip("/"))
+            raise (error if shown == error_json["message"] else from_json(error_json | {"message": shown})) from error
 
 
 @contextlib.contextmanager
@@ -94,17 +94,17 @@ def _folder(beside: Path | None) -> Iterator[Path]:
                 raise PermissionError
             parent = beside.absolute().parent
             make_missing(parent)
-            made = stack.enter_context(scratch(parent, f".{shortened(beside.name)}.input-"))
+            folder = stack.enter_context(scratch(parent, f".{shortened(beside.name)}.input-"))
         except PermissionError:
-            made = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
-        yield made
+            folder = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
+        yield folder
 
 
 def bring(channel: Channel, *, url: str, folder: str, options: Message) -> Message:
     """The task: find what is at ``url`` and fetch it into ``folder``, or list it there. Gives the description."""
     parsed, place = FileOptions.from_json(options), Path(folder)
     parent, name = _parent(url)
-    told = _Telling(channel)
+    reporter = _Reporter(channel)
     missing: NotFound | None = None
     if kind_of_name(name) is not None:
         with contextlib.closing(open_store(parent)) as store:
@@ -113,26 +113,26 @@ def bring(channel: Channel, *, url: str, folder: str, options: Message) -> Messa
             except NotFound as error:
                 missing = error  # a folder may be called so, too
             else:
-                return _fetched(store, [(item, place / _name(url))], place, url, options, told)
-    held: list[Object] | None = []
+                return _fetched(store, [(item, place / _name(url))], place, url, options, reporter)
+    items: list[Object] | None = []
 
     def notice(page: list[Object]) -> None:
-        nonlocal held
-        held = [*held, *page] if held is not None and len(held) + len(page) <= MOST_FILES else None
+        nonlocal items
+        items = [*items, *page] if items is not None and len(items) + len(page) <= MOST_FILES else None
 
     listing, empty = place / "listing", None
     objects = dataclasses.replace(parsed, read_as="objects")
     try:
-        list_source(url, listing, objects, progress=lambda count: told(Progress("list", count)), notice=notice)
+        list_source(url, listing, objects, progress=lambda count: reporter(Progress("list", count)), notice=notice)
     except NotFound as error:
-        if not held:
+        if not items:
             raise missing or error from None
         empty = error
-    if held is not None and (chosen := _files_among(held, redact(url))):
+    if items is not None and (chosen := _files_among(items, redact(url))):
         with contextlib.closing(open_store(url)) as store:
             remove_path(listing)
             return _fetched(
-                store, [(i, place / _name(url) / _local_name(i.key)) for i in chosen], place, url, options, told
+                store, [(i, place / _name(url) / _local_name(i.key)) for i in chosen], place, url, options, reporter
             )
     if empty is not None:
         raise empty
@@ -163,9 +163,9 @@ def _identity(url: str, options: Message, content: object) -> str:
 
 def _parent(url: str) -> tuple[str, str]:
     """The URL of the folder that ``url`` lies in, and its name there; no name for a folder or a whole bucket."""
-    scheme, rest = split_url(url)
+    scheme, location = split_url(url)
     web = scheme in ("http", "https")
-    path, mark, query = rest.partition("#")[0].partition("?") if web else (rest, "", "")
+    path, mark, query = location.partition("#")[0].partition("?") if web else (location, "", "")
     folder, slash, name = path.rpartition("/")
     if not slash or not name:
         return url, ""
@@ -180,11 +180,11 @@ def _name(url: str) -> str:
 
 def _files_among(items: Sequence[Object], where: str) -> list[Object]:
     """Which of the objects below a folder are files of samples; none when they are samples themselves."""
-    kinds, whole = kind_of_names(item.key for item in items)
-    whole = whole or any(item.key == DATASET_FILE for item in items)
-    if not whole and len(set(kinds.values())) > 1:
+    kinds, is_one_input = kind_of_names(item.key for item in items)
+    is_one_input = is_one_input or any(item.key == DATASET_FILE for item in items)
+    if not is_one_input and len(set(kinds.values())) > 1:
         raise UsageError(f"{where} holds {' and '.join(sorted(set(kinds.values())))} files; give one of them")
-    return [item for item in items if whole or item.key.partition("/")[0] in kinds]
+    return [item for item in items if is_one_input or item.key.partition("/")[0] in kinds]
 
 
 def _local_name(key: str) -> str:
@@ -198,11 +198,11 @@ def _local_name(key: str) -> str:
 
 
 def _fetched(
-    store: Store, items: Sequence[tuple[Object, Path]], folder: Path, url: str, options: Message, told: _Telling
+    store: Store, items: Sequence[tuple[Object, Path]], folder: Path, url: str, options: Message, reporter: _Reporter
 ) -> Message:
     """Write objects to their paths below ``folder``; gives the description of the whole."""
-    need, found = sum(max(0, item.size) for item, _ in items), os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    need, disk = sum(max(0, item.size) for item, _ in items), os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
     if need > free:
         parent = Path(os.path.realpath(folder)).parent
         raise CapacityError(
@@ -217,7 +217,7 @@ def _fetched(
 
         def progress(count: int) -> None:
             come[number] = count
-            told(Progress("fetch", sum(come), need or None))
+            reporter(Progress("fetch", sum(come), need or None))
 
         with new_file(path) as file:
             if not stop.is_set():
@@ -262,7 +262,7 @@ def _copy_ranges(store: Store, item: Object, fd: int, progress: Callable[[int], 
         fetcher.close()
 
 
-class _Telling:
+class _Reporter:
     """Progress to the starter, a few times a second."""
 
     def __init__(self, channel: Channel) -> None:

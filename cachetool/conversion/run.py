@@ -17,7 +17,7 @@ from typing import Any
 from cachetool.cache import CacheDir, Shard
 from cachetool.conversion.in_place import replace_shards
 from cachetool.conversion.inputs import Survey, survey
-from cachetool.conversion.intake import take_in
+from cachetool.conversion.intake import ShardOptions, take_in
 from cachetool.conversion.remote import described
 from cachetool.conversion.to_files import DEFAULT_PART, export, require_new
 from cachetool.core.errors import UsageError
@@ -86,12 +86,12 @@ class ConvertOptions:
             return parse_size(self.shard_size, what="--shard-size")
         return DEFAULT_PART if cap is None else max(1, min(DEFAULT_PART, cap // 16))
 
-    def step(self, found: Survey, cap: int) -> int:
+    def step(self, contents: Survey, cap: int) -> int:
         """Samples in a shard of a cache with this cap."""
         most = self.part_bytes(cap)
         if self.shard_size is not None:
-            return found.step(most)
-        return min(found.samples, samples_within(self.kind, found.schema, most, found.size))
+            return contents.step(most)
+        return min(contents.samples, samples_within(self.kind, contents.schema, most, contents.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,10 @@ class ConvertResult:
 def preview(source: str | Path, options: FileOptions, *, report: Report = silent) -> Preview:
     """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
     with described(source, options, beside=None, report=report) as description:
-        found = survey(description, DEFAULT_PART)
-        fields = {each.name: each.describe() for each in found.schema}
+        contents = survey(description, DEFAULT_PART)
+        fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
         kind = "objects" if description["kind"] == "remote" else description["kind"]
-        return Preview(description.get("shown") or str(source), kind, found.samples, fields, found.skipped)
+        return Preview(description.get("shown") or str(source), kind, contents.samples, fields, contents.skipped)
 
 
 def output_folder(name: str | Path | None) -> Path | None:
@@ -179,11 +179,11 @@ def convert(
     if source is not None and out is not None and options.dataset is not None:
         raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
     wait = parse_duration(options.wait)
-    found: Survey | None = None
+    contents: Survey | None = None
     if out is not None:
-        dataset, (parts, digest, found) = _to_files(options, cache, source, out, report, engine)
+        dataset, (parts, digest, contents) = _to_files(options, cache, source, out, report, engine)
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-        made = [(int(part["samples"]), 0) for part in parts]
+        shard_sizes = [(int(part["samples"]), 0) for part in parts]
     else:
         assert cache is not None
         if source is None:
@@ -199,39 +199,35 @@ def convert(
                 wait=wait,
                 report=report,
             )
-            made = [(shard.samples, shard.bytes) for shard in new]
+            shard_sizes = [(shard.samples, shard.bytes) for shard in new]
         else:
             dataset = options.dataset or "default"
             with described(source, options.files, beside=cache.root, report=report) as description:
-                found, made = take_in(
+                contents, shard_sizes = take_in(
                     cache,
                     description,
-                    dataset=dataset,
-                    kind=options.kind,
+                    ShardOptions(dataset, options.kind, options.compression, options.verify, wait),
                     part_bytes=options.part_bytes,
                     step=options.step,
-                    compression=options.compression,
                     workers=options.workers,
-                    verify=options.verify,
-                    wait=wait,
                     report=report,
                 )
-        size = sum(nbytes for _, nbytes in made)
+        size = sum(nbytes for _, nbytes in shard_sizes)
         with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
             digest = content_digest(snapshot.shards)
-    samples = sum(count for count, _ in made)
+    samples = sum(count for count, _ in shard_sizes)
     return ConvertResult(
         to=options.to,
         dataset=dataset,
-        shards=len(made),
+        shards=len(shard_sizes),
         samples=samples,
         bytes=size,
         digest=digest,
         out=None if out is None else str(out),
         seconds=round(time.monotonic() - began, 3),
         verified=options.verify,
-        skipped=found.skipped if found else (),
-        present=found.samples - samples if found and out is None else 0,
+        skipped=contents.skipped if contents else (),
+        present=contents.samples - samples if contents and out is None else 0,
     )
 
 

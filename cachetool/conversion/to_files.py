@@ -87,8 +87,8 @@ def export(
     exists or another process is writing it.
     """
     require_new(out)
-    found = survey(description, part_bytes)
-    schema, samples, cuts = found.schema, found.samples, found.runs
+    contents = survey(description, part_bytes)
+    schema, samples, cuts = contents.schema, contents.samples, contents.runs
     plan = {"input": identity(description), "to": kind.name, "compression": compression, "runs": cuts}
     names = [_name(number, kind) for number in range(len(cuts))]
     pieces = workers if engine is None else engine.pieces(workers)
@@ -104,13 +104,13 @@ def export(
             moved += message["bytes"]
             report(Progress("convert", min(done, samples), samples, moved))
 
-        count = max(1, min(pieces, len(todo))) if found.random else 1
+        count = max(1, min(pieces, len(todo))) if contents.random else 1
         tasks = [_task(description, work, kind, compression, verify, todo[n::count]) for n in range(count)]
         for outcome in (engine or LocalEngine()).run(tasks, on_message):
             finished |= {part["file"]: part for part in outcome["parts"]}
         parts = [finished[name] for name in names]
-        made = work.inside / _MADE
-        digest = _digest(made, parts, schema)
+        folder = work.inside / _MADE
+        digest = _digest(folder, parts, schema)
         about = {
             "layout": LAYOUT,
             "format": kind.name,
@@ -120,11 +120,11 @@ def export(
             "content": digest,
             "parts": parts,
         }
-        remove(made, Name(DATASET_FILE))  # of a run that was interrupted
-        write_durable(made / DATASET_FILE, json.dumps(about, indent=1).encode())
-        fsync_folder(made)
+        remove(folder, Name(DATASET_FILE))  # of a run that was interrupted
+        write_durable(folder / DATASET_FILE, json.dumps(about, indent=1).encode())
+        fsync_folder(folder)
         try:
-            put_in_place(made, parent, out.name)
+            put_in_place(folder, parent, out.name)
         except FileExistsError as error:
             raise UsageError(f"{out} was made by something else meanwhile; move it away, or name another --out") from (
                 error
@@ -132,7 +132,7 @@ def export(
         except PermissionError as error:
             raise UsageError(f"{out} cannot be made: {_why(error)}; name another --out") from error
         work.remove()
-    return parts, digest, found
+    return parts, digest, contents
 
 
 def _task(
@@ -240,8 +240,8 @@ def _as_named(work: WorkFolder) -> Iterator[None]:
     except CacheToolError as error:
         if inside == path or inside not in str(error):
             raise
-        told = to_json(error)
-        raise from_json(told | {"message": told["message"].replace(inside, path)}) from error
+        error_json = to_json(error)
+        raise from_json(error_json | {"message": error_json["message"].replace(inside, path)}) from error
 
 
 def _write(
@@ -265,8 +265,8 @@ def sized(source: Input, start: int, stop: int) -> tuple[Iterator[Block] | list[
     blocks = source.blocks(start, stop)
     if source.schema.is_fixed:
         return blocks, (stop - start) * source.schema.fixed_nbytes
-    held = list(blocks)
-    return held, sum(block.nbytes for block in held)
+    buffered = list(blocks)
+    return buffered, sum(block.nbytes for block in buffered)
 
 
 @contextmanager
@@ -333,12 +333,12 @@ def _resumable(work: WorkFolder, names: list[Name]) -> Iterator[None]:
             work.remove()
             raise
         _drop_unfinished(work.inside, names)
-        told = to_json(error)
-        told["message"] += (
+        error_json = to_json(error)
+        error_json["message"] += (
             f";\n{work.path} keeps {kept} of {len(names)} parts: the same command goes on from there while the input is"
             " as it was; the folder may be deleted instead"
         )
-        raise from_json(told) from error
+        raise from_json(error_json) from error
 
 
 def _same_plan(where: Path, wanted: Message) -> bool:
@@ -374,11 +374,11 @@ def _part(where: Path, name: Name) -> Message | None:
 
 
 def _drop_unfinished(where: Path, names: list[Name]) -> None:
-    whole = _finished(where, names)
+    finished = _finished(where, names)
     for folder in (where / _MADE, where / _MADE / _EXTENTS):
-        for each in os.listdir(folder):
-            if each.startswith("part-") and each not in whole:
-                _remove_part(where, Name(each))
+        for name in os.listdir(folder):
+            if name.startswith("part-") and name not in finished:
+                _remove_part(where, Name(name))
 
 
 def _remove_part(where: Path, name: Name) -> None:

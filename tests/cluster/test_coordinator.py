@@ -20,7 +20,7 @@ import pytest
 import cachetool
 from cachetool.cache import CacheDir, SourceRow, draws, open_cache, placing
 from cachetool.cache import parts as share
-from cachetool.cluster import node as member
+from cachetool.cluster import node as node_tasks
 from cachetool.cluster.agent import Server
 from cachetool.cluster.coordinator import Coordinator
 from cachetool.core.errors import CacheToolError, Interrupted
@@ -593,11 +593,11 @@ def test_a_node_is_looked_at_every_second_however_long_an_answer_takes(
         def sleep(seconds: float) -> None:
             slept.append(seconds)
             if len(slept) == 1:
-                member._evict(cache, [row["id"] for row in cache.catalog.rows("SELECT id FROM shards")])
+                node_tasks._evict(cache, [row["id"] for row in cache.catalog.rows("SELECT id FROM shards")])
             else:
                 raise Interrupted("stopped")
 
-        monkeypatch.setattr(member, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-        member._watch(Slow(), cache, source, job, told=True)
+        monkeypatch.setattr(node_tasks, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        node_tasks._watch(Slow(), cache, source, job, report_evicted=True)
     assert clock[0] == 60
     assert slept == [1.0, 1.0]

@@ -28,7 +28,7 @@ import cachetool
 from cachetool.cache import CacheDir, Room
 from cachetool.cache.draws import add_job
 from cachetool.cluster import crew
-from cachetool.cluster import node as member
+from cachetool.cluster import node as node_tasks
 from cachetool.cluster import pull as cluster
 from cachetool.cluster.engine import Run
 from cachetool.cluster.pull import pull_over
@@ -167,7 +167,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     engine = Threads("ab")
     monkeypatch.setattr(cluster, "connect", lambda address, notify=None: contextlib.nullcontext(engine))
     hasty = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(0.02))
-    monkeypatch.setattr(member, "time", hasty)
+    monkeypatch.setattr(node_tasks, "time", hasty)
     return World(tmp_path, engine)
 
 

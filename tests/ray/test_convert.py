@@ -138,7 +138,7 @@ def test_parts_of_a_lost_node_are_written_by_others(
         nodes = [node for node in engine.nodes() if node.name in "bc"]
         assert len(nodes) == 2
         ran = cachetool.convert(
-            rows, to="hdf5", out=tmp_path / "out", shard_size="20KB", engine=Losing(engine, nodes, each=1)
+            rows, to="hdf5", out=tmp_path / "out", shard_size="20KB", engine=Losing(engine, nodes, per_node=1)
         )
     finally:
         cluster.revive()
