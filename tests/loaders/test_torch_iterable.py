@@ -23,7 +23,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_every_epoch_has_the_newest_samples_exactly_once(
     method: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
