@@ -1,4 +1,4 @@
-"""One cluster of three nodes for each module of tests."""
+"""One cluster of three nodes, which costs half a minute, for all modules of tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from tests.cli.conftest import Ran
 from tests.ray.nodes import Nodes, nodes_abc
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Nodes]:
-    """Three nodes on this machine: a (the head, where the driver is), b and c. Each test finds all of them."""
+@pytest.fixture(scope="session")
+def started() -> Iterator[Nodes]:
+    """Three nodes on this machine, or what a module left of them."""
     with nodes_abc() as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def cluster(started: Nodes) -> Nodes:
+    """Three nodes on this machine: a (the head, where the driver is), b and c. Each test finds all of them."""
+    started.revive()
+    return started
 
 
 @pytest.fixture(scope="module")
