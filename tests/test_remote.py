@@ -101,8 +101,20 @@ def bring(url: str, folder: Path, **options: Any) -> dict[str, Any]:
 KINDS = ["x.npy", "both.npz", "a.h5", "many/", "z.zarr", "folder.lmdb", "a.tar", "lone.tfrecord", "ours/", "objects/"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("store", ["http", "s3", "sftp", "hf"])
+STORES = ("s3", "sftp", "hf")
+
+
+@pytest.mark.parametrize(
+    ("store", "kind"),
+    [
+        *(("http", kind) for kind in KINDS),
+        *(  # by default every kind in one store more, and all of them in the long runs
+            pytest.param(store, kind, marks=[pytest.mark.soak] * (KINDS.index(kind) % 3 != STORES.index(store)))
+            for store in STORES
+            for kind in KINDS
+        ),
+    ],
+)
 def test_what_lies_in_a_store_is_read_as_if_it_lay_here(
     place: Path, web: Http, moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, store: str
 ) -> None:
