@@ -11,6 +11,8 @@ Run as ``python -m tests.commands``::
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
 import json
 import os
 import signal
@@ -88,6 +90,10 @@ def main() -> None:
     for package in (cachetool.cli, cachetool.cache, cachetool.formats):
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             import_module(found.name)
+    with contextlib.suppress(ModuleNotFoundError):
+        import_module("typer._adapters")  # by which it checks the first value that it is given
+    gc.collect()
+    gc.freeze()  # else each fork looks at, and so copies, all of it at its end: a tenth of a second
     for line in iter(sys.stdin.readline, ""):
         told = json.loads(line)
         pid = os.fork()
