@@ -17,7 +17,7 @@ from tests.datasets import write_digits, write_photos
 from tests.servers import Moto, moto_server, rclone_s3
 
 # No deadlines: the machines that run this are shared, and a slow example is no failure.
-settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("ci"), max_examples=300)
 settings.load_profile("ci")
 
@@ -49,12 +49,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests are dealt out one by one, but for modules that share something costly, a cluster or what a long program
-    saw: one process has all of such a module."""
+    """Tests are dealt out one by one, but for modules that share something costly: one process has all that need the
+    cluster, and all of a module that looks at what one long program saw."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
-        shares = "/ray/" in module or module.endswith(("/test_torch_iterable.py", "/test_tensorflow.py"))
+        if "tests/ray/" in module and not module.endswith("/test_unconnected.py"):
+            return "tests/ray"
+        shares = module.endswith(("/test_torch_iterable.py", "/test_tensorflow.py"))
         return module if shares else nodeid
 
 

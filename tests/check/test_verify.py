@@ -22,6 +22,7 @@ from cachetool.cache.schema import MIGRATIONS
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
 from cachetool.core.errors import CatalogError, UsageError
+from tests.commands import run_command
 
 READER = """
 import sys, time, cachetool
@@ -60,6 +61,8 @@ def root(tmp_path: Path, objects: Path) -> Path:
 
 
 def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    if not env:  # else it may say what the interpreter loads first
+        return run_command(*words, folder=Path.cwd())
     return subprocess.run(
         [sys.executable, "-m", "cachetool", *map(str, words)],
         capture_output=True,

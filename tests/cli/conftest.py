@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import cachetool.cli.app
+from tests.commands import run_command
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ def run(tmp_path: Path) -> Run:
 
     def start(*args: str | Path, cwd: Path = tmp_path, env: dict[str, str] | None = None) -> Ran:
         environment = {**os.environ, "CACHETOOL_CACHE": str(tmp_path / "cache"), "COLUMNS": "100", **(env or {})}
+        if env is None:  # else it may say how the interpreter starts
+            done = run_command(*args, folder=cwd, environment=environment)
+            return Ran(done.returncode, done.stdout, done.stderr)
         done = subprocess.run(
             [sys.executable, "-m", "cachetool", *map(str, args)],
             cwd=cwd,

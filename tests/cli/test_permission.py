@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.folders import labels
+from tests.commands import run_command
 
 WITHOUT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 """Runs a command of root without what lets root into any file."""
@@ -51,8 +52,7 @@ def test_what_may_not_be_used_is_named_with_what_to_do(
     filled: Path, remote: Path, tmp_path: Path, prefix: list[str], mode: int, what: str, line: str
 ) -> None:
     def run(*args: str, before: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        command = [*(before or []), sys.executable, "-m", "cachetool", *args, "--cache", str(filled)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return _cachetool(tmp_path, [*args, "--cache", str(filled)], before or [])
 
     assert run("convert", "--to", "zarr").returncode == 0
     closed = list(filled.glob(what))
@@ -85,8 +85,11 @@ def moded(path: Path, mode: int) -> Iterator[None]:
         path.chmod(before)
 
 
-def _cachetool(folder: Path, line: str, before: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [*before, sys.executable, "-m", "cachetool", *line.split()]
+def _cachetool(folder: Path, line: str | list[str], before: list[str]) -> subprocess.CompletedProcess[str]:
+    words = line.split() if isinstance(line, str) else line
+    if not before:
+        return run_command(*words, folder=folder)
+    command = [*before, sys.executable, "-m", "cachetool", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 

@@ -228,6 +228,15 @@ def test_closing_twice_is_fine(source: Source) -> None:
     assert source.units == COUNT
 
 
+SOME = pytest.mark.parametrize(
+    "place",
+    ["local", "http", *(pytest.param(name, marks=pytest.mark.soak) for name in ("s3", "sftp", "hf"))],
+    indirect=True,
+)
+"""What is behind all stores: by default in a folder and on a web server."""
+
+
+@SOME
 def test_a_bomb_is_an_error_that_names_it_and_takes_no_memory(place: Place, tmp_path: Path) -> None:
     """Limits are counted on what comes out, not on what was promised."""
     for unit, (name, (body, _)) in enumerate(OBJECTS.items()):
@@ -266,7 +275,9 @@ print(max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in ("gzip.zarr", "bz2.zarr"))) for name in FILES]
+)
 def test_a_bomb_in_a_file_of_many_samples_is_an_error_and_takes_no_memory(tmp_path: Path, name: str) -> None:
     make, said = FILES[name]
     (tmp_path / "place").mkdir()

@@ -51,8 +51,14 @@ def foreign(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", ["x.npy", "both.npz", "a.h5", "a.tar", "objects"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *[("x.npy", 1), ("both.npz", 2), ("a.h5", 1), ("a.tar", 2), ("objects", 1), ("x.npy", 2)],
+        *[pytest.param(*each, marks=pytest.mark.soak) for each in (("both.npz", 1), ("a.h5", 2), ("a.tar", 1))],
+        pytest.param("objects", 2, marks=pytest.mark.soak),
+    ],
+)
 def test_a_foreign_input_goes_into_files_and_into_a_cache(
     foreign: Path, tmp_path: Path, name: str, workers: int
 ) -> None:

@@ -22,14 +22,15 @@ import zarr
 
 import cachetool
 from cachetool.api import open_cache
-from cachetool.conversion import remote
 from cachetool.conversion.inputs import describe, open_input
+from cachetool.conversion.run import remote
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, CapacityError, NotFound, UsageError
 from cachetool.proc.folders import tree_bytes
 from cachetool.proc.scratch import scratch
 from cachetool.pull.prepare import check_place
 from cachetool.sources.doors import FileOptions
+from tests.commands import run_command
 from tests.servers import Http, Moto, Scripted, folder_server, hub_server, scripted_server, sftp_server
 
 KILLED = Path(__file__).parent / "scripts" / "killed_convert.py"
@@ -100,8 +101,20 @@ def bring(url: str, folder: Path, **options: Any) -> dict[str, Any]:
 KINDS = ["x.npy", "both.npz", "a.h5", "many/", "z.zarr", "folder.lmdb", "a.tar", "lone.tfrecord", "ours/", "objects/"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("store", ["http", "s3", "sftp", "hf"])
+STORES = ("s3", "sftp", "hf")
+
+
+@pytest.mark.parametrize(
+    ("store", "kind"),
+    [
+        *(("http", kind) for kind in KINDS),
+        *(  # by default every kind in one store more, and all of them in the long runs
+            pytest.param(store, kind, marks=[pytest.mark.soak] * (KINDS.index(kind) % 3 != STORES.index(store)))
+            for store in STORES
+            for kind in KINDS
+        ),
+    ],
+)
 def test_what_lies_in_a_store_is_read_as_if_it_lay_here(
     place: Path, web: Http, moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, store: str
 ) -> None:
@@ -279,8 +292,8 @@ def test_a_url_goes_into_a_cache_and_is_never_inside_of_it(web: Http, tmp_path: 
 
 
 def test_what_is_not_there_is_one_line_and_exit_code_3(web: Http, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "cachetool", "convert", f"{web.url}/nothing.zarr?sig=CANARY", "--to", "lmdb"]
-    ran = subprocess.run([*line, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    line = ["convert", f"{web.url}/nothing.zarr?sig=CANARY", "--to", "lmdb", "--out", tmp_path / "out"]
+    ran = run_command(*line, folder=tmp_path)
 
     assert (ran.returncode, ran.stdout) == (3, "")
     assert ran.stderr.startswith("error: ")

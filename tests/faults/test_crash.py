@@ -98,7 +98,7 @@ def stage(tmp_path: Path, children: Children, figures: Figures) -> Stage:
     return Stage(tmp_path, children, figures)
 
 
-@tried(18)
+@tried(36)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_commit_killed_anywhere_leaves_all_of_the_shard_or_nothing(stage: Stage, format: str, step: int) -> None:
     stage.fill(2, format=format)
@@ -106,14 +106,14 @@ def test_a_commit_killed_anywhere_leaves_all_of_the_shard_or_nothing(stage: Stag
     assert stage.kill_everywhere("pull", step, format=format, ledger=str(stage.ledger)) > 150
 
 
-@tried(10)
+@tried(20)
 def test_an_eviction_killed_anywhere_goes_on_at_the_next_open(stage: Stage, step: int) -> None:
     stage.fill(6, format="all")
 
     assert stage.kill_everywhere("evict", step, size=1_350_000) > 50
 
 
-@tried(18)
+@tried(36)
 def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, step: int) -> None:
     stage.fill(2, format="tfrecord")
 
@@ -123,7 +123,7 @@ def test_a_conversion_killed_anywhere_leaves_one_of_both_shards(stage: Stage, st
     assert stage.kill_everywhere("convert", step, both, to="hdf5") > 100
 
 
-@tried(24)
+@tried(48)
 @pytest.mark.parametrize(("shards", "most"), [(3, 10**9), (1, 3_000)], ids=["merging", "cutting"])
 def test_another_size_of_shards_killed_anywhere_leaves_the_old_or_the_new_ones(
     stage: Stage, shards: int, most: int, step: int
@@ -136,7 +136,7 @@ def test_another_size_of_shards_killed_anywhere_leaves_the_old_or_the_new_ones(
     assert stage.kill_everywhere("recut", step, all_once, to="tfrecord", most=most) > 100
 
 
-@tried(8)
+@tried(16)
 def test_a_recovery_killed_anywhere_is_recovered_like_any_death(stage: Stage, step: int) -> None:
     stage.fill(2)
     shutil.copytree(stage.ready, stage.root)
@@ -175,7 +175,7 @@ def test_chains_of_crashes_in_recoveries_end_well(stage: Stage, chains: int) -> 
     assert kills > chains // 2
 
 
-@tried(8)
+@tried(16)
 def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, step: int) -> None:
     points = stage.points("create")
     stage.figures(system_calls=len(points), kills=len(points[::step]))
@@ -187,7 +187,7 @@ def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, st
         assert stage.check() == 12, point
 
 
-@tried(10)
+@tried(20)
 def test_a_catalog_killed_anywhere_on_its_way_to_a_new_schema_is_old_or_new(stage: Stage, step: int) -> None:
     stage.fill(2)
     old_catalog(stage.ready)
@@ -207,7 +207,7 @@ def test_a_catalog_killed_anywhere_on_its_way_to_a_new_schema_is_old_or_new(stag
         whole()
 
 
-@tried(8)
+@tried(16)
 def test_a_rebuild_killed_anywhere_is_done_by_the_next_one(stage: Stage, step: int) -> None:
     stage.fill(4, format="all")
     (stage.ready / "catalog.sqlite3").unlink()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from cachetool.cache import Shard, open_cache
 from cachetool.core.block import Block
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
+from tests.commands import run_command
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Outcome, Point, needs_strace
 from tests.faults.world import FORMATS, Oracle, make
@@ -69,9 +71,13 @@ def disturbed(
 
 
 @needs_strace
-@pytest.mark.parametrize("step", [pytest.param(25, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("how", ["once", "for good"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "how", "step"),
+    [
+        *((format, how, 25) for format, how in zip(FORMATS, itertools.cycle(["once", "for good"]), strict=False)),
+        *(pytest.param(*each, 1, marks=pytest.mark.soak) for each in itertools.product(FORMATS, ["once", "for good"])),
+    ],
+)
 def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
     tmp_path: Path, children: Children, figures: Figures, format: str, how: str, step: int
 ) -> None:
@@ -86,7 +92,7 @@ def test_a_full_disk_at_any_write_of_a_commit_is_a_capacity_error(
 
 
 @needs_strace
-@pytest.mark.parametrize("step", [pytest.param(10, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("step", [pytest.param(20, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_failing_fsync_discards_the_shard_and_is_not_tried_again(
     tmp_path: Path, children: Children, figures: Figures, format: str, step: int
@@ -110,9 +116,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cachetool(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cachetool", *map(str, words)], capture_output=True, text=True, check=False
-    )
+    return run_command(*words, folder=Path.cwd())
 
 
 def test_inodes_that_run_out_are_called_so(tmp_path: Path, objects: Path) -> None:

@@ -23,6 +23,7 @@ from cachetool.cache.records import seal, unseal
 from cachetool.core.errors import CacheToolError, CatalogError
 from cachetool.core.names import Id, Name
 from cachetool.proc.folders import remove
+from tests.commands import run_command
 
 HERE = Path(__file__).parents[2]
 DEAD = "0" * 16
@@ -70,10 +71,7 @@ def edit(root: Path, *statements: str) -> None:
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cachetool", *args], env={**os.environ, "PYTHONPATH": str(HERE)},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    return run_command(*args, folder=Path.cwd(), environment={**os.environ, "PYTHONPATH": str(HERE)})
 
 
 def names(path: Path, how: str, root: Path) -> str:

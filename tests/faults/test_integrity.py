@@ -260,8 +260,17 @@ def lose(root: Path, how: str) -> None:
         catalog.write_bytes(catalog.read_bytes()[:20_000])
 
 
-@pytest.mark.parametrize("how", ["deleted", "emptied", "garbled", "cut"])
-@pytest.mark.parametrize("evicted", ["none", "oldest", "newest", "all"])
+WAYS, EVICTED = ("deleted", "emptied", "garbled", "cut"), ("none", "oldest", "newest", "all")
+
+
+@pytest.mark.parametrize(
+    ("evicted", "how"),
+    [
+        pytest.param(evicted, how, marks=[pytest.mark.soak] * (WAYS.index(how) != EVICTED.index(evicted)))
+        for evicted in EVICTED
+        for how in WAYS
+    ],
+)
 def test_a_lost_catalog_is_rebuilt_with_the_same_answers_and_no_draw_is_done_twice(
     root: Path, ledger: Path, children: Children, how: str, evicted: str
 ) -> None:

@@ -134,12 +134,13 @@ def test_a_pipe_in_the_place_of_a_lock_stops_nobody(root: Path) -> None:
         assert cache.snapshot().samples == 30
 
 
-def test_no_commit_is_lost_beside_threads_that_read_the_catalogs_file(root: Path, start: Start) -> None:
+@pytest.mark.parametrize("commits", [15, pytest.param(50, marks=pytest.mark.soak)])
+def test_no_commit_is_lost_beside_threads_that_read_the_catalogs_file(root: Path, start: Start, commits: int) -> None:
     """By SQLite's locks alone, which go with each of these reads, the catalog was malformed after some hundred."""
-    writers = [start("counts_and_copies.py", root, 50, says=False) for _ in range(3)]
+    writers = [start("counts_and_copies.py", root, commits, says=False) for _ in range(3)]
     assert [process.wait() for process in writers] == [0] * 3
     with open_cache(root) as cache:
-        assert cache.catalog.meta("counter") == 150
+        assert cache.catalog.meta("counter") == 3 * commits
         assert cache.catalog.trouble() is None
 
 

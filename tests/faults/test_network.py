@@ -21,6 +21,7 @@ import pytest
 
 from cachetool.core.errors import CacheToolError
 from cachetool.stores import Limits, Object, open_store
+from tests.commands import run_command
 from tests.servers import Scripted, hub_server, scripted_server
 
 LIMITS = Limits(retry=0.3, throttle=0.3, silence=0.5)
@@ -124,15 +125,7 @@ def _npy(number: int) -> bytes:
 
 
 def _command(*args: str, cwd: Path, env: dict[str, str]) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "cachetool", *args],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_command(*args, folder=cwd, environment={**os.environ, **env})
     return done.returncode, done.stdout + done.stderr
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import cachetool
 from cachetool.core.errors import UsageError
+from tests.commands import run_command
 from tests.faults.conftest import Figures
 
 PLANT = Path(__file__).parent / "scripts" / "plant_links.py"
@@ -23,15 +24,8 @@ NOBODY = "65534"
 
 
 def command(*args: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cachetool", *args],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **more},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **more}
+    return run_command(*args, folder=cwd, environment=environment)
 
 
 @pytest.fixture

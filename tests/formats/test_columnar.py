@@ -102,7 +102,7 @@ def test_the_bound_holds_at_every_moment(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
     strings=st.integers(0, 3),

@@ -19,11 +19,11 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
 from cachetool.loaders.epoch import Epoch
-from cachetool.loaders.feed import processes, threads
 from cachetool.loaders.feed.processes import Processes
+from cachetool.loaders.feed.protocol import processes, threads
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.ring import forks
+from cachetool.loaders.ring.ring import forks
 from cachetool.loaders.snapshots.epochs import Turns
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import alive, children, until
@@ -78,8 +78,9 @@ PLACES = [
 ]
 
 
+@pytest.mark.parametrize("step", [pytest.param(3, id="short"), pytest.param(1, id="all", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(("workers", "function"), PLACES, ids=[f"{each.__name__}-{n}" for n, each in PLACES])
-def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: Any, cache: CacheDir) -> None:
+def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: Any, cache: CacheDir, step: int) -> None:
     """The epoch comes whole then, or ends as that of a loader that was closed."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -92,7 +93,7 @@ def test_a_handler_may_close_a_loader_before_any_line(workers: int, function: An
 
     at, lines = 0, [0]
     while len(lines) >= at and at < 30:
-        at += 1
+        at += step
         lines = []
         loader = Loader(cache, batch_size=20, workers=workers, fields=["number"])
         told, samples = "", 0

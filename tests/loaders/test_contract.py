@@ -34,8 +34,16 @@ KINDS = {"numpy": numpy_loader.Loader, "torch": torch_loader.Loader}
 OLD = "ended when its loader was iterated again"
 
 
+FIRST = [("numpy", 0), ("torch", 2)]
+"""By default; the long runs have the others."""
+
+
 @pytest.fixture(
-    params=[(kind, workers) for kind in KINDS for workers in (0, 2)], ids=lambda each: f"{each[0]}-{each[1]}"
+    params=[
+        pytest.param((kind, workers), id=f"{kind}-{workers}", marks=[pytest.mark.soak] * ((kind, workers) not in FIRST))
+        for kind in KINDS
+        for workers in (0, 2)
+    ]
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes loaders of one kind, with so many workers, which are closed at the end."""

@@ -59,6 +59,7 @@ def test_every_epoch_of_an_example_trains_on_more_samples(name: str, tmp_path: P
     assert float(epochs[-1][2]) > 0.9
 
 
+@pytest.mark.soak  # tests/trainers/test_torchrun.py has a launcher by default
 def test_two_ranks_train_on_one_cache_that_grows(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     told = run(tmp_path, *launcher, EXAMPLES / "torch_ddp.py", tmp_path / "work")
@@ -90,6 +91,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.soak  # test_torch_feed.py has two ranks on unequal caches by default
 def test_ranks_with_a_cache_each_take_the_same_number_of_steps(tmp_path: Path) -> None:
     """As docs/training.md says of several nodes: the least number that any rank can take."""
     (tmp_path / "data").mkdir()

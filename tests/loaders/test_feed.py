@@ -60,7 +60,7 @@ def numbers(loader: Loader) -> list[int]:
     return [int(number) for batch in loader for number in batch["number"]]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 8])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak), 2, 8])
 def test_an_epoch_delivers_every_sample_once_and_as_it_was_written(workers: int, mixed: Path) -> None:
     with Loader(mixed, batch_size=4, workers=workers, seed=3) as loader:
         assert len(loader) == 14  # 54 samples

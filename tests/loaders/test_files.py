@@ -46,8 +46,13 @@ def seen(loader: Loader, schema: Any = EVERY) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(("name", "compression"), FORMATS)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "name", "compression"),
+    [
+        *((0, *each) for each in FORMATS),
+        *(pytest.param(2, *each, marks=[pytest.mark.soak] * (number % 3 > 0)) for number, each in enumerate(FORMATS)),
+    ],
+)
 def test_a_folder_that_convert_wrote_is_read_without_a_cache(
     name: str, compression: str | None, workers: int, folders: dict[Any, Path]
 ) -> None:

@@ -26,9 +26,9 @@ def mapped(shard: str) -> bool:
     return any(shard in Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), *children()))
 
 
-@pytest.mark.parametrize("fields", [["number"], ["x", "words"]])
+@pytest.mark.parametrize("fields", [["number"], pytest.param(["x", "words"], marks=pytest.mark.soak)])
 @pytest.mark.parametrize("left", ["whole", "broken off"])
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_idle_loader_gives_its_snapshots_and_files_up(
     workers: int, left: str, fields: list[str], cache: CacheDir
 ) -> None:

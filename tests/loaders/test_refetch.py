@@ -111,8 +111,10 @@ def sound(cache: Cache) -> None:
     assert cache.usage().total <= cache.max_size
 
 
-@pytest.mark.parametrize("workers", EACH)
-@pytest.mark.parametrize("others", [50, 80])
+@pytest.mark.parametrize(
+    ("workers", "others"),
+    [(0, 50), (2, 80), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((0, 80), (2, 50)))],
+)
 def test_in_a_full_cache_shards_that_the_epoch_has_not_make_room(
     cache: Cache, source: Path, workers: int, others: int
 ) -> None:

@@ -6,8 +6,6 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.errors import CacheToolError, UsageError
-from cachetool.loaders.feed import threads
+from cachetool.loaders.feed.protocol import threads
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.read import unmapped
-from cachetool.loaders.ring import memory as ring_memory
 from cachetool.loaders.ring.ring import Ring, RingWriter
+from cachetool.loaders.ring.ring import memory as ring_memory
+from tests.commands import run_command
 from tests.loaders.numbered import KEYED, put
 from tests.loaders.processes import children, until
 
@@ -330,8 +329,7 @@ def test_the_next_epoch_is_as_long_as_its_loader_said(workers: int, cache: Cache
 
     def evict_elsewhere(shards: int) -> None:
         size = empty + sum(sizes[:shards])
-        command = [sys.executable, "-m", "cachetool", "evict", "--max-size", str(size), "--cache", str(root)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_command("evict", "--max-size", size, "--cache", root, folder=root.parent)
         assert "20 samples" in done.stdout + done.stderr or done.returncode == 4, done.stderr  # a loader holds them
 
     with opened(root, workers=workers) as loader:

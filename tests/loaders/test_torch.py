@@ -36,7 +36,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_workers_deliver_every_sample_exactly_once_and_as_it_was_written(method: str, filled: Path) -> None:
     written = {"mixed": digests(EVERY, MIXED), "lmdb": digests(SMALL, LMDB)}
 

@@ -140,6 +140,7 @@ def test_two_ranks_on_one_cache_share_every_epoch_out(cache: CacheDir) -> None:
     assert leases(cache) == []
 
 
+@pytest.mark.soak  # two do by default
 def test_four_ranks_share_every_epoch_out(cache: CacheDir) -> None:
     read = ranks([cache.root] * 4)
 

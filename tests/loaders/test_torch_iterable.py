@@ -23,7 +23,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("method", CASES)
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_every_epoch_has_the_newest_samples_exactly_once(
     method: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -47,7 +47,7 @@ def test_every_epoch_has_the_newest_samples_exactly_once(
     assert all(each == digests(EVERY, range(40)) for each in seen["every"])
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.soak)])
 def test_several_iterators_at_once_have_an_epoch_each(method: str, cache: CacheDir) -> None:
     """Two of one DataLoader, one each of two, and a second one for a moment."""
     assert run_script("torch_twice.py", method, cache.root) == [list(range(60))] * 5

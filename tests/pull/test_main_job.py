@@ -21,6 +21,7 @@ from cachetool import SourceError, open_cache
 from cachetool.core.progress import Progress
 from cachetool.core.schema import Schema
 from cachetool.formats.lmdb import ValueLayout
+from tests.commands import run_command
 from tests.servers import free_port
 
 PYTHON = sys.executable
@@ -31,14 +32,7 @@ class Ran:
 
     def __init__(self, args: tuple[str | Path, ...], env: Mapping[str, str]) -> None:
         began = time.monotonic()
-        done = subprocess.run(
-            [PYTHON, "-m", "cachetool", *map(str, args)],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        done = run_command(*args, folder=Path.cwd(), environment={**os.environ, **env}, seconds=240)
         self.seconds = time.monotonic() - began
         self.code, self.stdout, self.stderr = done.returncode, done.stdout, done.stderr
 

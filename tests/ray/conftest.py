@@ -1,4 +1,4 @@
-"""One cluster of three nodes for each module of tests."""
+"""One cluster of three nodes, which costs half a minute, for all modules of tests that lose no node."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ import pytest
 import ray
 
 import cachetool.cli.app
-from cachetool.cluster import engine as engines
 from cachetool.cluster.engine import RayEngine
+from cachetool.cluster.pull import engine as engines
 from tests.cli.conftest import Ran
-from tests.ray.nodes import Nodes, nodes_abc
+from tests.ray.nodes import Nodes
+
+
+@pytest.fixture(scope="session")
+def started() -> Iterator[list[Nodes]]:
+    """The cluster of the module before, if there is any."""
+    found: list[Nodes] = []
+    yield found
+    for nodes in found:
+        nodes.stop()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Nodes]:
+def cluster(started: list[Nodes]) -> Nodes:
     """Three nodes on this machine: a (the head, where the driver is), b and c. Each test finds all of them."""
-    with nodes_abc() as nodes:
-        yield nodes
+    if started and started[0].lost:
+        started.pop().stop()
+    if not started:
+        started.append(Nodes())
+    return started[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ class Nodes:
 
         self._cluster = Cluster()
         self._nodes: dict[str, Any] = {}
+        self.lost = False
+        """Whether a node was ever killed, of which Ray tells every driver that comes later, on its stdout."""
         for name in NAMES:
             self.start(name)
 
@@ -54,6 +55,7 @@ class Nodes:
     def kill(self, name: str) -> None:
         """As a machine that is switched off; but never a, where the driver is."""
         assert name != "a"
+        self.lost = True
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def revive(self) -> None:
@@ -85,15 +87,6 @@ class Nodes:
 
     def stop(self) -> None:
         self._cluster.shutdown()
-
-
-@contextmanager
-def nodes_abc() -> Iterator[Nodes]:
-    nodes = Nodes()
-    try:
-        yield nodes
-    finally:
-        nodes.stop()
 
 
 def keys(cache: CacheDir) -> list[str]:

@@ -396,7 +396,7 @@ def test_a_file_that_changed_after_it_was_listed_is_never_read(tmp_path: Path, s
 
 @pytest.mark.parametrize("told", ["an ETag", "a time"])
 @pytest.mark.parametrize("sized", [True, False], ids=["sizes in the index", "names alone"])
-@pytest.mark.parametrize("write", [write_npy, write_hdf5, write_chunked_hdf5])
+@pytest.mark.parametrize("write", [write_npy, pytest.param(write_hdf5, marks=pytest.mark.soak), write_chunked_hdf5])
 def test_a_file_that_changed_after_an_index_without_etags_was_listed_is_never_read(
     tmp_path: Path, write: object, told: str, *, sized: bool
 ) -> None:

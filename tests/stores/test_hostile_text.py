@@ -52,7 +52,13 @@ def page_of(piece: bytes, size: int) -> memoryview:
     return memoryview(b'<html><a href="k1.npy">k1</a>' + piece * (size // len(piece)) + b"x</html>")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+SLOWEST = ("tags without an end", "quotes of two kinds", "signs of less")
+"""Of these 10 MB take seconds; by default the first alone is read."""
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=[pytest.mark.soak] * (shape in SLOWEST[1:])) for shape in SHAPES]
+)
 def test_an_index_page_of_10_mb_of_one_shape_is_read_to_its_end(shape: str) -> None:
     piece, more = SHAPES[shape]
 

@@ -1,0 +1,121 @@
+"""Commands of cachetool in forks of a process that has imported what they need, which costs half a second of processor
+each time: some hundred are run. Each is a process of its own, with the streams, folder and environment that a shell
+would give it. What depends on how an interpreter starts is tried by ``python -m cachetool`` instead.
+
+Run as ``python -m tests.commands``::
+
+    stdin    {"words": [...], "folder": "/", "environment": {...}, "out": "/a/file", "error": "/a/file"}
+    stdout   {"code": 0}
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["run_command"]
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def run_command(
+    *words: object, folder: Path | str, environment: Mapping[str, str] | None = None, seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """A command without ``python -m cachetool``, as ``subprocess.run`` runs it with its output captured."""
+    if not _started or _started[0].poll() is not None:
+        _started[:] = [_server()]
+        atexit.register(_started[0].communicate)  # it ends when nobody can tell it anything more
+    server, line = _started[0], [str(word) for word in words]
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as place:
+        out, error = Path(place, "out"), Path(place, "error")
+        told = {"words": line, "folder": str(folder), "out": str(out), "error": str(error)}
+        told["environment"] = {**(os.environ if environment is None else environment)}
+        server.stdin.write(json.dumps(told) + "\n")
+        server.stdin.flush()
+        timer = threading.Timer(seconds, lambda: os.killpg(server.pid, signal.SIGKILL))
+        timer.start()
+        said = server.stdout.readline()
+        timer.cancel()
+        if not said:
+            raise subprocess.TimeoutExpired(line, seconds, out.read_bytes(), error.read_bytes())
+        return subprocess.CompletedProcess(line, json.loads(said)["code"], out.read_text(), error.read_text())
+
+
+def _server() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.commands"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    import pkgutil
+    from importlib import import_module
+
+    import h5py  # noqa: F401
+    import lmdb  # noqa: F401
+    import rich.table  # noqa: F401
+    import zarr  # noqa: F401
+
+    import cachetool.__main__
+    import cachetool.cache
+    import cachetool.check.doctor
+    import cachetool.check.one_shard
+    import cachetool.check.verify
+    import cachetool.cli
+    import cachetool.conversion.run
+    import cachetool.conversion.to_files
+    import cachetool.formats
+    import cachetool.proc.parent
+    import cachetool.pull.run
+    import cachetool.sources.doors
+
+    for package in (cachetool.cli, cachetool.cache, cachetool.formats):
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            import_module(found.name)
+    with contextlib.suppress(ModuleNotFoundError):
+        import_module("typer._adapters")  # by which it checks the first value that it is given
+    gc.collect()
+    gc.freeze()  # else each fork looks at, and so copies, all of it at its end: a tenth of a second
+    for line in iter(sys.stdin.readline, ""):
+        told = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(told)
+        print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}), flush=True)
+
+
+def _become(told: dict[str, object]) -> NoReturn:
+    """Be the command until it exits, as any program does."""
+    from cachetool import __main__ as program
+
+    for path, fd in ((os.devnull, 0), (told["out"], 1), (told["error"], 2)):
+        opened = os.open(str(path), os.O_RDWR | os.O_CREAT, 0o600)
+        os.dup2(opened, fd)
+        os.close(opened)
+    os.chdir(str(told["folder"]))
+    os.environ.clear()
+    os.environ.update(told["environment"])  # type: ignore[call-overload]
+    sys.argv[:] = [str(program.__file__), *told["words"]]  # type: ignore[misc]
+    program.main()
+
+
+if __name__ == "__main__":
+    main()
