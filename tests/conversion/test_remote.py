@@ -22,8 +22,8 @@ import zarr
 
 import cachetool
 from cachetool.api import open_cache
+from cachetool.conversion import remote
 from cachetool.conversion.inputs import describe, open_input
-from cachetool.conversion.run import remote
 from cachetool.core.block import Block
 from cachetool.core.errors import BadObject, CapacityError, NotFound, UsageError
 from cachetool.proc.folders import tree_bytes

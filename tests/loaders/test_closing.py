@@ -19,11 +19,11 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.formats import lmdb
 from cachetool.formats.lmdb import open_environment
 from cachetool.loaders.epoch import Epoch
+from cachetool.loaders.feed import processes, threads
 from cachetool.loaders.feed.processes import Processes
-from cachetool.loaders.feed.protocol import processes, threads
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.numpy import Loader
-from cachetool.loaders.ring.ring import forks
+from cachetool.loaders.ring import forks
 from cachetool.loaders.snapshots.epochs import Turns
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import alive, children, until

@@ -15,11 +15,11 @@ import pytest
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.errors import CacheToolError, UsageError
-from cachetool.loaders.feed.protocol import threads
+from cachetool.loaders.feed import threads
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.read import unmapped
+from cachetool.loaders.ring import memory as ring_memory
 from cachetool.loaders.ring.ring import Ring, RingWriter
-from cachetool.loaders.ring.ring import memory as ring_memory
 from tests.commands import run_command
 from tests.loaders.numbered import KEYED, put
 from tests.loaders.processes import children, until

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 import cachetool.cli.app
+from cachetool.cluster import engine as engines
 from cachetool.cluster.engine import RayEngine
-from cachetool.cluster.pull import engine as engines
 from tests.cli.conftest import Ran
 from tests.ray.nodes import Nodes
 
