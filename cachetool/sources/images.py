@@ -100,8 +100,8 @@ class DecodedFile(ClosingFile):
         shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
         at = 0
         for block in self._source.blocks():
-            for name, found in shapes.items():
-                found.update(self._each(block, name, at, image_shape))
+            for name, distinct in shapes.items():
+                distinct.update(self._map_values(block, name, at, image_shape))
             at += len(block)
         self._source.close()
         return shapes
@@ -121,14 +121,14 @@ class DecodedFile(ClosingFile):
         columns: dict[str, Column] = dict(block.columns)
         for field in self._images:
             use = partial(decode_image, size=self._size)
-            values = [{field.name: pixels} for pixels in self._each(block, field.name, at, use)]
+            values = [{field.name: pixels} for pixels in self._map_values(block, field.name, at, use)]
             try:
                 columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
             except UsageError as error:
                 raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
         return Block(self.schema, columns)
 
-    def _each(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
+    def _map_values(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
         column = block.columns[name]
         assert isinstance(column, Ragged)
         for index in range(len(column)):
@@ -156,10 +156,10 @@ def is_list_of_bytes(field: Field) -> bool:
 def begins_as_image(column: Any) -> bool:
     """Whether the first value of a column that is not empty begins as an image does."""
     assert isinstance(column, Ragged)
-    held = np.flatnonzero(column.sizes)
-    if not len(held):
+    nonempty = np.flatnonzero(column.sizes)
+    if not len(nonempty):
         return False
-    head = column[int(held[0])][:16].tobytes()
+    head = column[int(nonempty[0])][:16].tobytes()
     return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
 
 
@@ -193,9 +193,9 @@ def decode_image(data: memoryview, size: tuple[int, int] | None = None) -> np.nd
     if size is not None:
         return _by_pillow(data, lambda image: _resized(image, *size))
     if bytes(data[:3]) == b"\xff\xd8\xff":
-        found = _jpeg(data)
-        if found is not None:
-            return found
+        pixels = _jpeg(data)
+        if pixels is not None:
+            return pixels
     return _by_pillow(data, lambda image: np.asarray(_rgb(image)))
 
 
@@ -339,13 +339,13 @@ def _shapes(block: Block, name: str, size: ImageSize | None, *, skip_bad: bool) 
                 raise _named(block, name, at, error) from error
 
 
-def packed(schema: Schema, found: Schema) -> Schema:
-    """``schema`` with bytes in place of the images that a file, whose fields are ``found``, has not decoded."""
+def packed(schema: Schema, file_schema: Schema) -> Schema:
+    """``schema`` with bytes in place of the images that a file, whose fields are ``file_schema``, has not decoded."""
     fields = []
     for field in schema:
         image = field.rank == 3 and field.dtype == "|u1"
-        raw = image and field.name in found and _may_hold_images(found[field.name])
-        fields.append(found[field.name] if raw else field)
+        raw = image and field.name in file_schema and _may_hold_images(file_schema[field.name])
+        fields.append(file_schema[field.name] if raw else field)
     return Schema(tuple(fields))
 
 
@@ -380,19 +380,19 @@ def _unpacked(
             raise next(iter(bad.values()))
         keep = np.flatnonzero(~np.isin(at, at[list(bad)]))
         for index, error in bad.items():
-            if all(int(at[index]) != each.draw for each in skipped):
+            if all(int(at[index]) != skip.draw for skip in skipped):
                 skipped = (*skipped, Skipped(int(at[index]), _key(part, index), " ".join(str(error).split("\n"))))
-        made: dict[str, Column] = {}
+        out: dict[str, Column] = {}
         for field in schema:
             if field.name in images:
                 values = [{field.name: columns[field.name][index]} for index in keep.tolist()]
-                made[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
+                out[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
             else:
                 column = part.columns[field.name]
                 kept = column if not bad else column.take(keep) if isinstance(column, Ragged) else column[keep]
-                made[field.name] = kept
+                out[field.name] = kept
         done = int(draws[stop]) if stop < len(block) else piece.done
-        yield ReadResult(Block(schema, made), at[keep], done, skipped, fetched)
+        yield ReadResult(Block(schema, out), at[keep], done, skipped, fetched)
         start, skipped, fetched = stop, (), 0
 
 
@@ -400,7 +400,7 @@ def _decoded(
     block: Block, images: Schema, size: ImageSize | None
 ) -> tuple[dict[str, list[np.ndarray]], dict[int, BadObject]]:
     """The pixels of each field, and the samples with an image that cannot be decoded or does not fit."""
-    found: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
+    arrays: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
     bad: dict[int, BadObject] = {}
     nothing = np.zeros((0, 0, 0), dtype=np.uint8)
     for field in images:
@@ -414,8 +414,8 @@ def _decoded(
                     )
             except BadObject as error:
                 bad.setdefault(at, _named(block, field.name, at, error))
-            found[field.name].append(pixels)
-    return found, bad
+            arrays[field.name].append(pixels)
+    return arrays, bad
 
 
 def _value(block: Block, name: str, at: int) -> memoryview:

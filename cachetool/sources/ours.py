@@ -170,13 +170,13 @@ class PartFile:
     def open(self) -> Reader | GuardedFile:
         """Read it. Raises :class:`CorruptError` naming the file when it is not what the folder says."""
         if (side_folder(self.path) / EXTENTS_FILE).exists():
-            found: Reader | GuardedFile = open_plain(self.path, self.kind, self.schema)
+            reader: Reader | GuardedFile = open_plain(self.path, self.kind, self.schema)
         else:
-            found = open_alone(self.path)
-        if found.samples != self.samples or found.schema != self.schema:
-            found.close()
+            reader = open_alone(self.path)
+        if reader.samples != self.samples or reader.schema != self.schema:
+            reader.close()
             raise CorruptError(f"{self.path} does not hold the {self.samples} samples that {DATASET_FILE} says")
-        return found
+        return reader
 
     def checksums(self) -> npt.NDArray[np.uint64]:
         """What its samples must hash to, (fields, samples). Raises :class:`CorruptError` naming the file."""
@@ -232,6 +232,6 @@ def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None
     about = path.parent / DATASET_FILE
     schema = None
     if about.is_file():
-        found, parts = read_parts(path.parent)
-        schema = found if path.name in [part.path.name for part in parts] else None
+        folder_schema, parts = read_parts(path.parent)
+        schema = folder_schema if path.name in [part.path.name for part in parts] else None
     return OurFile(path, format_for(path), options, schema=schema)

@@ -131,10 +131,10 @@ def _gunzip(codec: Any, data: bytes, most: int) -> bytes:
 
 def _inflate(codec: Any, data: bytes, most: int) -> bytes:
     stream = zlib.decompressobj()
-    found = stream.decompress(data, most)
-    if not stream.eof and len(found) < most:
+    inflated = stream.decompress(data, most)
+    if not stream.eof and len(inflated) < most:
         raise ValueError("a chunk that is cut short")
-    return found
+    return inflated
 
 
 def _bunzip(codec: Any, data: bytes, most: int) -> bytes:
@@ -229,10 +229,10 @@ class _LocalFolder:
                 path = f"{root}/{key}"
                 if os.path.realpath(path) != path:
                     raise BadObject(f"{path} is a link, which is refused")
-                found = await super().get(key, *args, **options)
-                if found is not None and not len(found):  # zarr takes an empty shard for one of fill values
+                buffer = await super().get(key, *args, **options)
+                if buffer is not None and not len(buffer):  # zarr takes an empty shard for one of fill values
                     raise ValueError(f"{key} is empty")
-                return found
+                return buffer
 
         return Plain(self._path, read_only=True)
 
@@ -262,11 +262,11 @@ def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *,
             skipped.append((name, f"it uses {quoted(unknown)}, which is not a codec for numbers or text"))
             continue
         with reading(f"{path}: {quoted(name)}"):
-            found = _column(path, name, folder, metadata, slabs, stored=stored)
-        if isinstance(found, str):
-            skipped.append((name, found))
+            column = _column(path, name, folder, metadata, slabs, stored=stored)
+        if isinstance(column, str):
+            skipped.append((name, column))
         else:
-            columns.append(found)
+            columns.append(column)
 
     for slab in slabs:
         slab.share(len(slabs))
@@ -319,13 +319,13 @@ def _metadata(where: str, folder: Folder) -> dict[str, Any] | None:
             raw = folder.metadata(name)
             if raw is None:
                 continue
-            found = json.loads(raw)
-            if not isinstance(found, dict) or found.get("zarr_format") not in (2, 3):
+            metadata = json.loads(raw)
+            if not isinstance(metadata, dict) or metadata.get("zarr_format") not in (2, 3):
                 raise BadObject(f"{file}: not the metadata of Zarr v2 or v3")
-            is_array = name == ".zarray" or (name == "zarr.json" and found.get("node_type") == "array")
-            if is_array != ("shape" in found):
+            is_array = name == ".zarray" or (name == "zarr.json" and metadata.get("node_type") == "array")
+            if is_array != ("shape" in metadata):
                 raise BadObject(f"{file}: not the metadata of an array or a group")
-            return found
+            return metadata
     return None
 
 
@@ -410,10 +410,10 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
     kind, itemsize = array.dtype.kind, array.dtype.itemsize
 
     def read(start: int, stop: int) -> Column:
-        found: Array = rows(start, stop)
+        values: Array = rows(start, stop)
         if kind in "SU":
-            return unpadded(found)
-        return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in found])
+            return unpadded(values)
+        return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in values])
 
     if kind in "TO":
         return StoredColumn(
@@ -438,7 +438,7 @@ class RemoteFolder:
     def folders(self) -> Iterator[tuple[str, bool]]:
         """Folders that hold metadata, or others that do."""
         start = len(self.prefix)
-        names = {each[start:].partition("/")[0] for each in self._folders if each.startswith(self.prefix)}
+        names = {folder[start:].partition("/")[0] for folder in self._folders if folder.startswith(self.prefix)}
         return ((name, False) for name in sorted(names - {""}))
 
     def below(self, name: str) -> RemoteFolder:
