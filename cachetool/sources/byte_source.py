@@ -1,6 +1,7 @@
-"""The objects of a listing as files by number, and as objects by key.
+"""Remote files by number and by key, and the socket over which the guarded process reads parts of them.
 
-Parts of remote files for a process that has no way to the store: the guarded one, which a hostile file may command.
+:class:`Files` has the objects of a listing as files by number, and as objects by key. :class:`RangeServer` serves parts
+of them to a process that has no way to the store: the guarded one, which a hostile file may command.
 
 ::
 

@@ -5,7 +5,7 @@
     draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
       -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
 
-Runs that become one piece, and the requests that fetch their parts: neighbours in one.
+:class:`Batch` has the runs that become one piece, and the requests that fetch their parts: neighbours in one.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
     units asked for -> tasks of a few small units each -> threads: GET, decode -> in order -> columns -> pieces
 
-From the parts of one sample to its fields: which parts are needed, what their fields are called, what is added.
-
-Used for objects of a store and for members of tar files, and for values as well as for the shapes that stand for them.
+:class:`Assembler` makes the fields of one sample out of its parts: which parts are needed, what their fields are
+called, what is added. It is used for objects of a store and for members of tar files, and for values as well as for the
+shapes that stand for them.
 """
 
 from __future__ import annotations

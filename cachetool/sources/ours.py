@@ -1,11 +1,10 @@
-"""Files that cachetool wrote, read by their format's library, in the guarded process like all that others made.
+"""Files that cachetool wrote, outside of any cache: a folder of ``convert --out``, or one such file from anywhere.
 
-Files of ours outside of any cache: a folder that ``convert --out`` wrote, or one such file wherever it came from.
-
-Nobody vouches for them: whoever made a file could have made a digest that fits. So no library opens one in this
-process. A part is read by its extents, every number of which is checked; one without extents, and a file alone, by its
-format's library in a process of its own (:mod:`cachetool.sources.guard`). Against accidents the checksums beside each
-part must be those that ``dataset.json`` says, and the samples must have these checksums.
+:class:`OurFile` is read by its format's library, in the guarded process like all that others made. Nobody vouches for
+them: whoever made a file could have made a digest that fits. So no library opens one in this process. A part is read by
+its extents, every number of which is checked; one without extents, and a file alone, by its format's library in a
+process of its own (:mod:`cachetool.sources.guard`). Against accidents the checksums beside each part must be those that
+``dataset.json`` says, and the samples must have these checksums.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of stored arrays: chunks of many rows read once, however rows are asked for; texts as columns.
+"""Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
 
-Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
+:class:`Slab` reads rows of one stored array: chunks of many rows once, however rows are asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A listing that grew: its first part as it was, and what later looks at the store added and missed.
+"""A listing in segments: of a store that grew, or of one that is still being listed.
 
-::
+:class:`SegmentedListing` has the first part as it was, and what later looks at the store added and missed::
 
     listings/<source>/               units 0 .. a        never changed again
     listings/<source>/segment-0001/  units a .. b        what a later listing had beside it
@@ -9,11 +9,11 @@
 A unit keeps its number for ever. An object whose size or ETag changed is another one: its old unit has vanished, and it
 comes again as a new one.
 
-A listing that is used while it is still under way: cut into segments of so many keys, each whole by itself.
+:class:`EarlyListing` is used while it is still under way: cut into segments of so many keys, each whole by itself.
 
-Only for stores that list in the order of their keys, and samples that are cut at the first dot: there the objects of
-one sample come together, and a segment ends behind the last object of a sample. So the segments are decided by what the
-store holds, and a listing that was broken off goes on behind the last key of its last segment.
+It is only for stores that list in the order of their keys, and samples that are cut at the first dot: there the objects
+of one sample come together, and a segment ends behind the last object of a sample. So the segments are decided by what
+the store holds, and a listing that was broken off goes on behind the last key of its last segment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The schema that a few samples share: what each field is in one sample, and what it must be to hold all of them.
+"""The schema that samples or files share: what each field is in one sample, and what it must be to hold all of them.
 
 Same shape -> fixed; same rank and dtype -> ragged; whole and other numbers under one JSON key -> float64; anything else
 is an error that names two samples.
 
-Blocks of files that differ a little, under the one schema of the dataset.
+:func:`fitted` brings blocks of files that differ a little under the one schema of the dataset.
 """
 
 from __future__ import annotations

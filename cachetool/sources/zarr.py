@@ -6,12 +6,11 @@ array is named after its folder. Chunks that are not there hold the array's fill
 The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
 metadata can ask for unpickle, also when they stand behind others or inside a shard.
 
-The codecs of Zarr in this process, made to distrust what they read.
+The codecs of Zarr in this process are made to distrust what they read (:func:`distrust_codecs`). As they come they make
+room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes its own length: behind
+a chunk that was cut it reads whatever lies there in memory, as values.
 
-As they come they make room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes
-its own length: behind a chunk that was cut it reads whatever lies there in memory, as values.
-
-A remote Zarr as :mod:`cachetool.sources.zarr` walks it and as zarr reads it: objects by key, asked for over
+:class:`RemoteFolder` is a remote Zarr as it is walked here and as zarr reads it: objects by key, asked for over
 :class:`cachetool.sources.byte_source.Ranges`.
 """
 
