@@ -127,6 +127,6 @@ class SegmentedOrder:
             out[here] = self._parts[segment][at[here] - start] + start
         return out
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Where a run from ``start`` to ``stop`` had better end: where it does, since nothing here belongs together."""
         return stop

@@ -37,9 +37,9 @@ class Blame:
         tried = range(min(TRIED, self._count)) if came is None else (-1,)
         if not any(self._comes(came, number) for number in tried):
             raise error
-        found = BadObject(f"{error}; other objects come")
-        found.__cause__ = error
-        return found
+        fault = BadObject(f"{error}; other objects come")
+        fault.__cause__ = error
+        return fault
 
     def _comes(self, item: Object | None, number: int) -> bool:
         try:

@@ -1,6 +1,7 @@
-"""The objects of a listing as files by number, and as objects by key.
+"""Remote files by number and by key, and the socket over which the guarded process reads parts of them.
 
-Parts of remote files for a process that has no way to the store: the guarded one, which a hostile file may command.
+:class:`Files` has the objects of a listing as files by number, and as objects by key. :class:`RangeServer` serves parts
+of them to a process that has no way to the store: the guarded one, which a hostile file may command.
 
 ::
 
@@ -67,7 +68,7 @@ class RangeServer:
         """``files(number)`` and ``find(key)`` say which objects these are; ``spec`` is told to the child."""
         self._store, self._files, self._spec, self._find = store, files, dict(spec), find
         self._kept: OrderedDict[Hashable, memoryview] = OrderedDict()
-        self._held = 0
+        self._kept_bytes = 0
         self._lock = threading.Lock()
         self.facts: list[dict[str, Any]] = []
         """What the child told."""
@@ -98,9 +99,9 @@ class RangeServer:
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = body
-                self._held += len(body)
-            while self._held > KEPT and len(self._kept) > 1:
-                self._held -= len(self._kept.popitem(last=False)[1])
+                self._kept_bytes += len(body)
+            while self._kept_bytes > KEPT and len(self._kept) > 1:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     def _accept(self) -> None:
         while True:
@@ -134,7 +135,7 @@ class RangeServer:
         if "object" in asked:
             key = str(asked["object"])
             item = self._find(key)
-            return None if item is None else self._whole(key, item)
+            return None if item is None else self._object(key, item)
         if "size" in asked:
             item = self._find(str(asked["size"]))
             return None if item is None else _HEAD.pack(item.size)
@@ -145,14 +146,14 @@ class RangeServer:
         number, start, length = (int(value) for value in asked["part"])
         return self._part(number, self._files(number), start, length)
 
-    def _whole(self, key: str, item: Object) -> memoryview:
+    def _object(self, key: str, item: Object) -> memoryview:
         for name, _, _, body in self.given:
             if name == key:
                 return body
         with self._lock:
-            if (found := self._kept.get(key)) is not None:
+            if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
-                return found
+                return kept
         body = self._store.get(item)
         self.fetched += len(body)
         if len(body) <= _SMALL:
@@ -169,8 +170,8 @@ class RangeServer:
         if stop - start >= BLOCK:
             key = (number, start, stop)
             with self._lock:
-                if (found := self._kept.get(key)) is not None:
-                    return found
+                if (kept := self._kept.get(key)) is not None:
+                    return kept
             body = self._store.get_range(item, start, stop - start)
             self.fetched += len(body)
             if len(body) <= _SMALL:
@@ -186,9 +187,9 @@ class RangeServer:
     def _block(self, number: int | str, item: Object, block: int) -> memoryview:
         key = (number, block)
         with self._lock:
-            if (found := self._kept.get(key)) is not None:
+            if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
-                return found
+                return kept
         first = block * BLOCK
         body = self._store.get_range(item, first, min(BLOCK, item.size - first))
         self.fetched += len(body)
@@ -216,8 +217,8 @@ class Ranges:
 
     def size(self, key: str) -> int | None:
         """Bytes of an object; None when it is not there."""
-        found = self._ask({"size": key})
-        return None if found is None else int(_HEAD.unpack(found)[0])
+        answer = self._ask({"size": key})
+        return None if answer is None else int(_HEAD.unpack(answer)[0])
 
     def part_of(self, key: str, start: int, length: int) -> bytes | None:
         """Bytes of an object; None when it is not there."""
@@ -281,7 +282,7 @@ class Files:
     def __init__(self, store: Store, listing: Listing, seen: Seen | None = None) -> None:
         """``seen`` is what :meth:`seen` gave when they were listed: they must still be these."""
         self.store, self.listing = store, listing
-        self._known = {
+        self._objects = {
             number: replace(listing.object(number), size=size, etag=etag)
             for number, (size, etag) in (seen or {}).items()
         }
@@ -290,34 +291,34 @@ class Files:
     def item(self, number: int) -> Object:
         """An object by its number, with its size: where the listing does not tell it, the store is asked once."""
         with self._lock:
-            known = self._known.get(number)
-        if known is not None:
-            return known
-        found = self.listing.object(number)
-        return found if found.size >= 0 else self._asked(found, number)
+            item = self._objects.get(number)
+        if item is not None:
+            return item
+        listed = self.listing.object(number)
+        return listed if listed.size >= 0 else self._asked(listed, number)
 
     def identified(self, number: int) -> Object:
         """:meth:`item`, with its identity: where answers tell that and the listing does not, one is asked for."""
-        found = self.item(number)
-        return found if found.etag is not None or not isinstance(self.store, Telling) else self._asked(found, number)
+        item = self.item(number)
+        return item if item.etag is not None or not isinstance(self.store, Telling) else self._asked(item, number)
 
-    def _asked(self, found: Object, number: int) -> Object:
-        known = self.store.find(found.key)
-        if known.size < 0:  # not every server tells it
-            known = replace(known, size=found.size)
-        check_identity(found, size=known.size, etag=None)
+    def _asked(self, item: Object, number: int) -> Object:
+        answer = self.store.find(item.key)
+        if answer.size < 0:  # not every server tells it
+            answer = replace(answer, size=item.size)
+        check_identity(item, size=answer.size, etag=None)
         with self._lock:
-            return self._known.setdefault(number, known)
+            return self._objects.setdefault(number, answer)
 
     def seen(self) -> Seen:
         """What answers have told of the objects that the listing does not."""
-        told = self.store.seen() if isinstance(self.store, Telling) else {}
-        numbers = {number for key in told if (number := self.index(key)) is not None}
+        etags = self.store.seen() if isinstance(self.store, Telling) else {}
+        numbers = {number for key in etags if (number := self.index(key)) is not None}
         out: dict[int, tuple[int, str | None]] = {}
-        for number in sorted(numbers.union(self._known)):  # not all: there may be a million chunks
+        for number in sorted(numbers.union(self._objects)):  # not all: there may be a million chunks
             listed = self.listing.object(number)
-            item = self._known.get(number, listed)
-            etag = told.get(item.key) or item.etag
+            item = self._objects.get(number, listed)
+            etag = etags.get(item.key) or item.etag
             if (item.size, etag) != (listed.size, listed.etag):
                 out[number] = item.size, etag
         return out
@@ -347,16 +348,16 @@ class Files:
 
     def zarr_folders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """All folders that hold metadata of Zarr, ``""`` or ending in ``/``, and those that lie in no other one."""
-        found: dict[str, None] = {}
+        folders: dict[str, None] = {}
         for number in range(self.listing.objects):
             folder, slash, name = self.listing.object(number).key.rpartition("/")
             if name in _ZARR_METADATA:
-                found[folder + slash] = None
+                folders[folder + slash] = None
         roots: list[str] = []
-        for folder in sorted(found):
+        for folder in sorted(folders):
             if not any(folder.startswith(root) for root in roots[-1:]):
                 roots.append(folder)
-        return tuple(found), tuple(roots)
+        return tuple(folders), tuple(roots)
 
 
 @contextlib.contextmanager

@@ -118,10 +118,10 @@ def npy_layout(head: memoryview, *, text: bool = False) -> tuple[np.dtype[Any], 
 
     ``text``: also for arrays of strings of one width. Raises :class:`BadObject` with the reason alone.
     """
-    found = _HEADER.match(head[:8])
-    if found is None:
+    match = _HEADER.match(head[:8])
+    if match is None:
         raise BadObject("not a .npy file (it does not begin with \\x93NUMPY)")
-    wide = 2 if found.group(1) == b"\x01" else 4
+    wide = 2 if match.group(1) == b"\x01" else 4
     length = int.from_bytes(head[8 : 8 + wide], "little")
     start = 8 + wide + length
     if length > MAX_HEADER or start > len(head):
@@ -138,8 +138,8 @@ def _npy_header(raw: bytes, *, text: bool) -> tuple[np.dtype[Any], bool, tuple[i
         sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
         if isinstance(descr, list):
             descr = np.dtype(descr)  # a compound type, to be named when it is refused
-        known = isinstance(descr, str | np.dtype) and isinstance(fortran, bool)
-        if not (known and sizes and len(header) == 3):
+        typed = isinstance(descr, str | np.dtype) and isinstance(fortran, bool)
+        if not (typed and sizes and len(header) == 3):
             raise ValueError("unexpected entries")
     except (ValueError, SyntaxError, KeyError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise BadObject("not a .npy file of plain numbers (its header names no dtype and shape)") from error
@@ -204,13 +204,13 @@ def _parsed(prefix: str, data: memoryview) -> list[tuple[str, Value]]:
     fields = []
     try:
         text = str(data, "utf-8-sig")
-        found = json.loads(text, object_pairs_hook=_unique)
+        document = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, too
         raise BadObject(f"not JSON ({_reason(error)})") from error
-    if not isinstance(found, dict):
-        found = {"json": found} if not prefix else {prefix.removesuffix("/"): found}
+    if not isinstance(document, dict):
+        document = {"json": document} if not prefix else {prefix.removesuffix("/"): document}
         prefix = ""
-    for name, value in found.items():
+    for name, value in document.items():
         plain = _plain(name, value)
         if value in (math.inf, -math.inf) or (isinstance(value, dict | list) and "Infinity" in str(plain)):
             json.loads(text, parse_float=_within_float64)  # what is written Infinity may stay: only 1e400 is another
@@ -219,16 +219,16 @@ def _parsed(prefix: str, data: memoryview) -> list[tuple[str, Value]]:
 
 
 def _within_float64(text: str) -> float:
-    if math.isinf(found := float(text)):
+    if math.isinf(number := float(text)):
         raise BadObject(f"the number {text[:50]} is beyond what float64 holds")
-    return found
+    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("one key twice in one object")
-    return found
+    return entries
 
 
 def _plain(name: str, value: Any) -> Value:

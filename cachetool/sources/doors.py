@@ -67,18 +67,18 @@ def open_files(path: str | Path, options: FileOptions | None = None) -> FileSour
     """
     path, options = Path(path), options or FileOptions()
     kind = _checked_kind(path, options)
-    found: FileSource
+    source: FileSource
     if kind in _GUARDED:
         from cachetool.sources.guard import GuardedFile
 
-        found = GuardedFile(path, options)
+        source = GuardedFile(path, options)
     else:
-        found = _open(path, options, lambda at: None)
+        source = _open(path, options, lambda at: None)
     if options.decode == "image" and kind != "tar":
         from cachetool.sources.images import decoded
 
-        found = decoded(found, options.resize)
-    return found
+        source = decoded(source, options.resize)
+    return source
 
 
 def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RandomAccess:
@@ -152,10 +152,10 @@ def kind_of_names(keys: Iterable[str]) -> tuple[dict[str, Kind], bool]:
     whether the folder itself is one."""
     kinds: dict[str, Kind] = {}
     for key in keys:
-        top, slash, rest = key.partition("/")
+        top, slash, below = key.partition("/")
         if not slash and (top == _LMDB or top in _ZARR):
             return {}, True
-        kind = kind_of_name(top) if not slash else "lmdb" if rest == _LMDB else "zarr" if rest in _ZARR else None
+        kind = kind_of_name(top) if not slash else "lmdb" if below == _LMDB else "zarr" if below in _ZARR else None
         if kind not in (None, "npy", "npz"):
             kinds[top] = kind
     return kinds, False
@@ -195,22 +195,22 @@ def _members(path: Path, kind: Kind) -> tuple[list[Path], list[tuple[str, str]]]
 def _open(path: Path, options: FileOptions, notice: Callable[[Path], None]) -> FileSource:
     kind = _checked_kind(path, options)
     files, others = ([path], []) if _is_one(path) else _members(path, kind)
-    found: FileSource
+    source: FileSource
     if kind == "tar":
         from cachetool.sources.tar import TarFiles
 
-        found = TarFiles(path, files, options)
+        source = TarFiles(path, files, options)
     elif kind == "tfrecord":
         from cachetool.sources.tfrecord import TFRecordFiles
 
-        found = TFRecordFiles(path, files, options)
+        source = TFRecordFiles(path, files, options)
     elif len(files) == 1:
         notice(files[0])
-        found = _open_one(kind, files[0], options)
+        source = _open_one(kind, files[0], options)
     else:
-        found = JoinedFiles(path, files, lambda file: _open_one(kind, file, options), notice)
-    found.skipped = (*others, *found.skipped)
-    return found
+        source = JoinedFiles(path, files, lambda file: _open_one(kind, file, options), notice)
+    source.skipped = (*others, *source.skipped)
+    return source
 
 
 def _open_one(kind: Kind, file: Path, options: FileOptions) -> RandomAccess:

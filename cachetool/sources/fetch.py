@@ -33,7 +33,7 @@ class Fetcher(Generic[T, R]):
         self._queue: SimpleQueue[tuple[Future[R], T, threading.Event] | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
         self._idle = threading.Semaphore(0)
-        self.held = 0
+        self.begun_bytes = 0
         """Bytes of the tasks that were begun and not taken."""
 
     def run(self, tasks: Iterable[T], *, ahead: int, size: Callable[[T], int]) -> Fetching[T, R]:
@@ -101,10 +101,10 @@ class Fetching(Generic[T, R]):
                     return
             nbytes = self._size(self._next)
             most = _FEW_AHEAD * self._ahead if len(self._begun) < _FEW else self._ahead
-            if self._begun and fetcher.held + nbytes > most:
+            if self._begun and fetcher.begun_bytes + nbytes > most:
                 return
             self._begun.append((fetcher.begin(self._next, self._stop), self._next, nbytes))
-            fetcher.held += nbytes
+            fetcher.begun_bytes += nbytes
             self._next = _END
 
     def __iter__(self) -> Self:
@@ -114,7 +114,7 @@ class Fetching(Generic[T, R]):
         if not self._begun:
             raise StopIteration
         result = self._begun[0][0].result()
-        self._fetcher.held -= self._begun.popleft()[2]
+        self._fetcher.begun_bytes -= self._begun.popleft()[2]
         self._begin()
         return result
 
@@ -122,7 +122,7 @@ class Fetching(Generic[T, R]):
         """Whether the next result is there within so long, or there will be none."""
         return not self._begun or bool(wait([self._begun[0][0]], seconds).done)
 
-    def rest(self, seconds: float) -> list[T]:
+    def drain(self, seconds: float) -> list[T]:
         """Begin no more, and give the tasks that are under way or done out of order, after they had so long to end."""
         self._stop.set()
         self.begun = True
@@ -136,7 +136,7 @@ class Fetching(Generic[T, R]):
         self.begun = True
         for future, _, nbytes in self._begun:
             future.cancel()
-            self._fetcher.held -= nbytes
+            self._fetcher.begun_bytes -= nbytes
         self._begun.clear()
 
 

@@ -60,19 +60,19 @@ def list_files(
         if alone and kind != "lmdb":
             seen.ask(files.name(0))
         indexes = [seen.of(files.name(number)) for number in range(listing.objects)]
-        found = [index for index in indexes if index is not None]
-        if kind == "lmdb" or len(found) < len(indexes):
+        present = [index for index in indexes if index is not None]
+        if kind == "lmdb" or len(present) < len(indexes):
             write_table(folder, kind, options, [], files=listing.objects, ours=ours)
         else:
-            facts = [index_facts(kind, files.identified(at), index, store.get) for at, index in enumerate(found)]
-            parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
+            facts = [index_facts(kind, files.identified(at), index, store.get) for at, index in enumerate(present)]
+            parts = [part for number, file_facts in enumerate(facts) for part in _placed(files, number, file_facts)]
             write_table(folder, kind, options, facts, files=listing.objects, parts=parts, ours=ours, seen=files.seen())
     elif kind == "npy":
         facts = _npy_facts(files, options)
         write_table(folder, kind, options, facts, files=listing.objects, seen=files.seen())
     else:
         facts = _look(files, folder, kind, options)
-    if facts and not any(each.rows for each in facts):
+    if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
         raise NotFound(f"no samples under {store.url}: no rows in {where}")
     return listing
@@ -104,9 +104,9 @@ def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> lis
         if not roots:
             raise NotFound(f"{files.store.url}: no Zarr in it")
     with Guarded(files, kind, options, roots=roots, folders=folders) as (server, source):
-        facts = [FileFacts(**each) for each in server.facts]
+        facts = [FileFacts(**file_facts) for file_facts in server.facts]
         _check(files, kind, facts)
-        parts = [part for number, each in enumerate(facts) for part in _placed(files, number, each)]
+        parts = [part for number, file_facts in enumerate(facts) for part in _placed(files, number, file_facts)]
         write_table(
             folder,
             kind,
@@ -172,19 +172,23 @@ class Guarded:
 
 def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
     """Rows that the guarded process says to lie in a file must lie in it: it may be under a hostile file's command."""
-    for number, each in enumerate(facts):
-        schema = Schema.from_json(each.schema)
+    for number, file_facts in enumerate(facts):
+        schema = Schema.from_json(file_facts.schema)
         for field in schema:
-            offset = each.offsets[field.name]
+            offset = file_facts.offsets[field.name]
             if offset < 0:
                 continue
-            stored = np.dtype(each.stored[field.name])
+            stored = np.dtype(file_facts.stored[field.name])
             same = stored.newbyteorder("<") == field.numpy.newbyteorder("<") and kind != "zarr"
-            if not same or offset + each.rows * field.nbytes > files.item(number).size:
+            if not same or offset + file_facts.rows * field.nbytes > files.item(number).size:
                 raise BadObject(f"{files.item(number).key!r}: field {field.name!r} reaches past the end of the file")
-        good = each.rows >= 0 and each.chunk >= 1
-        if each.cuts is not None:
-            good = good and bool((np.diff([0, *each.cuts]) > 0).all()) and (not each.cuts or each.cuts[-1] == each.rows)
+        good = file_facts.rows >= 0 and file_facts.chunk >= 1
+        if file_facts.cuts is not None:
+            good = (
+                good
+                and bool((np.diff([0, *file_facts.cuts]) > 0).all())
+                and (not file_facts.cuts or file_facts.cuts[-1] == file_facts.rows)
+            )
         if not good:
             raise BadObject(f"{files.name(number)!r}: its reader talks nonsense")
 
@@ -215,8 +219,8 @@ def _npy_facts(files: Files, options: SourceOptions) -> list[FileFacts]:
             raise BadObject(f"{item.key!r} holds a single number; its rows should be samples")
         if fortran and len(shape) > 1:
             raise BadObject(f"{item.key!r} is stored column by column, so that its rows cannot be fetched")
-        found = item.key.rpartition("/")[2].rpartition(".")[0] if single else "npy"
-        name = options.rename.get(found, found)
+        stem = item.key.rpartition("/")[2].rpartition(".")[0] if single else "npy"
+        name = options.rename.get(stem, stem)
         field = Field(name, dtype.newbyteorder("<").str, shape[1:])
         if start + shape[0] * field.nbytes != item.size:
             raise BadObject(f"{item.key!r}: {item.size} bytes are not a {dtype} array {shape}")

@@ -122,17 +122,17 @@ class _Extents:
 
     def _column(self, file: int, field: Field) -> memoryview:
         """All of a small field."""
-        found = self._kept.get((file, field.name))
-        if found is None:
+        body = self._kept.get((file, field.name))
+        if body is None:
             offset, count = self._table.offset(file, field.name), field.nbytes * int(self._table.rows[file])
-            found = self._files.store.get_range(self._files.item(file), offset, count)
-            self.fetched += len(found)
-            self._kept[file, field.name] = found
+            body = self._files.store.get_range(self._files.item(file), offset, count)
+            self.fetched += len(body)
+            self._kept[file, field.name] = body
             while sum(map(len, self._kept.values())) > _KEPT and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         else:
             self._kept.move_to_end((file, field.name))
-        return found
+        return body
 
     def close(self) -> None:
         self._kept.clear()
@@ -219,7 +219,7 @@ class _Archives:
         self.fetched = 0
 
     def wants(self, run: Run) -> list[Want]:
-        if not self._table.whole:
+        if not self._table.file_is_unit:
             return [Want(item, start, stop) for item, start, stop in self._table.parts_of(run).tolist()]
         size = self._files.item(run.file).size
         if size > MAX_WHOLE:
@@ -227,25 +227,25 @@ class _Archives:
         return [Want(run.file, at, min(at + _PART, size)) for at in range(0, size, _PART)]
 
     def nbytes(self, run: Run) -> int:
-        if not self._table.whole:
+        if not self._table.file_is_unit:
             return sum(want.stop - want.start for want in self.wants(run))
         return int(self._files.item(run.file).size)
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
         item = self._files.item(run.file)
-        if self._table.whole and item.size > MAX_WHOLE:
+        if self._table.file_is_unit and item.size > MAX_WHOLE:
             raise BadObject(f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole")
         with _nameless() as (fd, path):
             while bodies:
                 body = bodies.pop(0)
                 while body:
                     body = body[os.write(fd, body) :]
-            if self._kind == "tar" and not self._table.whole:
+            if self._kind == "tar" and not self._table.file_is_unit:
                 os.write(fd, bytes(_TAR_END))
-            with renamed(path, item.key), self._opened(path) as found:
-                blocks = list(found.blocks())
-                block = Block.concat(blocks) if blocks else Block.from_samples(found.schema, [])
-            if not self._table.whole and len(block) != run.stop - run.start:
+            with renamed(path, item.key), self._opened(path) as source:
+                blocks = list(source.blocks())
+                block = Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
+            if not self._table.file_is_unit and len(block) != run.stop - run.start:
                 raise BadObject(f"{item.key!r} holds other records than its index says")
             return block
 

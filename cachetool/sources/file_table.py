@@ -76,7 +76,7 @@ class Table:
     """For Zarr the folder of each; else empty, and the objects of the listing are the files."""
     folders: tuple[str, ...]
     """For Zarr all folders that hold metadata."""
-    whole: bool
+    file_is_unit: bool
     """Whether a file is one unit, whose samples nobody has counted."""
     layouts: tuple[Layout, ...]
     """Empty for archives and records, whose fields are seen when they are read."""
@@ -103,21 +103,21 @@ class Table:
         names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
         with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
             layouts = tuple(
-                Layout(Schema.from_json(each["schema"]), tuple(np.dtype(name) for name in each["stored"]))
-                for each in about["layouts"]
+                Layout(Schema.from_json(layout["schema"]), tuple(np.dtype(name) for name in layout["stored"]))
+                for layout in about["layouts"]
             )
         counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
         return cls(
-            about["kind"],
-            about["chosen"],
-            tuple(about["roots"]),
-            tuple(about["folders"]),
-            about["whole"],
-            layouts,
-            about["piece"],
-            tuple((str(name), str(why)) for name, why in about["skipped"]),
-            Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
-            {int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
+            kind=about["kind"],
+            chosen=about["chosen"],
+            roots=tuple(about["roots"]),
+            folders=tuple(about["folders"]),
+            file_is_unit=about["whole"],
+            layouts=layouts,
+            piece=about["piece"],
+            skipped=tuple((str(name), str(why)) for name, why in about["skipped"]),
+            ours=Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
+            seen={int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
             cut_bounds=np.searchsorted(
@@ -136,7 +136,7 @@ class Table:
 
     def unit_sizes(self) -> _Numbers | int:
         """Samples of each unit; the number of units when each is one sample."""
-        if self.whole:
+        if self.file_is_unit:
             return len(self.rows)
         if not len(self.cuts) and (self.chunk == 1).all():
             return int(self.starts[-1])
@@ -170,7 +170,7 @@ class Table:
 
     def runs(self, samples: _Numbers) -> list[Run]:
         """``samples`` in the order given, cut wherever the unit changes."""
-        if self.whole:
+        if self.file_is_unit:
             return [Run(at, int(file), 0, 0, np.zeros(1, np.int64)) for at, file in enumerate(samples)]
         files = np.searchsorted(self.starts, samples, side="right") - 1
         rows = samples - self.starts[files]
@@ -178,12 +178,12 @@ class Table:
         start = rows // np.maximum(chunks, 1) * chunks
         stop = np.minimum(start + chunks, self.rows[files])
         for file in np.unique(files[chunks == 0]):
-            mine = files == file
+            in_file = files == file
             sizes = self._cuts_of(file)
             ends = np.cumsum(sizes)
-            at = np.searchsorted(ends, rows[mine], side="right")
-            stop[mine] = ends[at]
-            start[mine] = ends[at] - sizes[at]
+            at = np.searchsorted(ends, rows[in_file], side="right")
+            stop[in_file] = ends[at]
+            start[in_file] = ends[at] - sizes[at]
         changes = np.flatnonzero((np.diff(files) != 0) | (np.diff(start) != 0)) + 1
         firsts = [0, *changes.tolist()] if len(samples) else []
         lasts = [*changes.tolist(), len(samples)]
@@ -216,21 +216,21 @@ def write_table(
     layouts: dict[str, int] = {}
     layout, chunk, cuts = [], [], []
     names = Schema.from_json(facts[0].schema).names if facts and facts[0].schema else ()
-    for each in facts:
-        stored = list(each.stored.values()) if len(each.stored) == len(each.schema) else []
-        if each.schema:
-            text = json.dumps({"schema": each.schema, "stored": stored})
+    for file_facts in facts:
+        stored = list(file_facts.stored.values()) if len(file_facts.stored) == len(file_facts.schema) else []
+        if file_facts.schema:
+            text = json.dumps({"schema": file_facts.schema, "stored": stored})
             layout.append(layouts.setdefault(text, len(layouts)))
-        if each.cuts is not None:
+        if file_facts.cuts is not None:
             chunk.append(0)
-            cuts += [stop - start for start, stop in zip([0, *each.cuts], each.cuts, strict=False)]
+            cuts += [stop - start for start, stop in zip([0, *file_facts.cuts], file_facts.cuts, strict=False)]
         else:
-            chunk.append(_unit_rows(each))
+            chunk.append(_unit_rows(file_facts))
     arrays: dict[str, npt.NDArray[Any]] = {
-        "rows": np.array([each.rows for each in facts] if facts else [1] * files, dtype=np.int64),
+        "rows": np.array([file_facts.rows for file_facts in facts] if facts else [1] * files, dtype=np.int64),
         "chunk": np.array(chunk if facts else [1] * files, dtype=np.int64),
         "layout": np.array(layout, dtype=np.int32),
-        "offsets": np.array([[each.offsets[name] for name in names] for each in facts], dtype=np.int64),
+        "offsets": np.array([[file_facts.offsets[name] for name in names] for file_facts in facts], dtype=np.int64),
         "cuts": np.array(cuts, dtype=np.int64),
         "parts": np.array(sorted(parts), dtype=np.int64).reshape(-1, 5),
     }
@@ -244,11 +244,11 @@ def write_table(
         "roots": roots,
         "folders": folders,
         "whole": not facts,
-        "layouts": [json.loads(each) for each in layouts],
-        "piece": max((each.piece for each in facts), default=0),
+        "layouts": [json.loads(encoded) for encoded in layouts],
+        "piece": max((file_facts.piece for file_facts in facts), default=0),
         "skipped": skipped,
         "ours": None if ours is None else ours.to_json(),
-        "seen": [[number, *told] for number, told in (seen or {}).items()],
+        "seen": [[number, *identity] for number, identity in (seen or {}).items()],
     }
     with replacing(folder / TABLE_FILE, durable=False) as file:
         file.write(json.dumps(about).encode())

@@ -5,7 +5,7 @@
     draws asked for -> runs (one unit each) -> batches of about a block -> parts to fetch, neighbours joined
       -> threads: ranged GETs -> bytes, by extents or through the guarded process -> rows in drawn order -> pieces
 
-Runs that become one piece, and the requests that fetch their parts: neighbours in one.
+:class:`Batch` has the runs that become one piece, and the requests that fetch their parts: neighbours in one.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObje
     """The batch of these runs; ``errors`` are known before. Parts that lie side by side become one request."""
     parts = sorted(
         (want.item, want.start, want.stop, number, part)
-        for number, mine in enumerate(wants)
-        for part, want in enumerate(mine)
+        for number, run_wants in enumerate(wants)
+        for part, want in enumerate(run_wants)
     )
     gets: list[Get] = []
     for item, start, stop, number, part in parts:
@@ -95,7 +95,7 @@ def batch_of(runs: list[Run], wants: list[list[Want]], errors: dict[int, BadObje
             last.parts.append((number, part))
         else:
             gets.append(Get(item, start, stop, [(number, part)]))
-    bodies = [[memoryview(b"")] * len(mine) for mine in wants]
+    bodies = [[memoryview(b"")] * len(run_wants) for run_wants in wants]
     return Batch(runs, wants, gets or [Get(0, 0, 0)], bodies, errors)
 
 
@@ -155,7 +155,7 @@ class FilesSource:
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:
         """The schema that all files share; how large samples are, and what archives hold, is seen of a few."""
-        left_out = tuple(each for each in self._table.skipped if each[1] != NOT_ASKED)
+        left_out = tuple(entry for entry in self._table.skipped if entry[1] != NOT_ASKED)
         return replace(self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad), left_out=left_out)
 
     def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
@@ -170,18 +170,20 @@ class FilesSource:
         blocks: list[Block] = []
         names: list[str] = []
         first_error: Exception | None = None
-        looked = held = 0
-        for unit in units[: _PROBED if self._table.whole else len(units)]:
+        looked = fetched = 0
+        for unit in units[: _PROBED if self._table.file_is_unit else len(units)]:
             for batch in self._fetched(np.array([unit])):
-                found = self._blocks(batch)
+                run_blocks = self._blocks(batch)
                 error = batch.errors.get(0)
                 if error is not None and not skip_bad:
                     raise error
                 first_error = first_error or error
-                names += [self._called(run.file) for run, block in zip(batch.runs, found, strict=True) if len(block)]
-                blocks += [block for block in found if len(block)]
-                looked, held = looked + 1, held + batch.fetched
-            if blocks and held >= _PROBED_BYTES:
+                names += [
+                    self._called(run.file) for run, block in zip(batch.runs, run_blocks, strict=True) if len(block)
+                ]
+                blocks += [block for block in run_blocks if len(block)]
+                looked, fetched = looked + 1, fetched + batch.fetched
+            if blocks and fetched >= _PROBED_BYTES:
                 break
         if not blocks:
             raise first_error or NotFound(f"no samples under {self.url}")
@@ -191,12 +193,12 @@ class FilesSource:
 
     def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
         """The first samples of ``units``: a few, but as many as there are where images are to be looked at."""
-        blocks, held = [], 0
+        blocks, nbytes = [], 0
         with contextlib.closing(self._fetched(units if self._images else units[:_PROBED])) as batches:
             for piece in self._pieces(batches, schema, skip_bad=skip_bad):
                 blocks.append(piece.block)
-                held += piece.block.nbytes
-                if held >= _PROBED_BYTES:
+                nbytes += piece.block.nbytes
+                if nbytes >= _PROBED_BYTES:
                     break
         return blocks
 
@@ -229,10 +231,10 @@ class FilesSource:
         for batch in batches:
             blocks: list[Block] = []
             draws, skipped = [], []
-            found = self._blocks(batch)
+            run_blocks = self._blocks(batch)
             done = batch.runs[-1].first + len(batch.runs[-1].inside)
             failed: BadObject | NotFound | None = None
-            for number, (run, block) in enumerate(zip(batch.runs, found, strict=True)):
+            for number, (run, block) in enumerate(zip(batch.runs, run_blocks, strict=True)):
                 error = batch.errors.get(number)
                 if error is None:
                     try:
@@ -249,7 +251,7 @@ class FilesSource:
                     skipped += [Skipped(run.first + at, key, reason) for at, key in enumerate(keys)]
                 else:
                     first = np.arange(run.first, run.first + len(run.inside))
-                    draws.append(np.repeat(first, len(block)) if self._table.whole else first)
+                    draws.append(np.repeat(first, len(block)) if self._table.file_is_unit else first)
             block = Block.concat(blocks) if blocks else Block.from_samples(schema, [])
             at = np.concatenate(draws) if draws else np.zeros(0, np.int64)
             if blocks or failed is None:
@@ -273,18 +275,18 @@ class FilesSource:
         runs: list[Run] = []
         wants: list[list[Want]] = []
         errors: dict[int, BadObject | NotFound] = {}
-        held = 0
+        total = 0
         for run in self._table.runs(units):
             want, nbytes, error = self._wanted(run)
-            if runs and (held + nbytes > most or len(runs) >= together or self._table.whole):
+            if runs and (total + nbytes > most or len(runs) >= together or self._table.file_is_unit):
                 yield batch_of(runs, wants, errors)
                 together = min(MAX_RUNS, 2 * together)
-                runs, wants, errors, held = [], [], {}, 0
+                runs, wants, errors, total = [], [], {}, 0
             if error is not None:
                 errors[len(runs)] = error
             runs.append(run)
             wants.append(want)
-            held += nbytes
+            total += nbytes
         if runs:
             yield batch_of(runs, wants, errors)
 
@@ -319,7 +321,7 @@ class FilesSource:
             if number not in batch.errors:
                 try:
                     block = self._reader.block(run, batch.bodies[number])
-                    if not self._table.whole and not _in_order(run):
+                    if not self._table.file_is_unit and not _in_order(run):
                         block = block.take(run.inside)
                     block = self._completed(run, block)
                 except (BadObject, NotFound) as error:
@@ -367,7 +369,7 @@ class FilesSource:
 
     def _keys(self, run: Run, count: int = 1) -> list[str]:
         name = self._called(run.file)
-        if self._table.whole:
+        if self._table.file_is_unit:
             return [name] if count == 1 and not self._reader.numbered else [f"{name}#{at}" for at in range(count)]
         return [f"{name}#{run.start + at}" for at in run.inside.tolist()]
 

@@ -242,8 +242,8 @@ def read_block(schema: Schema, sizes: Sequence[int], receive: Any) -> Block:
         size = int(next(pending, -1))
         if size < 0 or size % dtype.itemsize:
             raise ValueError("an array of no sound size")
-        found: npt.NDArray[Any] = receive(size).view(dtype)
-        return found
+        values: npt.NDArray[Any] = receive(size).view(dtype)
+        return values
 
     columns: dict[str, Column] = {}
     for field in schema:

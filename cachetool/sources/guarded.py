@@ -93,8 +93,8 @@ def _serve(out: IO[bytes], source: RandomAccess, seconds: int) -> None:
         else:
             if "blocks" in asked:
                 blocks = source.blocks(block_bytes=asked["blocks"])
-            found = next(blocks, None)
-            block = Block.from_samples(source.schema, []) if found is None else found
+            next_block = next(blocks, None)
+            block = Block.from_samples(source.schema, []) if next_block is None else next_block
         _send(out, block)
 
 

@@ -64,11 +64,11 @@ def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, 
         columns = []
         for name, dataset in _datasets(path, root, options, skipped):
             with reading(f"{path}: {quoted(name)}"):
-                found = _column(file, name, dataset, stored=stored)
-            if isinstance(found, str):
-                skipped.append((name, found))
+                column = _column(file, name, dataset, stored=stored)
+            if isinstance(column, str):
+                skipped.append((name, column))
             else:
-                columns.append(found)
+                columns.append(column)
         for slab in file.slabs:
             slab.share(len(file.slabs))
         return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close, ours=ours)
@@ -142,26 +142,26 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
                 skipped.append((prefix + name.decode("utf-8", "backslashreplace"), "its name is not UTF-8"))
                 continue
             with reading(f"{path}: {quoted(prefix + name)}"):
-                found = _member(path, prefix + name, group, name, options)
-                if isinstance(found, str):
-                    skipped.append((prefix + name, found))
+                entry = _member(path, prefix + name, group, name, options)
+                if isinstance(entry, str):
+                    skipped.append((prefix + name, entry))
                     continue
-                info = h5py.h5o.get_info(found.id)
+                info = h5py.h5o.get_info(entry.id)
             first = seen.setdefault((info.fileno, info.addr), prefix + name)
-            named = options.fields is not None and options.wants(prefix + name) and isinstance(found, h5py.Dataset)
+            named = options.fields is not None and options.wants(prefix + name) and isinstance(entry, h5py.Dataset)
             if first != prefix + name and not named:
                 skipped.append((prefix + name, f"the same as {quoted(first)}"))
                 continue
-            if isinstance(found, h5py.Group):
+            if isinstance(entry, h5py.Group):
                 if prefix.count("/") >= _MAX_DEPTH:
                     raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(prefix)}")
-                folders.append((f"{prefix}{name}/", found))
-            elif not isinstance(found, h5py.Dataset):
+                folders.append((f"{prefix}{name}/", entry))
+            elif not isinstance(entry, h5py.Dataset):
                 skipped.append((prefix + name, "a named type"))
             elif not options.wants(prefix + name):
                 skipped.append((prefix + name, NOT_ASKED))
             else:
-                yield prefix + name, found
+                yield prefix + name, entry
 
 
 def _member(path: Path, full: str, group: Any, name: str, options: FileOptions) -> Any:
@@ -173,14 +173,14 @@ def _member(path: Path, full: str, group: Any, name: str, options: FileOptions) 
         return "a link into another file"
     if not isinstance(link, h5py.HardLink):
         return "a soft link"
-    found = group[name]
-    if isinstance(found, h5py.Dataset):
-        how = found.id.get_create_plist()
+    entry = group[name]
+    if isinstance(entry, h5py.Dataset):
+        how = entry.id.get_create_plist()
         if how.get_external_count() or how.get_layout() == h5py.h5d.VIRTUAL:
             if options.wants(full):
                 raise BadObject(f"{path}: {quoted(full)} takes its bytes from other files, which is refused;{_OTHER}")
             return "its bytes lie in other files"
-    return found
+    return entry
 
 
 _OTHER = "\nchoose other fields with --fields, or copy the data into one file first (h5repack)"
@@ -258,9 +258,9 @@ def _plain(dataset: Any, dtype: np.dtype[Any]) -> bool:
 
 def _parts(dataset: Any) -> list[Part]:
     """The chunks that are stored."""
-    found: list[Part] = []
-    dataset.id.chunk_iter(lambda info: found.append((info.chunk_offset[0], info.byte_offset, info.size, "")))
-    return found
+    parts: list[Part] = []
+    dataset.id.chunk_iter(lambda info: parts.append((info.chunk_offset[0], info.byte_offset, info.size, "")))
+    return parts
 
 
 def _unreadable(dataset: Any) -> str | None:

@@ -1,14 +1,20 @@
-"""Images into uint8 arrays (height, width, 3), by simplejpeg and Pillow (extra ``image``).
+"""Images into arrays: their decoding, and ``--decode image`` for the values of files.
 
-Gray, palette and CMYK images become RGB, an alpha channel is dropped, the first frame counts, and orientation tags are
-not followed, so that pixels are as they are stored. Images of more than 8 bits a channel are refused rather than
-rounded. An image that claims to be far larger than its bytes can mean is refused before it is unpacked.
+:func:`decode_image` makes uint8 arrays (height, width, 3), by simplejpeg and Pillow (extra ``image``). Gray, palette
+and CMYK images become RGB, an alpha channel is dropped, the first frame counts, and orientation tags are not followed,
+so that pixels are as they are stored. Images of more than 8 bits a channel are refused rather than rounded. An image
+that claims to be far larger than its bytes can mean is refused before it is unpacked.
 
 Given a size, images are made that high and wide, sides stretched apart where their ratio differs: filtered bicubically
 over all pixels that fall into one, averaged in blocks first as long as three a side are left of each. The decoder of a
 JPEG does that, which is why a large one takes less time resized than whole.
 
-``--decode image`` for files of rows and records: values that hold images become arrays.
+:func:`decoded` is ``--decode image`` for files whose values do not say by a name what they are: TFRecord, HDF5, Zarr.
+
+A field of bytes, or of lists of uint8, whose first value begins as an image does is a field of images; every value must
+then be one. All of them are looked at first, so that images of one size become a fixed field, and others a ragged one.
+
+:func:`with_images` is ``--decode image`` for remote files of rows and records: values that hold images become arrays.
 
 Which fields those are, and how large, is seen in the first draws, as with objects::
 
@@ -16,11 +22,6 @@ Which fields those are, and how large, is seen in the first draws, as with objec
     all of one size  ->  a fixed field            several sizes  ->  a ragged one
 
 Where the dataset has such a field and a file has bytes, each of them must be an image.
-
-``--decode image`` for files whose values do not say by a name what they are: TFRecord, HDF5, Zarr.
-
-A field of bytes, or of lists of uint8, whose first value begins as an image does is a field of images; every value must
-then be one. All of them are looked at first, so that images of one size become a fixed field, and others a ragged one.
 """
 
 from __future__ import annotations
@@ -64,105 +65,6 @@ _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\
 PACKED = 16
 """About how many times larger a photograph is without compression."""
 
-
-def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
-    """``source`` with its fields of images decoded, all to ``size`` if that is given; itself when it has none."""
-    names = [field.name for field in source.schema if field.kind == "bytes" or is_list_of_bytes(field)]
-    first = next(source.blocks(), None) if names else None
-    source.close()
-    images = [name for name in names if first is not None and begins_as_image(first.columns[name])]
-    if not images:
-        return source
-    return _DecodedRandom(source, images, size) if hasattr(source, "read") else DecodedFile(source, images, size)
-
-
-class DecodedFile(ClosingFile):
-    """Another source with images in place of their bytes; see :class:`cachetool.sources.readers.FileSource`."""
-
-    def __init__(self, source: FileSource, images: Sequence[str], size: ImageSize | None) -> None:
-        """Looks at the header of every image, unless all get one ``size``.
-
-        Raises :class:`BadObject` naming the sample that holds none.
-        """
-        self.path, self.samples, self.skipped = source.path, source.samples, source.skipped
-        self._source, self._size = source, size
-        shapes = self._shapes(images) if size is None else {name: {(*size, 3)} for name in images}
-        fields = [
-            Field(f.name, "|u1", next(iter(shapes[f.name])) if len(shapes[f.name]) == 1 else (None,) * 3)
-            if f.name in shapes
-            else f
-            for f in source.schema
-        ]
-        self.schema = Schema(tuple(fields))
-        self._images = self.schema.select(images)
-
-    def _shapes(self, images: Sequence[str]) -> dict[str, set[tuple[int, ...]]]:
-        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
-        at = 0
-        for block in self._source.blocks():
-            for name, found in shapes.items():
-                found.update(self._each(block, name, at, image_shape))
-            at += len(block)
-        self._source.close()
-        return shapes
-
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
-        at = 0
-        for block in self._source.blocks(block_bytes=max(1, block_bytes // PACKED)):
-            yield self._decode(block, at)
-            at += len(block)
-
-    def close(self) -> None:
-        """Let go of the source's files."""
-        self._source.close()
-
-    def _decode(self, block: Block, at: int) -> Block:
-        columns: dict[str, Column] = dict(block.columns)
-        for field in self._images:
-            use = partial(decode_image, size=self._size)
-            values = [{field.name: pixels} for pixels in self._each(block, field.name, at, use)]
-            try:
-                columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
-            except UsageError as error:
-                raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
-        return Block(self.schema, columns)
-
-    def _each(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
-        column = block.columns[name]
-        assert isinstance(column, Ragged)
-        for index in range(len(column)):
-            try:
-                yield use(column[index].data)
-            except BadObject as error:
-                raise BadObject(f"{self.path}: sample {at + index}: {quoted(name)}: {error}") from error
-
-
-class _DecodedRandom(DecodedFile):
-    """The same over a source that reads any run of samples."""
-
-    _source: RandomAccess
-
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
-        return self._decode(self._source.read(start, stop), start)
-
-
-def is_list_of_bytes(field: Field) -> bool:
-    """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
-    return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
-
-
-def begins_as_image(column: Any) -> bool:
-    """Whether the first value of a column that is not empty begins as an image does."""
-    assert isinstance(column, Ragged)
-    held = np.flatnonzero(column.sizes)
-    if not len(held):
-        return False
-    head = column[int(held[0])][:16].tobytes()
-    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
-
-
 T = TypeVar("T")
 
 MAX_PIXELS = 2**27
@@ -193,9 +95,9 @@ def decode_image(data: memoryview, size: tuple[int, int] | None = None) -> np.nd
     if size is not None:
         return _by_pillow(data, lambda image: _resized(image, *size))
     if bytes(data[:3]) == b"\xff\xd8\xff":
-        found = _jpeg(data)
-        if found is not None:
-            return found
+        pixels = _jpeg(data)
+        if pixels is not None:
+            return pixels
     return _by_pillow(data, lambda image: np.asarray(_rgb(image)))
 
 
@@ -307,6 +209,104 @@ def _check(width: int, height: int, nbytes: int) -> None:
         raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")
 
 
+def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
+    """``source`` with its fields of images decoded, all to ``size`` if that is given; itself when it has none."""
+    names = [field.name for field in source.schema if field.kind == "bytes" or is_list_of_bytes(field)]
+    first = next(source.blocks(), None) if names else None
+    source.close()
+    images = [name for name in names if first is not None and begins_as_image(first.columns[name])]
+    if not images:
+        return source
+    return _DecodedRandom(source, images, size) if hasattr(source, "read") else DecodedFile(source, images, size)
+
+
+class DecodedFile(ClosingFile):
+    """Another source with images in place of their bytes; see :class:`cachetool.sources.readers.FileSource`."""
+
+    def __init__(self, source: FileSource, images: Sequence[str], size: ImageSize | None) -> None:
+        """Looks at the header of every image, unless all get one ``size``.
+
+        Raises :class:`BadObject` naming the sample that holds none.
+        """
+        self.path, self.samples, self.skipped = source.path, source.samples, source.skipped
+        self._source, self._size = source, size
+        shapes = self._shapes(images) if size is None else {name: {(*size, 3)} for name in images}
+        fields = [
+            Field(f.name, "|u1", next(iter(shapes[f.name])) if len(shapes[f.name]) == 1 else (None,) * 3)
+            if f.name in shapes
+            else f
+            for f in source.schema
+        ]
+        self.schema = Schema(tuple(fields))
+        self._images = self.schema.select(images)
+
+    def _shapes(self, images: Sequence[str]) -> dict[str, set[tuple[int, ...]]]:
+        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
+        at = 0
+        for block in self._source.blocks():
+            for name, distinct in shapes.items():
+                distinct.update(self._map_values(block, name, at, image_shape))
+            at += len(block)
+        self._source.close()
+        return shapes
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
+        at = 0
+        for block in self._source.blocks(block_bytes=max(1, block_bytes // PACKED)):
+            yield self._decode(block, at)
+            at += len(block)
+
+    def close(self) -> None:
+        """Let go of the source's files."""
+        self._source.close()
+
+    def _decode(self, block: Block, at: int) -> Block:
+        columns: dict[str, Column] = dict(block.columns)
+        for field in self._images:
+            use = partial(decode_image, size=self._size)
+            values = [{field.name: pixels} for pixels in self._map_values(block, field.name, at, use)]
+            try:
+                columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
+            except UsageError as error:
+                raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
+        return Block(self.schema, columns)
+
+    def _map_values(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
+        column = block.columns[name]
+        assert isinstance(column, Ragged)
+        for index in range(len(column)):
+            try:
+                yield use(column[index].data)
+            except BadObject as error:
+                raise BadObject(f"{self.path}: sample {at + index}: {quoted(name)}: {error}") from error
+
+
+class _DecodedRandom(DecodedFile):
+    """The same over a source that reads any run of samples."""
+
+    _source: RandomAccess
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        return self._decode(self._source.read(start, stop), start)
+
+
+def is_list_of_bytes(field: Field) -> bool:
+    """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
+    return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
+
+
+def begins_as_image(column: Any) -> bool:
+    """Whether the first value of a column that is not empty begins as an image does."""
+    assert isinstance(column, Ragged)
+    nonempty = np.flatnonzero(column.sizes)
+    if not len(nonempty):
+        return False
+    head = column[int(nonempty[0])][:16].tobytes()
+    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
 def with_images(
     schema: Schema, blocks: Sequence[Block], size: ImageSize | None, *, skip_bad: bool
 ) -> tuple[Schema, int]:
@@ -339,13 +339,13 @@ def _shapes(block: Block, name: str, size: ImageSize | None, *, skip_bad: bool) 
                 raise _named(block, name, at, error) from error
 
 
-def packed(schema: Schema, found: Schema) -> Schema:
-    """``schema`` with bytes in place of the images that a file, whose fields are ``found``, has not decoded."""
+def packed(schema: Schema, file_schema: Schema) -> Schema:
+    """``schema`` with bytes in place of the images that a file, whose fields are ``file_schema``, has not decoded."""
     fields = []
     for field in schema:
         image = field.rank == 3 and field.dtype == "|u1"
-        raw = image and field.name in found and _may_hold_images(found[field.name])
-        fields.append(found[field.name] if raw else field)
+        raw = image and field.name in file_schema and _may_hold_images(file_schema[field.name])
+        fields.append(file_schema[field.name] if raw else field)
     return Schema(tuple(fields))
 
 
@@ -380,19 +380,19 @@ def _unpacked(
             raise next(iter(bad.values()))
         keep = np.flatnonzero(~np.isin(at, at[list(bad)]))
         for index, error in bad.items():
-            if all(int(at[index]) != each.draw for each in skipped):
+            if all(int(at[index]) != skip.draw for skip in skipped):
                 skipped = (*skipped, Skipped(int(at[index]), _key(part, index), " ".join(str(error).split("\n"))))
-        made: dict[str, Column] = {}
+        out: dict[str, Column] = {}
         for field in schema:
             if field.name in images:
                 values = [{field.name: columns[field.name][index]} for index in keep.tolist()]
-                made[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
+                out[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
             else:
                 column = part.columns[field.name]
                 kept = column if not bad else column.take(keep) if isinstance(column, Ragged) else column[keep]
-                made[field.name] = kept
+                out[field.name] = kept
         done = int(draws[stop]) if stop < len(block) else piece.done
-        yield ReadResult(Block(schema, made), at[keep], done, skipped, fetched)
+        yield ReadResult(Block(schema, out), at[keep], done, skipped, fetched)
         start, skipped, fetched = stop, (), 0
 
 
@@ -400,7 +400,7 @@ def _decoded(
     block: Block, images: Schema, size: ImageSize | None
 ) -> tuple[dict[str, list[np.ndarray]], dict[int, BadObject]]:
     """The pixels of each field, and the samples with an image that cannot be decoded or does not fit."""
-    found: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
+    arrays: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
     bad: dict[int, BadObject] = {}
     nothing = np.zeros((0, 0, 0), dtype=np.uint8)
     for field in images:
@@ -414,8 +414,8 @@ def _decoded(
                     )
             except BadObject as error:
                 bad.setdefault(at, _named(block, field.name, at, error))
-            found[field.name].append(pixels)
-    return found, bad
+            arrays[field.name].append(pixels)
+    return arrays, bad
 
 
 def _value(block: Block, name: str, at: int) -> memoryview:

@@ -36,16 +36,16 @@ class JoinedFiles(ClosingFile):
         skipped: list[tuple[str, str]] = []
         for file in files:
             notice(file)
-            found = open_one(file)
-            found.close()
-            self._files.append(found)
-            skipped += [(f"{file.name}: {name}", reason) for name, reason in found.skipped]
+            opened = open_one(file)
+            opened.close()
+            self._files.append(opened)
+            skipped += [(f"{file.name}: {name}", reason) for name, reason in opened.skipped]
         self.skipped = bounded(skipped)
-        self.piece = max(each.piece for each in self._files)
+        self.piece = max(source.piece for source in self._files)
         self.schema = self._files[0].schema
         for other in self._files[1:]:
             self.schema = common(self.schema, other.schema, first=self._files[0].path, then=other.path)
-        self._starts = [0, *accumulate(each.samples for each in self._files)]
+        self._starts = [0, *accumulate(source.samples for source in self._files)]
         self.samples = self._starts[-1]
 
     def read(self, start: int, stop: int) -> Block:

@@ -77,25 +77,25 @@ class Stem:
         if self._pattern is not None:
             return self._match(key)
         folder = key[: len(key) - len(name)]
-        stem, dot, rest = name.rpartition(".") if self.rule == "last" else name.partition(".")
-        if not dot or not rest:
+        stem, dot, suffix = name.rpartition(".") if self.rule == "last" else name.partition(".")
+        if not dot or not suffix:
             return "names without an extension"
-        return _part(folder + stem, *_cut(rest))
+        return _part(folder + stem, *_cut(suffix))
 
     def _match(self, key: str) -> Part | str:
         assert self._pattern is not None
-        found = self._pattern.match(key)
-        if found is None:
+        match = self._pattern.match(key)
+        if match is None:
             return "names that --stem does not match"
-        named = found.groupdict()
-        group: int | str = "key" if "key" in named else min(found.re.groups, 1)
-        sample = found.group(group)
+        named = match.groupdict()
+        group: int | str = "key" if "key" in named else min(match.re.groups, 1)
+        sample = match.group(group)
         if not sample:
             return "names that --stem does not match"
         extension = _extension(key)
         if named.get("field"):
             return _part(sample, named["field"], extension)
-        field, last = _cut(key[found.end(group) :].strip("._-/"))
+        field, last = _cut(key[match.end(group) :].strip("._-/"))
         if not field and last != extension:
             field = last
         return _part(sample, field, extension) if field or extension else "names without an extension"
@@ -106,12 +106,12 @@ def _extension(key: str) -> str:
     return name.rpartition(".")[2].lower() if "." in name else ""
 
 
-def _cut(rest: str) -> tuple[str, str]:
+def _cut(suffix: str) -> tuple[str, str]:
     """What follows the sample's key, as a field's name and an extension; an unknown extension stays with the name."""
-    name, _, extension = rest.rpartition(".")
+    name, _, extension = suffix.rpartition(".")
     if extension.lower() in _KINDS:
         return name.strip("."), extension.lower()
-    return "", rest
+    return "", suffix
 
 
 def _part(sample: str, name: str, extension: str) -> Part:

@@ -61,7 +61,7 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
         check_allocation(f"{what}: a row of {quoted(name)}", nbytes // max(1, rows), stored=stored)
     total = sum(max(nbytes, rows) for nbytes, rows in claims.values())  # rows of nothing do not go on for ever either
     if total > FREE_TOTAL + TOTAL_RATIO * stored:
-        name = max(claims, key=lambda each: claims[each][0])
+        name = max(claims, key=lambda array_name: claims[array_name][0])
         raise BadObject(
             f"{what} claims {format_size(total)} of samples out of {format_size(stored)} on disk, most in"
             f" {quoted(name)}; leave that out with --fields"

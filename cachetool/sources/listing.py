@@ -170,17 +170,20 @@ class _Writer:
                 np.save(file, np.frombuffer(column, dtype=np.int64), allow_pickle=False)
                 file.flush()
                 _sync(file.fileno())
-        known = np.frombuffer(sizes, dtype=np.int64)
-        if known.sum(dtype=np.float64) >= 2.0**62:
+        object_sizes = np.frombuffer(sizes, dtype=np.int64)
+        if object_sizes.sum(dtype=np.float64) >= 2.0**62:
             raise BadObject(
-                f"{self._url}: {len(known)} objects are said to have {known.sum(dtype=np.float64):.1e} bytes"
+                f"{self._url}: {len(object_sizes)} objects are said to have"
+                f" {object_sizes.sum(dtype=np.float64):.1e} bytes"
             )
         starts = np.frombuffer(units, dtype=np.int64)[:-1]
-        per_unit = np.add.reduceat(np.maximum(known, 0), starts) if len(known) else np.zeros(1, dtype=np.int64)
+        per_unit = (
+            np.add.reduceat(np.maximum(object_sizes, 0), starts) if len(object_sizes) else np.zeros(1, dtype=np.int64)
+        )
         return {
             "objects": len(sizes),
             "units": len(units) - 1,
-            "bytes": int(np.maximum(known, 0).sum()),
+            "bytes": int(np.maximum(object_sizes, 0).sum()),
             "largest": int(per_unit.max()),
             "digest": digest.hexdigest(),
         }
@@ -274,28 +277,32 @@ class Listing:
         """Map the listing in ``folder``. Raises :class:`CorruptError` when it is not one, or not whole."""
         names = ("keys", "key_offsets", "etags", "etag_offsets", "sizes", "units")
         with opened("listing", folder / LISTING_FILE, names, version=_VERSION) as (facts, arrays):
-            made = cls(
-                folder,
-                facts["url"],
-                facts["stem"],
-                facts["objects"],
-                facts["units"],
-                facts["bytes"],
-                facts["largest"],
-                facts["digest"],
-                facts["left_out"],
-                arrays["sizes"],
-                arrays["units"],
-                arrays["keys"],
-                arrays["key_offsets"],
-                arrays["etags"],
-                arrays["etag_offsets"],
+            listing = cls(
+                folder=folder,
+                url=facts["url"],
+                stem=facts["stem"],
+                objects=facts["objects"],
+                units=facts["units"],
+                bytes=facts["bytes"],
+                largest=facts["largest"],
+                digest=facts["digest"],
+                left_out=facts["left_out"],
+                sizes=arrays["sizes"],
+                unit_starts=arrays["units"],
+                _keys=arrays["keys"],
+                _key_offsets=arrays["key_offsets"],
+                _etags=arrays["etags"],
+                _etag_offsets=arrays["etag_offsets"],
             )
-        lengths = (len(made.sizes), len(made._key_offsets) - 1, len(made._etag_offsets) - 1)
-        whole = lengths == (made.objects,) * 3 and len(made.unit_starts) == made.units + 1
-        if not (whole and made._key_offsets[-1] == len(made._keys) and made._etag_offsets[-1] == len(made._etags)):
+        lengths = (len(listing.sizes), len(listing._key_offsets) - 1, len(listing._etag_offsets) - 1)
+        consistent = lengths == (listing.objects,) * 3 and len(listing.unit_starts) == listing.units + 1
+        if not (
+            consistent
+            and listing._key_offsets[-1] == len(listing._keys)
+            and listing._etag_offsets[-1] == len(listing._etags)
+        ):
             raise CorruptError(f"listing {str(folder)!r} is not whole; remove it to list again")
-        return made
+        return listing
 
     @property
     def identity(self) -> str:

@@ -165,12 +165,12 @@ class LMDBFile(ClosingFile):
             self._next += 1
         keys: list[memoryview] = []
         values: list[memoryview] = []
-        held = 0
+        total = 0
         for key, value in self._entries:
             keys.append(key)
             values.append(value)
-            held += len(key) + len(value)
-            if held >= nbytes or len(keys) >= count:
+            total += len(key) + len(value)
+            if total >= nbytes or len(keys) >= count:
                 break
         self._next += len(keys)
         return _Batch(keys, values)
@@ -229,22 +229,22 @@ class LMDBFile(ClosingFile):
             return replace(self._raw[0], name=name)
         if self._format in (None, "bytes"):
             return Field(name, "bytes")
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        example: dict[str, tuple[str, tuple[int, ...]]] = {}
         fixed = True
         for batch in self._batches(0, self.samples, nbytes=BLOCK_BYTES):
             for index in range(len(batch.values)):
                 dtype, shape = self._look(batch, index)
-                if not found:
-                    found[batch.key(index)] = dtype, shape
+                if not example:
+                    example[batch.key(index)] = dtype, shape
                     continue
-                ((first, (first_dtype, first_shape)),) = found.items()
+                ((first, (first_dtype, first_shape)),) = example.items()
                 if dtype != first_dtype or len(shape) != len(first_shape):
                     raise BadObject(
                         f"{self.path}: the value of {first} is {first_dtype} {first_shape}, that of {batch.key(index)}"
                         f" {dtype} {shape}: no field can hold both"
                     )
                 fixed = fixed and shape == first_shape
-        ((dtype, shape),) = found.values()
+        ((dtype, shape),) = example.values()
         return Field(name, dtype, shape if fixed else (None,) * len(shape))
 
     def _look(self, batch: _Batch, index: int) -> tuple[str, tuple[int, ...]]:

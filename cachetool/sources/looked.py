@@ -78,7 +78,7 @@ class _Keeping(_Beside):
     def __init__(self, store: Store, bodies: Path, places: Path) -> None:
         super().__init__(store)
         self._files = [new_file(path) for path in (bodies, places)]
-        self._held = 0
+        self._written = 0
 
     def get(self, item: Object) -> memoryview:
         body = self._store.get(item)
@@ -93,7 +93,7 @@ class _Keeping(_Beside):
 
     def _keep(self, item: Object, start: int, body: memoryview) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # no room, or closed
-            if self._held + len(body) > MOST:
+            if self._written + len(body) > MOST:
                 return
             bodies, places = self._files
             at = bodies.tell()
@@ -102,7 +102,7 @@ class _Keeping(_Beside):
             place = [item.key, item.size, item.etag, start, len(body), at]
             places.write(json.dumps(place).encode() + b"\n")
             places.flush()
-            self._held += len(body)
+            self._written += len(body)
 
     def close(self) -> None:
         self._store.close()
@@ -132,8 +132,8 @@ class _Giving(_Beside):
             places = self._places.get(item, [])
             for place in places:
                 first, count, at = place
-                whole = first == 0 and item.size in (-1, count)
-                if whole if length is None else first <= start and start + length <= first + count:
+                complete = first == 0 and item.size in (-1, count)
+                if complete if length is None else first <= start and start + length <= first + count:
                     if length is None or (first, count) == (start, length):
                         places.remove(place)
                     break

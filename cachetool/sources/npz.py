@@ -21,9 +21,9 @@ def directory_of(file: BinaryIO) -> zipfile.ZipFile:
     """The zip file in ``file``. Raises :class:`zipfile.BadZipFile`, also when its directory is far larger than one of
     as many arrays as a sample may have."""
     bounded = _Bounded(file)
-    found = zipfile.ZipFile(bounded)
+    archive = zipfile.ZipFile(bounded)
     bounded.most = None
-    return found
+    return archive
 
 
 def stream_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:

@@ -135,19 +135,19 @@ class _Member:
         """The array in a member, or why it is none. Raises what zipfile does for a damaged one."""
         with stream_of(archive.zip, info) as stream:
             try:
-                found = cls(archive, info, memoryview(stream.read(MAX_HEADER + 12)))
+                member = cls(archive, info, memoryview(stream.read(MAX_HEADER + 12)))
             except BadObject as error:
                 while stream.read(2**20):  # if it is damaged, its CRC says so at the end
                     pass
                 return str(error)
-        if not found.shape:
+        if not member.shape:
             return "a single number, without rows"
-        if found.dtype.kind in "SU" and len(found.shape) > 1:
-            return f"texts in {len(found.shape)} dimensions"
-        size = found._start + found._row * found.shape[0]
+        if member.dtype.kind in "SU" and len(member.shape) > 1:
+            return f"texts in {len(member.shape)} dimensions"
+        size = member._start + member._row * member.shape[0]
         if size != info.file_size:
-            raise ValueError(f"{info.file_size} bytes are not a {found.dtype} array {found.shape}")
-        return found
+            raise ValueError(f"{info.file_size} bytes are not a {member.dtype} array {member.shape}")
+        return member
 
     def column(self, name: str, *, stored: int) -> StoredColumn:
         """This array as a candidate for a field; ``stored`` is the size of the archive."""
@@ -184,5 +184,5 @@ class _Member:
     def _rows_of_columns(self, start: int, stop: int) -> Array:
         """Out of an array in Fortran's order, the bytes of whose rows lie all over it: read whole, once."""
         if self._stream is None or self._stream.closed:
-            self._whole = self._rows(0, self.shape[0]).reshape(self.shape[::-1]).T
-        return np.ascontiguousarray(self._whole[start:stop])
+            self._array = self._rows(0, self.shape[0]).reshape(self.shape[::-1]).T
+        return np.ascontiguousarray(self._array[start:stop])

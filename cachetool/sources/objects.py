@@ -4,9 +4,9 @@
 
     units asked for -> tasks of a few small units each -> threads: GET, decode -> in order -> columns -> pieces
 
-From the parts of one sample to its fields: which parts are needed, what their fields are called, what is added.
-
-Used for objects of a store and for members of tar files, and for values as well as for the shapes that stand for them.
+:class:`Assembler` makes the fields of one sample out of its parts: which parts are needed, what their fields are
+called, what is added. It is used for objects of a store and for members of tar files, and for values as well as for the
+shapes that stand for them.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class Assembler:
     def add(self, sample: Assembled[V], name: str, fields: Iterable[tuple[str, V]]) -> None:
         """Add the fields of the part ``name``. Raises :class:`BadObject` naming it."""
         try:
-            for found, value in fields:
-                new = self._options.rename.get(found, found)
+            for old, value in fields:
+                new = self._options.rename.get(old, old)
                 sample.names.append(new)
                 if self._wanted is not None and new not in self._wanted:
                     continue
                 if isinstance(value, Unusable):
-                    raise BadObject(f"{found[:100]!r}{value.why}; choose other fields with --fields")
+                    raise BadObject(f"{old[:100]!r}{value.why}; choose other fields with --fields")
                 _set(sample, new, value)
                 if len(sample.values) > MAX_FIELDS:
                     raise BadObject(f"it brings more than {MAX_FIELDS} fields; choose some with --fields")
@@ -130,7 +130,7 @@ _HEADS = 256 * 2**10
 _GUESS = 256 * 2**10
 """Stands for the size of an object that the listing does not tell."""
 _PIECE_SAMPLES = 2**14
-_REST = 1.0
+_DRAIN = 1.0
 """Seconds that requests under way are given when the reading ends with an error."""
 _LINGER, _LINGER_MOST = 0.2, 1.0
 """Seconds without a result, and seconds in all, after which what somebody waits for is handed out."""
@@ -348,8 +348,8 @@ class ObjectsSource:
             dtype, _, shape, start = npy_layout(self._store.get_range(item, 0, min(item.size, MAX_HEADER + 12)))
         except SourceError:
             return None
-        whole = start + math.prod(shape) * dtype.itemsize == item.size
-        return [(part.field, np.broadcast_to(np.zeros((), dtype), shape))] if whole else None
+        complete = start + math.prod(shape) * dtype.itemsize == item.size
+        return [(part.field, np.broadcast_to(np.zeros((), dtype), shape))] if complete else None
 
     def _names(self, sample: _Shapes, unit: int) -> list[str]:
         """Names of the fields of a sample, those included whose objects were not fetched."""
@@ -373,12 +373,12 @@ def _pieces(
 ) -> Generator[ReadResult]:
     names = set(schema.names)
     pending: list[tuple[int, _Sample]] = []
-    held = position = 0
+    pending_bytes = position = 0
 
     def gathered() -> ReadResult:
-        nonlocal pending, held
+        nonlocal pending, pending_bytes
         piece = _piece(pending, schema, position, skip_bad=skip_bad)
-        pending, held = [], 0  # before it is out: nothing may come twice, wherever this is interrupted
+        pending, pending_bytes = [], 0  # before it is out: nothing may come twice, wherever this is interrupted
         return piece
 
     try:
@@ -392,9 +392,9 @@ def _pieces(
                     news = False
                     continue
             news = True
-            if (found := next(fetching, None)) is None:
+            if (samples := next(fetching, None)) is None:
                 break
-            for sample in found:
+            for sample in samples:
                 if sample.failure is not None:
                     raise sample.failure
                 if sample.error is None and sample.values.keys() != names:
@@ -403,8 +403,8 @@ def _pieces(
                     raise sample.error
                 pending.append((position, sample))
                 position += 1
-                held += sample.nbytes
-                if held >= block_bytes or len(pending) >= _PIECE_SAMPLES:
+                pending_bytes += sample.nbytes
+                if pending_bytes >= block_bytes or len(pending) >= _PIECE_SAMPLES:
                     yield gathered()
     except (SourceError, Interrupted):
         if pending:
@@ -421,7 +421,7 @@ def _out_of_order(fetching: Fetching[_Task, list[_Sample]], schema: Schema, posi
     names = set(schema.names)
     good = [
         (at, sample)
-        for task in fetching.rest(_REST)
+        for task in fetching.drain(_DRAIN)
         for at, sample in enumerate(list(task.samples), task.start)
         if sample.error is None and sample.failure is None and sample.values.keys() == names and at >= position
     ]

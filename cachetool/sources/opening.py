@@ -60,16 +60,16 @@ def open_remote(path: Path, options: FileOptions, *, notice: Callable[[Path], No
     skipped: list[tuple[str, str]] = []
     rows, piece, first = [], 0, ""
     for number, name in enumerate(spec["files"]):
-        found = files.open(number)
-        facts = _facts(found)
+        file = files.open(number)
+        facts = _facts(file)
         ranges.tell(asdict(facts))
-        skipped += [(f"{name}: {each}" if len(spec["files"]) > 1 else each, why) for each, why in found.skipped]
+        skipped += [(f"{name}: {array}" if len(spec["files"]) > 1 else array, why) for array, why in file.skipped]
         rows.append(facts.rows)
         piece = max(piece, facts.piece)
         if schema is None:
-            schema, first = found.schema, name
+            schema, first = file.schema, name
         else:
-            schema = common(schema, found.schema, first=Path(first), then=Path(name))
+            schema = common(schema, file.schema, first=Path(first), then=Path(name))
     files.close()
     if schema is None:
         raise UsageError("no files")
@@ -97,8 +97,8 @@ class RemoteFiles(ClosingFile):
         """Samples ``start`` to ``stop``, which are of one file."""
         number = bisect_right(self._starts, start) - 1
         first = self._starts[number]
-        found = self._files.open(number)
-        return conform(found.read(start - first, stop - first), self.schema)
+        file = self._files.open(number)
+        return conform(file.read(start - first, stop - first), self.schema)
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """Nobody asks for all of it here."""
@@ -150,24 +150,24 @@ class _Files:
             self._open = None
 
 
-def _facts(found: ColumnFile) -> FileFacts:
-    columns = found.columns
+def _facts(file: ColumnFile) -> FileFacts:
+    columns = file.columns
     largest = max(columns.values(), key=lambda column: column.nbytes)
     return FileFacts(
-        rows=found.samples,
+        rows=file.samples,
         chunk=largest.chunk,
-        piece=found.piece,
-        schema=found.schema.to_json(),
+        piece=file.piece,
+        schema=file.schema.to_json(),
         offsets={name: column.offset for name, column in columns.items()},
         stored={name: column.stored for name, column in columns.items() if column.offset >= 0},
-        cuts=found.cuts,
+        cuts=file.cuts,
         parts=_parts([column for column in columns.values() if column.chunk == largest.chunk]),
     )
 
 
 def _parts(columns: list[StoredColumn]) -> list[Part]:
-    found: list[Part] = []
+    parts: list[Part] = []
     for column in columns:
         if column.parts is not None:
-            found += itertools.islice(column.parts(), MAX_PARTS + 1)
-    return found if len(found) <= MAX_PARTS else []
+            parts += itertools.islice(column.parts(), MAX_PARTS + 1)
+    return parts if len(parts) <= MAX_PARTS else []

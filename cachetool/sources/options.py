@@ -31,8 +31,8 @@ def image_size(value: int | str | Sequence[int] | None) -> ImageSize | None:
     sides: Sequence[Any] = value.split("x") if isinstance(value, str) else [value]
     if isinstance(value, list | tuple):
         sides = value
-    whole = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", f"{side}" if _is_number(side) else "")]
-    sizes = [side for side in whole if 1 <= side <= MAX_SIDE]
+    integers = [int(side) for side in sides if re.fullmatch("[0-9]{1,5}", f"{side}" if _is_number(side) else "")]
+    sizes = [side for side in integers if 1 <= side <= MAX_SIDE]
     if not 1 <= len(sides) == len(sizes) <= 2:
         raise UsageError(
             f"--resize is a side or HEIGHTxWIDTH in pixels, up to {MAX_SIDE}, such as 224 or 224x320;"

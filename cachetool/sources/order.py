@@ -31,7 +31,7 @@ class DrawOrder(Protocol):
         """The draws at ``positions``, an int64 array."""
         ...
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Where to end a run of positions from ``start`` that should end near ``stop`` so that it splits no unit."""
         ...
 
@@ -41,7 +41,7 @@ class SingleOrder(Permutation):
 
     __slots__ = ()
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Nothing can be split."""
         return stop
 
@@ -50,7 +50,7 @@ class UnitOrder:
     """Units of ``sizes`` samples, numbered one after another; see :class:`DrawOrder`."""
 
     def __init__(self, sizes: _Numbers, *, seed: int = 0, pass_number: int = 0) -> None:
-        self._seed, self._turn = seed, pass_number
+        self._seed, self._pass_number = seed, pass_number
         self._units: _Numbers = Permutation(len(sizes), seed=seed, pass_number=pass_number)[
             np.arange(len(sizes), dtype=np.int64)
         ]
@@ -64,24 +64,25 @@ class UnitOrder:
         at = np.asarray(positions, dtype=np.int64)
         if at.size and (int(at.min()) < 0 or int(at.max()) >= len(self)):
             raise IndexError(f"position outside 0 .. {len(self) - 1}")
-        found = np.searchsorted(self._ends, at, side="right")
+        places = np.searchsorted(self._ends, at, side="right")
         out = np.empty_like(at)
-        by_unit = np.argsort(found, axis=None, kind="stable")
-        cuts = np.flatnonzero(np.diff(found.flat[by_unit])) + 1
-        for mine in np.split(by_unit, cuts) if at.size else ():
-            place = int(found.flat[mine[0]])
+        by_unit = np.argsort(places, axis=None, kind="stable")
+        cuts = np.flatnonzero(np.diff(places.flat[by_unit])) + 1
+        for group in np.split(by_unit, cuts) if at.size else ():
+            place = int(places.flat[group[0]])
             start = int(self._ends[place - 1]) if place else 0
             unit, size = int(self._units[place]), int(self._ends[place]) - start
-            inside = at.flat[mine] - start
+            inside = at.flat[group] - start
             if size > 1:
                 # Another order in each unit: else all chunks of one size would be gone through alike.
-                inside = Permutation(size, seed=self._seed, pass_number=self._turn * len(self._units) + unit)[inside]
-            out.flat[mine] = self._first[unit] + inside
+                pass_of_unit = self._pass_number * len(self._units) + unit
+                inside = Permutation(size, seed=self._seed, pass_number=pass_of_unit)[inside]
+            out.flat[group] = self._first[unit] + inside
         return out
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """The last end of a unit up to ``stop``, or the first one behind ``start``."""
-        return _whole(self._ends, start, stop)
+        return _unit_end(self._ends, start, stop)
 
 
 class SequentialOrder:
@@ -97,12 +98,12 @@ class SequentialOrder:
             raise IndexError(f"position outside 0 .. {self._count - 1}")
         return at
 
-    def whole(self, start: int, stop: int) -> int:
-        """As :meth:`UnitOrder.whole`."""
-        return stop if self._ends is None else _whole(self._ends, start, stop)
+    def unit_end(self, start: int, stop: int) -> int:
+        """As :meth:`UnitOrder.unit_end`."""
+        return stop if self._ends is None else _unit_end(self._ends, start, stop)
 
 
-def _whole(ends: _Numbers, start: int, stop: int) -> int:
+def _unit_end(ends: _Numbers, start: int, stop: int) -> int:
     last = int(np.searchsorted(ends, stop, side="right")) - 1
     if last >= 0 and ends[last] > start:
         return int(ends[last])

@@ -1,11 +1,10 @@
-"""Files that cachetool wrote, read by their format's library, in the guarded process like all that others made.
+"""Files that cachetool wrote, outside of any cache: a folder of ``convert --out``, or one such file from anywhere.
 
-Files of ours outside of any cache: a folder that ``convert --out`` wrote, or one such file wherever it came from.
-
-Nobody vouches for them: whoever made a file could have made a digest that fits. So no library opens one in this
-process. A part is read by its extents, every number of which is checked; one without extents, and a file alone, by its
-format's library in a process of its own (:mod:`cachetool.sources.guard`). Against accidents the checksums beside each
-part must be those that ``dataset.json`` says, and the samples must have these checksums.
+:class:`OurFile` is read by its format's library, in the guarded process like all that others made. Nobody vouches for
+them: whoever made a file could have made a digest that fits. So no library opens one in this process. A part is read by
+its extents, every number of which is checked; one without extents, and a file alone, by its format's library in a
+process of its own (:mod:`cachetool.sources.guard`). Against accidents the checksums beside each part must be those that
+``dataset.json`` says, and the samples must have these checksums.
 """
 
 from __future__ import annotations
@@ -170,13 +169,13 @@ class PartFile:
     def open(self) -> Reader | GuardedFile:
         """Read it. Raises :class:`CorruptError` naming the file when it is not what the folder says."""
         if (side_folder(self.path) / EXTENTS_FILE).exists():
-            found: Reader | GuardedFile = open_plain(self.path, self.kind, self.schema)
+            reader: Reader | GuardedFile = open_plain(self.path, self.kind, self.schema)
         else:
-            found = open_alone(self.path)
-        if found.samples != self.samples or found.schema != self.schema:
-            found.close()
+            reader = open_alone(self.path)
+        if reader.samples != self.samples or reader.schema != self.schema:
+            reader.close()
             raise CorruptError(f"{self.path} does not hold the {self.samples} samples that {DATASET_FILE} says")
-        return found
+        return reader
 
     def checksums(self) -> npt.NDArray[np.uint64]:
         """What its samples must hash to, (fields, samples). Raises :class:`CorruptError` naming the file."""
@@ -232,6 +231,6 @@ def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None
     about = path.parent / DATASET_FILE
     schema = None
     if about.is_file():
-        found, parts = read_parts(path.parent)
-        schema = found if path.name in [part.path.name for part in parts] else None
+        folder_schema, parts = read_parts(path.parent)
+        schema = folder_schema if path.name in [part.path.name for part in parts] else None
     return OurFile(path, format_for(path), options, schema=schema)

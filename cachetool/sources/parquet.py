@@ -66,11 +66,11 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
         if names[field.name] > 1:  # one of them would be read under the type of the other
             skipped.append((field.name, "another column has this name too"))
             continue
-        found = _column(table, field, about.num_rows, piece)
-        if isinstance(found, str):
-            skipped.append((field.name, found))
+        column = _column(table, field, about.num_rows, piece)
+        if isinstance(column, str):
+            skipped.append((field.name, column))
         else:
-            columns.append(replace(found, parts=functools.partial(_parts, about, field.name)))
+            columns.append(replace(column, parts=functools.partial(_parts, about, field.name)))
     cuts = np.unique(ends[ends > 0]).tolist()
     return ColumnFile(path, columns, options, skipped=skipped, stored=stored, cuts=cuts)
 
@@ -94,7 +94,7 @@ class _Table:
     def __init__(self, path: Path, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self._path, self._file, self._ends = path, file, ends
         self._number = -1
-        self._held: dict[str, Any] = {}
+        self._columns: dict[str, Any] = {}
 
     def read(self, name: str, start: int, stop: int) -> Any:
         """Rows ``start`` to ``stop`` of a column, which are of one row group or of several."""
@@ -104,15 +104,15 @@ class _Table:
         while start < stop:
             number = int(np.searchsorted(self._ends, start, side="right"))
             if number != self._number:
-                self._number, self._held = number, {}
-            if name not in self._held:
+                self._number, self._columns = number, {}
+            if name not in self._columns:
                 # Others come with it whose names begin as this one does: a dot may be part of a name.
-                found = self._file.read_row_group(number, columns=[name]).column(name).combine_chunks()
-                self._check(name, number, len(found))
-                self._held[name] = found
+                column = self._file.read_row_group(number, columns=[name]).column(name).combine_chunks()
+                self._check(name, number, len(column))
+                self._columns[name] = column
             first = int(self._ends[number - 1]) if number else 0
             end = min(stop, int(self._ends[number]))
-            parts.append(self._held[name].slice(start - first, end - start))
+            parts.append(self._columns[name].slice(start - first, end - start))
             start = end
         chunks = [chunk for part in parts for chunk in (part.chunks if hasattr(part, "chunks") else [part])]
         out = chunks[0] if len(chunks) == 1 else pyarrow.concat_arrays(chunks)
@@ -150,9 +150,9 @@ def _column(table: _Table, field: Any, rows: int, piece: int) -> StoredColumn | 
     if (types.is_list(kind) or types.is_large_list(kind)) and (number := _number(kind.value_type)):
 
         def ragged(start: int, stop: int) -> Column:
-            found = table.read(name, start, stop)
-            sizes = np.diff(np.asarray(found.offsets)).astype(np.int64)
-            return of_sizes(_values(found.flatten(), number), sizes, shapes=True)
+            lists = table.read(name, start, stop)
+            sizes = np.diff(np.asarray(lists.offsets)).astype(np.int64)
+            return of_sizes(_values(lists.flatten(), number), sizes, shapes=True)
 
         return StoredColumn(name, number, (rows,), 0, ragged, ragged=True, piece=piece)
     if number := _number(kind):
@@ -182,8 +182,8 @@ def _values(array: Any, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
         raise BadObject("it has values that are null; choose other fields with --fields")
     if str(array.type).startswith("time"):  # of day: these come as objects of Python
         array = array.cast(f"int{array.type.bit_width}")
-    found = array.to_numpy(zero_copy_only=False)
-    return np.ascontiguousarray(found.view("<i8") if found.dtype.kind in "mM" else found, dtype=dtype)
+    values = array.to_numpy(zero_copy_only=False)
+    return np.ascontiguousarray(values.view("<i8") if values.dtype.kind in "mM" else values, dtype=dtype)
 
 
 def _bytes(array: Any) -> Ragged:

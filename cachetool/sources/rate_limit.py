@@ -68,9 +68,9 @@ class RateLimit:
             fcntl.lockf(fd, fcntl.LOCK_EX)
             try:
                 now = self._clock()
-                found = os.pread(fd, _DUE.size + _SHARE.size, 0)
-                due = _DUE.unpack_from(found)[0] if found else now
-                share = _SHARE.unpack_from(found, _DUE.size)[0] if len(found) > _DUE.size else 1.0
+                raw = os.pread(fd, _DUE.size + _SHARE.size, 0)
+                due = _DUE.unpack_from(raw)[0] if raw else now
+                share = _SHARE.unpack_from(raw, _DUE.size)[0] if len(raw) > _DUE.size else 1.0
                 begin, due = grant(due, now, nbytes, self._rate * share)
                 os.pwrite(fd, _DUE.pack(due), 0)
             finally:

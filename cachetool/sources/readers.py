@@ -132,13 +132,13 @@ class ClosingFile:
 
 
 def field_names(
-    path: Path, found: Sequence[str], skipped: list[tuple[str, str]], options: FileOptions
+    path: Path, present: Sequence[str], skipped: list[tuple[str, str]], options: FileOptions
 ) -> dict[str, str]:
-    """What each of ``found`` shall be called, ``{name in the file: name of the field}``, in the order asked for.
+    """What each of ``present`` shall be called, ``{name in the file: name of the field}``, in the order asked for.
 
     The others are added to ``skipped``. Raises :class:`UsageError` for a name that is asked for and not there.
     """
-    names = {name: options.rename.get(name, name) for name in found}
+    names = {name: options.rename.get(name, name) for name in present}
     left_out = {options.rename.get(name, name): reason for name, reason in skipped}
     for name in options.rename:
         if name not in names and name not in dict(skipped):

@@ -38,14 +38,14 @@ def list_source(
 
     options = options or SourceOptions()
     stem = Stem(options.stem)
-    found = locate(url) if options.read_as != "objects" else None
-    store = open_store(found[0] if found else url, limits=limits)
+    located = locate(url) if options.read_as != "objects" else None
+    store = open_store(located[0] if located else url, limits=limits)
     try:
-        if found is not None:
+        if located is not None:
             from cachetool.sources.file_listing import list_files
 
-            item = store.find(found[1])
-            return list_files(store, folder, iter([[item]]), found[2], options, progress=progress, alone=True)
+            item = store.find(located[1])
+            return list_files(store, folder, iter([[item]]), located[2], options, progress=progress, alone=True)
         census = Census(store.url)
 
         def seen() -> Iterator[list[Object]]:
@@ -98,9 +98,9 @@ def open_source(
         from cachetool.sources.files import open_files_source
         from cachetool.sources.kinds import locate
 
-        found = locate(url)
+        located = locate(url)
         return open_files_source(
-            through(paced(open_store(found[0] if found else url, limits=limits), pace)),
+            through(paced(open_store(located[0] if located else url, limits=limits), pace)),
             folder,
             options,
             url=redact(url if "://" in url else os.path.abspath(url)),

@@ -1,6 +1,6 @@
-"""Rows of stored arrays: chunks of many rows read once, however rows are asked for; texts as columns.
+"""Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
 
-Files made of arrays whose rows are samples: which arrays become fields, and reading them together.
+:class:`Slab` reads rows of one stored array: chunks of many rows once, however rows are asked for.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Slab:
         self._fetch, self._rows, self._row_nbytes, self._chunk = fetch, rows, max(1, row_nbytes), chunk
         self.share(1)
         self._start = self._stop = 0
-        self._held: Array | None = None
+        self._kept: Array | None = None
 
     def read(self, start: int, stop: int) -> Array:
         """Rows ``start`` to ``stop``; ``start < stop``."""
         parts = []
         while start < stop:
-            if self._held is None or not self._start <= start < self._stop:
+            if self._kept is None or not self._start <= start < self._stop:
                 self._start = start // self._step * self._step
                 self._stop = min(self._start + self._step, self._rows)
-                self._held = None  # let go of it before the next one is made
-                self._held = self._fetch(self._start, self._stop)
+                self._kept = None  # let go of it before the next one is made
+                self._kept = self._fetch(self._start, self._stop)
             end = min(stop, self._stop)
-            parts.append(self._held[start - self._start : end - self._start])
+            parts.append(self._kept[start - self._start : end - self._start])
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -74,7 +74,7 @@ class Slab:
 
     def drop(self) -> None:
         """Let go of the rows kept; views that were handed out stay valid."""
-        self._held = None
+        self._kept = None
 
 
 def of_sizes(values: Array, sizes: npt.NDArray[np.int64], *, shapes: bool = False) -> Ragged:
@@ -143,7 +143,7 @@ class ColumnFile(ClosingFile):
     def __init__(
         self,
         path: Path,
-        found: Sequence[StoredColumn],
+        arrays: Sequence[StoredColumn],
         options: FileOptions,
         *,
         skipped: Sequence[tuple[str, str]] = (),
@@ -152,7 +152,7 @@ class ColumnFile(ClosingFile):
         cuts: list[int] | None = None,
         ours: bool = False,
     ) -> None:
-        """Choose fields among the arrays ``found``; ``stored`` is how many bytes the input has on disk, ``close`` lets
+        """Choose fields among ``arrays``; ``stored`` is how many bytes the input has on disk, ``close`` lets
         go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
         ``ours``: whether the file carries the mark of those that cachetool writes.
 
@@ -163,8 +163,8 @@ class ColumnFile(ClosingFile):
         self._close, self.cuts = close, cuts
         out = list(skipped)
         if ours:
-            found = _rows_of_ours(found, out)
-        by_name = {column.name: column for column in found}
+            arrays = _rows_of_ours(arrays, out)
+        by_name = {column.name: column for column in arrays}
         names = field_names(path, list(by_name), out, options)
         self.samples = _common_length(path, [by_name[name] for name in names], options.samples, out)
         self._columns: dict[str, StoredColumn] = {}
@@ -224,14 +224,14 @@ class ColumnFile(ClosingFile):
         self._close()
 
 
-def _rows_of_ours(found: Sequence[StoredColumn], skipped: list[tuple[str, str]]) -> list[StoredColumn]:
+def _rows_of_ours(arrays: Sequence[StoredColumn], skipped: list[tuple[str, str]]) -> list[StoredColumn]:
     """Without the arrays of fields that differ in length (:mod:`cachetool.formats.columnar`), which go to ``skipped``.
 
     The values of all samples lie in one array: it has as many rows as there are samples by chance only.
     """
-    there = {*(column.name for column in found), *(name for name, _ in skipped)}
+    there = {*(column.name for column in arrays), *(name for name, _ in skipped)}
     rows = []
-    for column in found:
+    for column in arrays:
         name = column.name.removesuffix(".offsets").removesuffix(".shapes")
         if f"{name}.offsets" not in there:
             rows.append(column)

@@ -1,6 +1,6 @@
-"""A listing that grew: its first part as it was, and what later looks at the store added and missed.
+"""A listing in segments: of a store that grew, or of one that is still being listed.
 
-::
+:class:`SegmentedListing` has the first part as it was, and what later looks at the store added and missed::
 
     listings/<source>/               units 0 .. a        never changed again
     listings/<source>/segment-0001/  units a .. b        what a later listing had beside it
@@ -9,11 +9,11 @@
 A unit keeps its number for ever. An object whose size or ETag changed is another one: its old unit has vanished, and it
 comes again as a new one.
 
-A listing that is used while it is still under way: cut into segments of so many keys, each whole by itself.
+:class:`EarlyListing` is used while it is still under way: cut into segments of so many keys, each whole by itself.
 
-Only for stores that list in the order of their keys, and samples that are cut at the first dot: there the objects of
-one sample come together, and a segment ends behind the last object of a sample. So the segments are decided by what the
-store holds, and a listing that was broken off goes on behind the last key of its last segment.
+It is only for stores that list in the order of their keys, and samples that are cut at the first dot: there the objects
+of one sample come together, and a segment ends behind the last object of a sample. So the segments are decided by what
+the store holds, and a listing that was broken off goes on behind the last key of its last segment.
 """
 
 from __future__ import annotations
@@ -153,20 +153,20 @@ def write_changes(folder: Path, old: SegmentedListing, fresh: Listing) -> Change
 
     def added() -> Iterator[Record]:
         before, now = old.present(stem), _grouped(fresh, stem)
-        mine, theirs = next(before, None), next(now, None)
-        while mine is not None or theirs is not None:
-            order = _compare(mine, theirs)
-            if order == 0 and mine is not None and theirs is not None and mine[1] == theirs:
-                mine, theirs = next(before, None), next(now, None)
+        old_unit, new_unit = next(before, None), next(now, None)
+        while old_unit is not None or new_unit is not None:
+            order = _compare(old_unit, new_unit)
+            if order == 0 and old_unit is not None and new_unit is not None and old_unit[1] == new_unit:
+                old_unit, new_unit = next(before, None), next(now, None)
                 continue
-            if order <= 0 and mine is not None:
-                vanished.append(mine[0])
+            if order <= 0 and old_unit is not None:
+                vanished.append(old_unit[0])
                 if len(names) < NAMED and order < 0:
-                    names.append(mine[1][0][0].decode("utf-8", "surrogateescape"))
-                mine = next(before, None)
-            if order >= 0 and theirs is not None:
-                yield from theirs
-                theirs = next(now, None)
+                    names.append(old_unit[1][0][0].decode("utf-8", "surrogateescape"))
+                old_unit = next(before, None)
+            if order >= 0 and new_unit is not None:
+                yield from new_unit
+                new_unit = next(now, None)
 
     listing = write_sorted(folder, added(), stem=stem, url=fresh.url, left_out=lambda: fresh.left_out)
     with new_file(folder / _VANISHED) as file:
@@ -179,11 +179,11 @@ def _grouped(listing: Listing, stem: Stem) -> Iterator[list[Record]]:
         yield [record for _, record in group]
 
 
-def _compare(mine: tuple[int, list[Record]] | None, theirs: list[Record] | None) -> int:
+def _compare(old_unit: tuple[int, list[Record]] | None, new_unit: list[Record] | None) -> int:
     """Below 0 when the old unit comes first, above when the new one does."""
-    if mine is None or theirs is None:
-        return 1 if mine is None else -1
-    a, b = mine[1][0][0], theirs[0][0]
+    if old_unit is None or new_unit is None:
+        return 1 if old_unit is None else -1
+    a, b = old_unit[1][0][0], new_unit[0][0]
     return (a > b) - (a < b)
 
 
@@ -219,7 +219,7 @@ class EarlyListing:
         self._census = Census(self._store.url)
         self._pages = self._census.count(self._store.list_after(after))
         self._read_as = options.read_as
-        self._rest: list[Object] = []
+        self._pending: list[Object] = []
         self._last = after
         self._seen = 0
         self.ended = False
@@ -246,8 +246,8 @@ class EarlyListing:
     def _segment(self) -> Iterator[list[Object]]:
         count = 0
         while True:
-            page: list[Object] | None = self._rest or next(iter(self._pages), None)
-            self._rest = []
+            page: list[Object] | None = self._pending or next(iter(self._pages), None)
+            self._pending = []
             if page is None:
                 self.ended = True
                 return
@@ -261,7 +261,7 @@ class EarlyListing:
                 self._last = page[cut - 1].key
                 yield page[:cut]
             if cut < len(page):
-                self._rest = page[cut:]
+                self._pending = page[cut:]
                 return
 
     def _goes_on(self, page: list[Object], at: int) -> bool:

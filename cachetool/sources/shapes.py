@@ -1,9 +1,9 @@
-"""The schema that a few samples share: what each field is in one sample, and what it must be to hold all of them.
+"""The schema that samples or files share: what each field is in one sample, and what it must be to hold all of them.
 
 Same shape -> fixed; same rank and dtype -> ragged; whole and other numbers under one JSON key -> float64; anything else
 is an error that names two samples.
 
-Blocks of files that differ a little, under the one schema of the dataset.
+:func:`fitted` brings blocks of files that differ a little under the one schema of the dataset.
 """
 
 from __future__ import annotations
@@ -66,22 +66,22 @@ def common_schema(samples: Iterable[tuple[str, Mapping[str, Shape]]], order: Seq
     that have no schema in common.
     """
     first_key = ""
-    found: dict[str, Shape] = {}
+    merged: dict[str, Shape] = {}
     from_key: dict[str, str] = {}
     for key, shapes in samples:
-        if not found:
-            first_key, found = key, dict(shapes)
-            from_key = dict.fromkeys(found, key)
-        elif shapes.keys() != found.keys():
-            raise BadObject(_differing(first_key, list(found), key, list(shapes)))
+        if not merged:
+            first_key, merged = key, dict(shapes)
+            from_key = dict.fromkeys(merged, key)
+        elif shapes.keys() != merged.keys():
+            raise BadObject(_differing(first_key, list(merged), key, list(shapes)))
         for name, shape in shapes.items():
-            if shape != found[name]:
-                found[name] = _merge(name, from_key[name], found[name], key, shape)
-    names = [name for name in (order or ()) if name in found]
-    names += [name for name in found if name not in names and name != KEY]
+            if shape != merged[name]:
+                merged[name] = _merge(name, from_key[name], merged[name], key, shape)
+    names = [name for name in (order or ()) if name in merged]
+    names += [name for name in merged if name not in names and name != KEY]
     try:
-        fields = [Field(name, found[name].dtype, found[name].shape) for name in names]
-        return Schema((*fields, Field(KEY, "str")) if KEY in found else tuple(fields))
+        fields = [Field(name, merged[name].dtype, merged[name].shape) for name in names]
+        return Schema((*fields, Field(KEY, "str")) if KEY in merged else tuple(fields))
     except UsageError as error:
         hint = "" if "--rename" in str(error) else ";\ncall it something else with --rename"
         raise BadObject(f"sample {first_key!r}: {error}{hint}") from None
@@ -124,10 +124,10 @@ def names_of(names: Sequence[Any], most: int = 8) -> str:
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "") or "none"
 
 
-def common_of(found: Iterable[tuple[str, Schema]], *, sparse: bool = False) -> Schema:
+def common_of(schemas: Iterable[tuple[str, Schema]], *, sparse: bool = False) -> Schema:
     """The schema that holds samples of all files, given by name; ``sparse``: whether a list that a file lacks is empty
     in all its samples, as in records. Raises :class:`BadObject` naming two of them."""
-    (first, schema), *others = found
+    (first, schema), *others = schemas
     for then, other in others:
         if sparse:
             schema, other = _with_lists(schema, other), _with_lists(other, schema)
@@ -135,22 +135,22 @@ def common_of(found: Iterable[tuple[str, Schema]], *, sparse: bool = False) -> S
     return schema
 
 
-def _with_lists(mine: Schema, other: Schema) -> Schema:
+def _with_lists(schema: Schema, other: Schema) -> Schema:
     lists = [
         Field(field.name, field.dtype, (None,))
         for field in other
-        if field.name not in mine and field.kind in ("fixed", "ragged") and field.rank <= 1
+        if field.name not in schema and field.kind in ("fixed", "ragged") and field.rank <= 1
     ]
-    return Schema((*mine, *lists))
+    return Schema((*schema, *lists))
 
 
-def _widened(mine: Schema, other: Schema) -> Schema:
+def _widened(schema: Schema, other: Schema) -> Schema:
     """Lists that always had one value in some records have several in others: numbers become lists of one."""
     fields = [
         Field(field.name, field.dtype, (1,))
         if field.shape == () and field.name in other and other[field.name].rank == 1 and field.kind == "fixed"
         else field
-        for field in mine
+        for field in schema
     ]
     return Schema(tuple(fields))
 
@@ -164,15 +164,15 @@ def fitted(block: Block, schema: Schema, where: str, *, sparse: bool = False) ->
             f"{where!r} has the fields {', '.join(block.schema.names)}, the dataset {', '.join(schema.names)};\n"
             "choose some that all have with --fields"
         )
-    for mine in block.schema:
-        wanted = schema[mine.name]
-        same = mine.dtype == wanted.dtype and mine.rank == wanted.rank
-        if not same or (mine != wanted and wanted.kind != "ragged"):
-            column = block.columns[mine.name]
+    for field in block.schema:
+        wanted = schema[field.name]
+        same = field.dtype == wanted.dtype and field.rank == wanted.rank
+        if not same or (field != wanted and wanted.kind != "ragged"):
+            column = block.columns[field.name]
             if same and isinstance(column, Ragged) and column.shapes is not None and _all(column, wanted.shape):
                 continue
             raise BadObject(
-                f"{where!r}: field {mine.name!r} is {mine.describe()}, but the dataset has {wanted.describe()};\n"
+                f"{where!r}: field {field.name!r} is {field.describe()}, but the dataset has {wanted.describe()};\n"
                 "leave it out with --fields"
             )
     return conform(_unragged(block, schema), schema)
@@ -201,11 +201,11 @@ def _unragged(block: Block, schema: Schema) -> Block:
     """Arrays that the dataset knows to be of one size, as such."""
     columns: dict[str, Column] = dict(block.columns)
     fields = []
-    for mine in block.schema:
-        wanted, column = schema[mine.name], columns[mine.name]
+    for field in block.schema:
+        wanted, column = schema[field.name], columns[field.name]
         if wanted.kind == "fixed" and isinstance(column, Ragged):
-            columns[mine.name] = column.compact().values.reshape(len(column), *wanted.sizes)
+            columns[field.name] = column.compact().values.reshape(len(column), *wanted.sizes)
             fields.append(wanted)
         else:
-            fields.append(mine)
+            fields.append(field)
     return Block(Schema(tuple(fields)), columns)

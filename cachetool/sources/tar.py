@@ -89,13 +89,13 @@ class TarFiles(ClosingFile):
         """All samples in order; no block holds samples of two files."""
         for file in self._files:
             pending: list[Assembled[Value]] = []
-            held = 0
+            pending_bytes = 0
             for sample in self._samples(file, self._decode, str, LeftOut()):
                 pending.append(sample)
-                held += sum(map(nbytes_of, sample.values.values()))
-                if held >= block_bytes or len(pending) >= MAX_SAMPLES:
+                pending_bytes += sum(map(nbytes_of, sample.values.values()))
+                if pending_bytes >= block_bytes or len(pending) >= MAX_SAMPLES:
                     yield self._block(file, pending)
-                    pending, held = [], 0
+                    pending, pending_bytes = [], 0
             if pending:
                 yield self._block(file, pending)
 
@@ -265,11 +265,11 @@ def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
 
 def _skip(stream: IO[bytes], taken: int, size: int) -> int:
     """Pass over what is left of ``size`` bytes and what fills their last record; gives the bytes of all of it."""
-    whole = math.ceil(size / _RECORD) * _RECORD
+    padded = math.ceil(size / _RECORD) * _RECORD
     if isinstance(stream, gzip.GzipFile):
-        left = whole - taken
+        left = padded - taken
         while left > 0 and (got := len(stream.read(min(left, _SKIP)))):
             left -= got
     else:
-        stream.seek(whole - taken, os.SEEK_CUR)
-    return whole
+        stream.seek(padded - taken, os.SEEK_CUR)
+    return padded

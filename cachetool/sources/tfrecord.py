@@ -69,23 +69,25 @@ class TFRecordFiles(ClosingFile):
         """
         self.path, self._files = path, tuple(files)
         self.samples = 0
-        found: dict[str, _Found] = {}
+        features: dict[str, _FeatureFacts] = {}
         for run in _runs(self._files, BLOCK_BYTES):
-            _look(found, run, options, first=self.samples == 0)
+            _look(features, run, options, first=self.samples == 0)
             self.samples += len(run.examples)
         if not self.samples:
             raise BadObject(f"{path}: no records in it")
         skipped: list[tuple[str, str]] = []
-        reasons = {name: NOT_ASKED if not options.wants(name) else each.reason() for name, each in found.items()}
-        for name in sorted(found):
+        reasons = {
+            name: NOT_ASKED if not options.wants(name) else feature.reason() for name, feature in features.items()
+        }
+        for name in sorted(features):
             if reason := reasons[name]:
                 skipped.append((name, reason))
-        names = field_names(path, [name for name in sorted(found) if not reasons[name]], skipped, options)
+        names = field_names(path, [name for name in sorted(features) if not reasons[name]], skipped, options)
         self._names: dict[str, str] = {}
         fields: list[Field] = []
         for name, new in names.items():
             try:
-                fields.append(checked_key(found[name].field(new)))
+                fields.append(checked_key(features[name].field(new)))
             except UsageError as error:
                 skipped.append((name, str(error)))
                 continue
@@ -135,7 +137,7 @@ class _Run:
 
 
 @dataclass(slots=True)
-class _Found:
+class _FeatureFacts:
     """What all records looked at so far say of one feature."""
 
     kind: int
@@ -160,21 +162,21 @@ class _Found:
         return Field(name, _DTYPES[self.kind], (None,))
 
 
-def _look(found: dict[str, _Found], run: _Run, options: FileOptions, *, first: bool) -> None:
+def _look(features: dict[str, _FeatureFacts], run: _Run, options: FileOptions, *, first: bool) -> None:
     """Add what a run says to what was found before; ``first``: there was nothing before it."""
-    for name in {*found, *(name for example in run.examples for name in example)}:
-        known = found.setdefault(name, _Found(EMPTY, -1 if first else 0, 0))
-        if len(found) > MAX_FEATURES:
+    for name in {*features, *(name for example in run.examples for name in example)}:
+        feature = features.setdefault(name, _FeatureFacts(EMPTY, -1 if first else 0, 0))
+        if len(features) > MAX_FEATURES:
             raise BadObject(f"{run.name(0)}: more than {MAX_FEATURES} features by name")
         if not options.wants(name):
             continue
-        if known.kind == EMPTY:
+        if feature.kind == EMPTY:
             kinds = (example[name].kind for example in run.examples if name in example)
-            known.kind = next((kind for kind in kinds if kind != EMPTY), EMPTY)
-        counts = run.gather(name, known.kind).counts()
+            feature.kind = next((kind for kind in kinds if kind != EMPTY), EMPTY)
+        counts = run.gather(name, feature.kind).counts()
         least = int(counts.min())
-        known.least = least if known.least < 0 else min(known.least, least)
-        known.most = max(known.most, int(counts.max()))
+        feature.least = least if feature.least < 0 else min(feature.least, least)
+        feature.most = max(feature.most, int(counts.max()))
 
 
 def _column(field: Field, name: str, run: _Run) -> Column:
@@ -194,7 +196,7 @@ def _column(field: Field, name: str, run: _Run) -> Column:
 def _runs(files: Sequence[Path], block_bytes: int, wanted: Collection[str] | None = None) -> Iterator[_Run]:
     """The records of all files, parsed, in runs of about ``block_bytes``."""
     for file in files:
-        first = held = 0
+        first = nbytes = 0
         examples: list[dict[str, Feature]] = []
         with closing(_records(file)) as records:
             for record in records:
@@ -203,10 +205,10 @@ def _runs(files: Sequence[Path], block_bytes: int, wanted: Collection[str] | Non
                 except ValueError as error:
                     number = first + len(examples)
                     raise BadObject(f"{file}: record {number} is not a tf.train.Example ({error})") from error
-                held += len(record)
-                if held >= block_bytes or len(examples) >= MAX_RECORDS:
+                nbytes += len(record)
+                if nbytes >= block_bytes or len(examples) >= MAX_RECORDS:
                     yield _Run(file, first, examples)
-                    first, held, examples = first + len(examples), 0, []
+                    first, nbytes, examples = first + len(examples), 0, []
         if examples:
             yield _Run(file, first, examples)
 

@@ -6,12 +6,11 @@ array is named after its folder. Chunks that are not there hold the array's fill
 The metadata are read here first and Zarr is handed arrays only that use known codecs: some of those that a name in the
 metadata can ask for unpickle, also when they stand behind others or inside a shard.
 
-The codecs of Zarr in this process, made to distrust what they read.
+The codecs of Zarr in this process are made to distrust what they read (:func:`distrust_codecs`). As they come they make
+room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes its own length: behind
+a chunk that was cut it reads whatever lies there in memory, as values.
 
-As they come they make room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes
-its own length: behind a chunk that was cut it reads whatever lies there in memory, as values.
-
-A remote Zarr as :mod:`cachetool.sources.zarr` walks it and as zarr reads it: objects by key, asked for over
+:class:`RemoteFolder` is a remote Zarr as it is walked here and as zarr reads it: objects by key, asked for over
 :class:`cachetool.sources.byte_source.Ranges`.
 """
 
@@ -131,10 +130,10 @@ def _gunzip(codec: Any, data: bytes, most: int) -> bytes:
 
 def _inflate(codec: Any, data: bytes, most: int) -> bytes:
     stream = zlib.decompressobj()
-    found = stream.decompress(data, most)
-    if not stream.eof and len(found) < most:
+    inflated = stream.decompress(data, most)
+    if not stream.eof and len(inflated) < most:
         raise ValueError("a chunk that is cut short")
-    return found
+    return inflated
 
 
 def _bunzip(codec: Any, data: bytes, most: int) -> bytes:
@@ -229,10 +228,10 @@ class _LocalFolder:
                 path = f"{root}/{key}"
                 if os.path.realpath(path) != path:
                     raise BadObject(f"{path} is a link, which is refused")
-                found = await super().get(key, *args, **options)
-                if found is not None and not len(found):  # zarr takes an empty shard for one of fill values
+                buffer = await super().get(key, *args, **options)
+                if buffer is not None and not len(buffer):  # zarr takes an empty shard for one of fill values
                     raise ValueError(f"{key} is empty")
-                return found
+                return buffer
 
         return Plain(self._path, read_only=True)
 
@@ -262,11 +261,11 @@ def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *,
             skipped.append((name, f"it uses {quoted(unknown)}, which is not a codec for numbers or text"))
             continue
         with reading(f"{path}: {quoted(name)}"):
-            found = _column(path, name, folder, metadata, slabs, stored=stored)
-        if isinstance(found, str):
-            skipped.append((name, found))
+            column = _column(path, name, folder, metadata, slabs, stored=stored)
+        if isinstance(column, str):
+            skipped.append((name, column))
         else:
-            columns.append(found)
+            columns.append(column)
 
     for slab in slabs:
         slab.share(len(slabs))
@@ -319,13 +318,13 @@ def _metadata(where: str, folder: Folder) -> dict[str, Any] | None:
             raw = folder.metadata(name)
             if raw is None:
                 continue
-            found = json.loads(raw)
-            if not isinstance(found, dict) or found.get("zarr_format") not in (2, 3):
+            metadata = json.loads(raw)
+            if not isinstance(metadata, dict) or metadata.get("zarr_format") not in (2, 3):
                 raise BadObject(f"{file}: not the metadata of Zarr v2 or v3")
-            is_array = name == ".zarray" or (name == "zarr.json" and found.get("node_type") == "array")
-            if is_array != ("shape" in found):
+            is_array = name == ".zarray" or (name == "zarr.json" and metadata.get("node_type") == "array")
+            if is_array != ("shape" in metadata):
                 raise BadObject(f"{file}: not the metadata of an array or a group")
-            return found
+            return metadata
     return None
 
 
@@ -410,10 +409,10 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
     kind, itemsize = array.dtype.kind, array.dtype.itemsize
 
     def read(start: int, stop: int) -> Column:
-        found: Array = rows(start, stop)
+        values: Array = rows(start, stop)
         if kind in "SU":
-            return unpadded(found)
-        return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in found])
+            return unpadded(values)
+        return joined([v.encode("utf-8", "surrogateescape") if isinstance(v, str) else bytes(v) for v in values])
 
     if kind in "TO":
         return StoredColumn(
@@ -438,7 +437,7 @@ class RemoteFolder:
     def folders(self) -> Iterator[tuple[str, bool]]:
         """Folders that hold metadata, or others that do."""
         start = len(self.prefix)
-        names = {each[start:].partition("/")[0] for each in self._folders if each.startswith(self.prefix)}
+        names = {folder[start:].partition("/")[0] for folder in self._folders if folder.startswith(self.prefix)}
         return ((name, False) for name in sorted(names - {""}))
 
     def below(self, name: str) -> RemoteFolder:
