@@ -115,12 +115,12 @@ def protected(
     keep: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
     """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
-    found: dict[str, list[int]] = {}
+    sizes_by_reason: dict[str, list[int]] = {}
     for row in rows:
         why = _kept(row, min_epochs, dataset, keep_job, keep)
         if why is not None:
-            found.setdefault(why, []).append(row.bytes)
-    return [f"{shards_of(sizes)} {why}" for why, sizes in found.items()]
+            sizes_by_reason.setdefault(why, []).append(row.bytes)
+    return [f"{shards_of(sizes)} {why}" for why, sizes in sizes_by_reason.items()]
 
 
 def shards_of(sizes: Sequence[int]) -> str:
