@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
-from cachetool.cache.draws import SourceRow, drawn, losses, quarantined, source_row
+from cachetool.cache.draws import SourceRow, losses, positions_done, quarantined, source_row
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
@@ -159,7 +159,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
         phase = STOPPED
     elif job is not None and source_now is not None and _idle(connection, job["id"]):
-        if source_now.whole and drawn(connection, source_now) >= source_now.units:
+        if source_now.complete and positions_done(connection, source_now) >= source_now.units:
             phase = ALL_THERE
         elif job["hungry"]:
             phase = PAUSED
@@ -175,7 +175,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         samples=job["committed"] if job else 0,
         skipped=job["skipped"] if job else 0,
         fetched=fetched["fetched"] if fetched else 0,
-        drawn=drawn(connection, source_now) if source_now else 0,
+        drawn=positions_done(connection, source_now) if source_now else 0,
         units=source_now.units if source_now else 0,
         turn=source_now.pass_number + 1 if source_now else 1,
         used=measure(connection, layout).total,
@@ -377,7 +377,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
 
 
 def _source(connection: Connection, source: SourceRow, fetched: int, served: int) -> dict[str, Any]:
-    done = drawn(connection, source)
+    done = positions_done(connection, source)
     return {
         "url": source.url,
         "dataset": source.dataset,

@@ -17,7 +17,7 @@ from pathlib import Path
 from cachetool.cache import holders
 from cachetool.cache.bound import bound
 from cachetool.cache.catalog import Connection
-from cachetool.cache.draws import drawn, source_row
+from cachetool.cache.draws import positions_done, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.core.errors import CacheToolError
@@ -62,7 +62,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
         and not busy
         and row.pass_number == 0
         and row.skipped == 0
-        and drawn(connection, row) == 0
+        and positions_done(connection, row) == 0
     )
     if gone:
         connection.execute("DELETE FROM claims WHERE source = ?", (source,))
