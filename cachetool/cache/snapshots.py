@@ -131,7 +131,7 @@ class Snapshot:
         """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
         self.dataset = dataset
         self.schema = schema
-        self.known = rows is None
+        self.is_unchanged = rows is None
         """Whether its taker had its shards already: then they are looked up when they are asked for."""
         self.stamp = lease.stamp
         """With the version, what tells its shards from those of any other snapshot; None where nothing does."""
@@ -263,7 +263,7 @@ def take(
     peek: bool = False,
     sparing: bool = False,
     instead: Snapshot | None = None,
-    known: tuple[int, int | None] | None = None,
+    previous: tuple[int, int | None] | None = None,
     empty: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
@@ -271,7 +271,7 @@ def take(
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
-    shards of a snapshot of the version and stamp ``known`` is not told them again while that is the present one: a
+    shards of a snapshot of the version and stamp ``previous`` is not told them again while that is the present one: a
     thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
     let go, evict nothing meanwhile.
     """
@@ -303,7 +303,7 @@ def take(
         )
         # Of an earlier version some may be gone since.
         stamp = numbers.get("stamp") if version == present else None
-        rows = None if stamp is not None and known == (version, stamp) else _rows(connection, dataset, version)
+        rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
         if not peek:
             connection.execute(
                 "INSERT INTO meta VALUES ('seen', ?)"
