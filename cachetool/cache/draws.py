@@ -1,4 +1,4 @@
-"""Which draws of a source are done, claimed or open, kept as ranges of positions.
+"""Sources, pulls and claims, as rows of the catalog: the draws of a source are done, claimed, open or lost.
 
 A source's draws are the positions ``0 .. units - 1`` of one seeded order per turn (pass)::
 
@@ -78,109 +78,6 @@ __all__ = [
 
 Pass = tuple[int, int, tuple[int, ...]]
 """What the positions of a pass are of: its number, units, cuts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The draws of one ready shard, or of one claim."""
-
-    shard: str
-    pass_number: int
-    draws: str
-    """As in the catalog: of thousands few are looked into."""
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Positions of that turn."""
-        return tuple((start, stop) for start, stop in json.loads(self.draws))
-
-
-def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
-    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
-    these."""
-    rows = connection.execute(
-        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
-        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
-        {"source": source, "but": but},
-    )
-    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
-
-
-def promised(connection: Connection, source: str) -> list[Copies]:
-    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
-    are as good as there, else it would bring them too."""
-    rows = connection.execute(
-        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
-        " WHERE c.source = ? AND c.turn <> s.turn",
-        (source,),
-    )
-    return [
-        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
-        for row in rows
-    ]
-
-
-def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
-    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
-    left = {copy.pass_number for copy in copies(connection, source)}
-    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
-    return [candidate for candidate in passes if candidate[0] in left]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of ``pull``."""
-
-    id: str
-    source: str
-    wanted: int | None
-    """Samples to commit; None for the rest of the turn."""
-    committed: int
-    skipped: int
-    """Draws that could not be used, since the present pass began."""
-    evicted: int
-    """Shards that went to make room for it."""
-
-    @property
-    def left(self) -> int | None:
-        """Samples that it may still commit, those under way included; None without a budget."""
-        return None if self.wanted is None else self.wanted - self.committed
-
-
-def add_job(connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room) -> None:
-    """Enter a pull of ``source``, which lives as long as its holder."""
-    row = {
-        "id": job,
-        "holder": holder,
-        "source": source,
-        "wanted": wanted,
-        "committed": 0,
-        "skipped": 0,
-        "created": time.time(),
-        "renew": room.renew,
-        "policy": room.policy,
-        "min_epochs": room.min_epochs,
-        "keep_own": int(room.keep_own),
-        "hungry": 0,
-    }
-    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
-    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row)
-
-
-def job_row(connection: Connection, job: str) -> Job:
-    """The state of a pull. Raises :class:`UsageError` when it ended."""
-    columns = ", ".join(Job.__dataclass_fields__)
-    row = connection.execute(f"SELECT {columns} FROM jobs WHERE id = ?", (job,)).fetchone()
-    if row is None:
-        raise UsageError(f"pull {job} has ended")
-    return Job(*row)
-
-
-def close_job(connection: Connection, job: str) -> Job:
-    """End a pull; gives what it came to."""
-    state = job_row(connection, job)
-    connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
-    return state
 
 
 _COLUMNS = {"pass_number": "turn", "complete": "whole"}
@@ -286,6 +183,62 @@ def positions_done(connection: Connection, source: SourceRow) -> int:
     query = f"SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND {NOT_AGAIN}"
     pending = connection.execute(query, (source.id,)).fetchone()[0]
     return max(0, source.frontier - int(pending))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of ``pull``."""
+
+    id: str
+    source: str
+    wanted: int | None
+    """Samples to commit; None for the rest of the turn."""
+    committed: int
+    skipped: int
+    """Draws that could not be used, since the present pass began."""
+    evicted: int
+    """Shards that went to make room for it."""
+
+    @property
+    def left(self) -> int | None:
+        """Samples that it may still commit, those under way included; None without a budget."""
+        return None if self.wanted is None else self.wanted - self.committed
+
+
+def add_job(connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room) -> None:
+    """Enter a pull of ``source``, which lives as long as its holder."""
+    row = {
+        "id": job,
+        "holder": holder,
+        "source": source,
+        "wanted": wanted,
+        "committed": 0,
+        "skipped": 0,
+        "created": time.time(),
+        "renew": room.renew,
+        "policy": room.policy,
+        "min_epochs": room.min_epochs,
+        "keep_own": int(room.keep_own),
+        "hungry": 0,
+    }
+    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+    connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row)
+
+
+def job_row(connection: Connection, job: str) -> Job:
+    """The state of a pull. Raises :class:`UsageError` when it ended."""
+    columns = ", ".join(Job.__dataclass_fields__)
+    row = connection.execute(f"SELECT {columns} FROM jobs WHERE id = ?", (job,)).fetchone()
+    if row is None:
+        raise UsageError(f"pull {job} has ended")
+    return Job(*row)
+
+
+def close_job(connection: Connection, job: str) -> Job:
+    """End a pull; gives what it came to."""
+    state = job_row(connection, job)
+    connection.execute("DELETE FROM jobs WHERE id = ?", (job,))
+    return state
 
 
 def open_job(
@@ -469,6 +422,53 @@ def _moves(connection: Connection) -> int:
     """A number that every commit and every eviction raises."""
     query = "SELECT (SELECT value FROM meta WHERE key = 'seq') + (SELECT coalesce(sum(shards), 0) FROM evictions)"
     return int(connection.execute(query).fetchone()[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The draws of one ready shard, or of one claim."""
+
+    shard: str
+    pass_number: int
+    draws: str
+    """As in the catalog: of thousands few are looked into."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Positions of that turn."""
+        return tuple((start, stop) for start, stop in json.loads(self.draws))
+
+
+def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
+    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
+    these."""
+    rows = connection.execute(
+        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
+        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
+        {"source": source, "but": but},
+    )
+    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
+
+
+def promised(connection: Connection, source: str) -> list[Copies]:
+    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
+    are as good as there, else it would bring them too."""
+    rows = connection.execute(
+        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        " WHERE c.source = ? AND c.turn <> s.turn",
+        (source,),
+    )
+    return [
+        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
+        for row in rows
+    ]
+
+
+def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
+    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
+    left = {copy.pass_number for copy in copies(connection, source)}
+    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
+    return [candidate for candidate in passes if candidate[0] in left]
 
 
 @dataclass(frozen=True, slots=True)

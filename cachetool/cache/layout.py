@@ -1,4 +1,4 @@
-"""Where things lie under a cache's root.
+"""Where things lie under a cache's root, and who may write there.
 
 ::
 

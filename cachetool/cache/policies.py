@@ -1,6 +1,8 @@
-"""In which order shards are given up: pure functions over rows, and the plan made from them.
+"""Eviction policies: in which order shards are given up, and how room may be made for a writer.
 
-How room may be made for a writer: a value that travels from the command line to admission and renewal.
+The policies are pure functions over rows, and the plan is made from them.
+
+How room may be made is a value that travels from the command line to admission and renewal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is in a cache, counted from its catalog in one reading transaction.
+"""Figures of a cache, counted from its catalog in one reading transaction, and the state of its background pulls.
 
 Which process pulls a source in the background: one at a time, decided by a row of the catalog.
 
