@@ -101,7 +101,7 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
     transaction = Catalog._transaction
 
     def counted(self: Catalog, begin: str, patience: float) -> Iterator[Any]:
-        if self._whole is None:
+        if self._outer is None:
             begun.append(begin)
         return transaction(self, begin, patience)
 
