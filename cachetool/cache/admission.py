@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
@@ -23,6 +24,7 @@ from cachetool.cache.policies import Candidate, Room, choose, protected
 from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
+from cachetool.core.names import Id
 from cachetool.core.units import format_duration, format_size
 
 __all__ = ["admit", "allow_growth", "asked", "folder_slack", "minimum", "refuse_full_disk"]
@@ -76,73 +78,133 @@ def admit(
     while True:
         recover(catalog, layout, lambda: holder)
         with catalog.write() as connection:
-            more = _catalog_growth(connection)
-            cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
-            least = minimum(connection, layout, need)
-            if least > cap:
-                raise CapTooSmall(
-                    f"a cap of {format_size(cap)} cannot hold what is to be written, up to {format_size(need)} beside"
-                    f" {format_size(least - need)}"
-                    + (f";\nthe minimum is {least} bytes: {_RAISE}" if room.advise else "")
-                )
-            usage = measure(connection, layout)
-            wanted = asked(connection, layout, need)
-            excess = usage.total + wanted - cap
-            # Reservations of others are on the disk already: a writer allocates its whole file first.
-            lack = need + floor - layout.free_disk()
-            if excess <= 0 and lack <= 0:
-                if more:
-                    _double_page_limit(connection)
-                holder.register(connection)
-                insert(connection)
-                return
-            retiring = connection.execute(
-                "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
-            ).fetchone()[0]
-            endless, held, coming = room.wait == math.inf, leaseholders(connection), about_to_read(connection)
-            hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
-            evict = room.evict and not hopeless
-            if evict:
-                # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
-                connection.execute(
-                    "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
-                    {"need": wanted, "job": room.job},
-                )
-            # Those who read let go of the share that was asked for.
-            if evict and not (endless and (held or coming)):
-                victims = choose(
-                    candidates(connection, seen=endless),
-                    excess=max(excess, lack) - int(retiring),
-                    policy=room.policy,
-                    min_epochs=room.min_epochs,
-                    keep_job=room.job if room.keep_own else None,
-                    keep=frozenset(room.keep),
-                )
-                retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
-            trash = sweep(connection, holder)
-            writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
-        delete_trash(catalog, layout, trash)
-        if trash:
+            shortage = _reserve(connection, layout, holder, need, insert, room=room)
+        if shortage is None:
+            return
+        delete_trash(catalog, layout, shortage.trash)
+        if shortage.trash:
             continue
-        gains = endless or bool(retiring) or bool(held and evict) or bool(writers)
-        who = _who(catalog, room, held, writers, coming=coming)
-        if time.monotonic() < deadline and gains:
+        who = _who(catalog, room, shortage)
+        if time.monotonic() < deadline and shortage.may_pass:
             if waiting is not None:
                 waiting(f"waiting for room for up to {format_size(need)}: {who}")
             # Room that a writer gives back is there for a moment only: its next shard takes it again.
-            pause = _POLL / 4 if writers else 5 * _POLL if endless else _POLL
+            pause = _POLL / 4 if shortage.writers else 5 * _POLL if room.wait == math.inf else _POLL
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             continue
-        if excess <= 0 or hopeless:
-            refuse_full_disk(layout, need, floor)
+        if shortage.disk_is_full:
+            refuse_full_disk(layout, need, shortage.floor)
             continue  # somebody freed some just now
-        waited = f" after {format_duration(room.wait)}" if gains else ""
-        advice = f";\nraise --max-size{_evict_hint(catalog, layout, usage.total, cap - wanted)}"
-        taken = f"{format_size(usage.total)} of {format_size(cap)} are taken"
-        raise CapBlocked(
-            f"cache is full: {taken}, up to {format_size(wanted)} more are needed{waited}: {who}"
-            + (advice if room.advise and not room.keep_own else "")
+        raise _blocked(catalog, layout, room, shortage, who)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """Why a reservation did not fit, and what its transaction did about it."""
+
+    cap: int
+    floor: int
+    used: int
+    """Bytes charged."""
+    wanted: int
+    """Bytes asked for, with what the folders and the catalog may grow by."""
+    disk_is_full: bool
+    """Whether it is the disk that is short: the cap is not, or no eviction would be enough."""
+    may_pass: bool
+    """Whether room may come once those who read or write go on."""
+    readers: list[str]
+    """Who holds a lease, a line each."""
+    coming: bool
+    """Whether somebody is about to read what comes."""
+    writers: int
+    """Shards being written."""
+    trash: list[Id]
+    """Shards whose files are to be deleted now."""
+
+
+def _reserve(
+    connection: Connection,
+    layout: Layout,
+    holder: Holder,
+    need: int,
+    insert: Callable[[Connection], None],
+    *,
+    room: Room,
+) -> _Shortage | None:
+    """One round of :func:`admit`, inside its transaction: ``insert`` where the bytes fit, and None; else retire what
+    may go, and say what is short."""
+    more = _catalog_growth(connection)
+    cap, floor = (_meta(connection, key) for key in ("max_size", "min_free"))
+    _refuse_small_cap(connection, layout, need, cap, advise=room.advise)
+    usage = measure(connection, layout)
+    wanted = asked(connection, layout, need)
+    excess = usage.total + wanted - cap
+    # Reservations of others are on the disk already: a writer allocates its whole file first.
+    lack = need + floor - layout.free_disk()
+    if excess <= 0 and lack <= 0:
+        if more:
+            _double_page_limit(connection)
+        holder.register(connection)
+        insert(connection)
+        return None
+    retiring = connection.execute(
+        "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
+    ).fetchone()[0]
+    endless, readers, coming = room.wait == math.inf, leaseholders(connection), about_to_read(connection)
+    hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
+    evict = room.evict and not hopeless
+    if evict:
+        # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
+        connection.execute(
+            "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
+            {"need": wanted, "job": room.job},
         )
+    # Those who read let go of the share that was asked for.
+    if evict and not (endless and (readers or coming)):
+        victims = choose(
+            candidates(connection, seen=endless),
+            excess=max(excess, lack) - int(retiring),
+            policy=room.policy,
+            min_epochs=room.min_epochs,
+            keep_job=room.job if room.keep_own else None,
+            keep=frozenset(room.keep),
+        )
+        retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
+    trash = sweep(connection, holder)
+    writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
+    return _Shortage(
+        cap=cap,
+        floor=floor,
+        used=usage.total,
+        wanted=wanted,
+        disk_is_full=excess <= 0 or hopeless,
+        may_pass=endless or bool(retiring) or bool(readers and evict) or bool(writers),
+        readers=readers,
+        coming=coming,
+        writers=writers,
+        trash=trash,
+    )
+
+
+def _refuse_small_cap(connection: Connection, layout: Layout, need: int, cap: int, *, advise: bool) -> None:
+    """Raise :class:`CapTooSmall` when ``need`` bytes could never fit under the cap."""
+    least = minimum(connection, layout, need)
+    if least > cap:
+        raise CapTooSmall(
+            f"a cap of {format_size(cap)} cannot hold what is to be written, up to {format_size(need)} beside"
+            f" {format_size(least - need)}" + (f";\nthe minimum is {least} bytes: {_RAISE}" if advise else "")
+        )
+
+
+def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, who: str) -> CapBlocked:
+    """The error for a cache that is full."""
+    waited = f" after {format_duration(room.wait)}" if shortage.may_pass else ""
+    advice = f";\nraise --max-size{_evict_hint(catalog, layout, shortage.used, shortage.cap - shortage.wanted)}"
+    taken = f"{format_size(shortage.used)} of {format_size(shortage.cap)} are taken"
+    return CapBlocked(
+        f"cache is full: {taken}, up to {format_size(shortage.wanted)} more are needed{waited}: {who}"
+        + (advice if room.advise and not room.keep_own else "")
+    )
 
 
 def _evictable(connection: Connection) -> int:
@@ -163,16 +225,16 @@ def _ready(catalog: Catalog) -> list[Candidate]:
         return candidates(connection)
 
 
-def _who(catalog: Catalog, room: Room, held: list[str], writers: int, *, coming: bool) -> str:
+def _who(catalog: Catalog, room: Room, shortage: _Shortage) -> str:
     """Who has the room, or why nothing goes."""
-    if held:
-        return "; ".join(held[:3])
+    if shortage.readers:
+        return "; ".join(shortage.readers[:3])
     if not room.evict:
         return "nothing is evicted for this"
-    if writers:
-        return f"{writers} {'shard is' if writers == 1 else 'shards are'} being written"
+    if shortage.writers:
+        return f"{shortage.writers} {'shard is' if shortage.writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
-        return "evicted shards come back for an epoch" if coming else "no training has read yet what is in it"
+        return "evicted shards come back for an epoch" if shortage.coming else "no training has read yet what is in it"
     own = room.job if room.keep_own else None
     kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own, keep=frozenset(room.keep))
     return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"

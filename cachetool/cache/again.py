@@ -72,8 +72,8 @@ some of it is in another shard."""
 
 def states_of(connection: Connection, source: SourceRow, shards: Sequence[Wanted]) -> list[str]:
     """What can be done about each of these. Raises :class:`UsageError` when it is nothing any more."""
-    for each in shards:
-        each.require(source)
+    for shard in shards:
+        shard.require(source)
     rows = connection.execute(
         "SELECT draws FROM shards WHERE source = ? AND turn = ? AND state IN ('ready', 'quarantine')",
         (source.id, source.pass_number),
@@ -82,10 +82,10 @@ def states_of(connection: Connection, source: SourceRow, shards: Sequence[Wanted
     claims = connection.execute(
         "SELECT start, stop, holder, lost FROM claims WHERE source = ? AND turn = ?", (source.id, source.pass_number)
     ).fetchall()
-    held = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is not None)
+    claimed = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is not None)
     lost = _Parts((row["start"], row["stop"]) for row in claims if row["holder"] is None and row["lost"] is not None)
-    which = ((taken, TAKEN), (held, UNDER_WAY), (lost, LOST))
-    return [next((state for parts, state in which if parts.meet(each.start, each.stop)), OPEN) for each in shards]
+    which = ((taken, TAKEN), (claimed, UNDER_WAY), (lost, LOST))
+    return [next((state for parts, state in which if parts.meet(shard.start, shard.stop)), OPEN) for shard in shards]
 
 
 class _Parts:
@@ -105,19 +105,19 @@ def reserve(
     """Claim the draws of ``shards`` for the workers of ``job``, but for those that are somebody else's by now. What of
     them is open, as earlier versions left it, is not any more. Raises :class:`UsageError` when the pass is over."""
     states = states_of(connection, source, shards)
-    mine = [(each.start, each.stop) for each, state in zip(shards, states, strict=True) if state == OPEN]
+    ranges = [(shard.start, shard.stop) for shard, state in zip(shards, states, strict=True) if state == OPEN]
     rows = connection.execute(
         "SELECT id, start, stop FROM claims WHERE source = ? AND turn = ? AND holder IS NULL AND lost IS NULL",
         (source.id, source.pass_number),
     ).fetchall()
     cut = False
     for row in rows:
-        whole = [[row["start"], row["stop"]]]
-        if (rest := without(whole, mine)) != whole:
+        open_range = [[row["start"], row["stop"]]]
+        if (remaining := without(open_range, ranges)) != open_range:
             connection.execute("DELETE FROM claims WHERE id = ?", (row["id"],))
-            _insert(connection, source, rest)
+            _insert(connection, source, remaining)
             cut = True
-    _insert(connection, source, mine, holder, job)
+    _insert(connection, source, ranges, holder, job)
     if cut:
         bump(connection)
         write_source_record(connection, layout, source.id)

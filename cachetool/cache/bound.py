@@ -7,7 +7,7 @@ has any of a source stays with the one or the other. The nodes know it, so that 
 from __future__ import annotations
 
 from cachetool.cache.catalog import Connection
-from cachetool.cache.draws import drawn, source_row
+from cachetool.cache.draws import positions_done, source_row
 from cachetool.core.errors import UsageError
 
 __all__ = ["PLACEMENTS", "bind", "bound", "refuse_other", "unbind"]
@@ -40,7 +40,7 @@ def unbind(connection: Connection, source: str) -> None:
     """Leave it open again where nothing was drawn."""
     row = source_row(connection, source)
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
-    if row is None or not (used or row.pass_number or drawn(connection, row)):
+    if row is None or not (used or row.pass_number or positions_done(connection, row)):
         connection.execute("DELETE FROM meta WHERE key = ?", (_key(source),))
 
 

@@ -213,7 +213,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._inside = False  # whether a transaction is under way, in the thread that has the turn
-        self._whole: sqlite3.Connection | None = None
+        self._outer: sqlite3.Connection | None = None
         """In a transaction of :meth:`together`."""
         self._undone: Exception | None = None
         """Why SQLite gave up that transaction by itself, as it does when the disk is full."""
@@ -224,7 +224,7 @@ class Catalog:
     def lock(self) -> threading.RLock:
         """The lock of this process: an inherited one may have been held by a thread that does not exist here."""
         if self._owner != os.getpid():
-            self._lock, self._owner, self._inside, self._whole = threading.RLock(), os.getpid(), False, None
+            self._lock, self._owner, self._inside, self._outer = threading.RLock(), os.getpid(), False, None
         return self._lock
 
     def create(self, *, max_size: int, min_free: int, pages: int = FIRST_PAGES) -> None:
@@ -265,10 +265,10 @@ class Catalog:
         bring them; else None."""
         try:
             with self.lock(), self._look() as connection:
-                found = int(connection.execute("PRAGMA user_version").fetchone()[0])
+                version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         except _FAILURES as error:
             raise self._error(error) from error
-        return found if found < SCHEMA_VERSION else None
+        return version if version < SCHEMA_VERSION else None
 
     def trouble(self) -> str | None:
         """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
@@ -284,7 +284,7 @@ class Catalog:
                     return "it is empty"
                 if (foreign := _foreign_part(connection)) is not None:
                     return f"it {foreign}"
-                found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+                findings = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
                 for table in ("shards", "sources", "holders"):
                     for row in connection.execute(f"SELECT id FROM {table}"):
@@ -295,8 +295,8 @@ class Catalog:
             if name in ("", "SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):
                 return str(error)
             raise self._error(error) from error
-        if found != ["ok"]:
-            return "; ".join(found)
+        if findings != ["ok"]:
+            return "; ".join(findings)
         lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
         return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
@@ -304,14 +304,14 @@ class Catalog:
     def _look(self) -> Iterator[sqlite3.Connection]:
         """A connection for once, to a file that may be anything."""
         self._refuse_links()
-        with self._among_processes.held(shared=True), contextlib.closing(connect(self.path)) as connection:
+        with self._among_processes.hold(shared=True), contextlib.closing(connect(self.path)) as connection:
             yield connection
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Row]:
         """All rows of one reading statement, a consistent picture by itself."""
-        with self.lock(), contextlib.ExitStack() as held:
+        with self.lock(), contextlib.ExitStack() as stack:
             try:
-                own = self._open() if self._inside else self._begin(None, held)
+                own = self._open() if self._inside else self._begin(None, stack)
                 return own.execute(query, values).fetchall()
             except _FAILURES as error:
                 raise self._error(error) from error
@@ -347,25 +347,25 @@ class Catalog:
         """One transaction of all that this thread writes in the body, so that it waits for the disk once: each
         :meth:`write` in it is a part, which is undone by itself when it raises."""
         with self.write() as connection:
-            self._whole, self._undone = connection, None
+            self._outer, self._undone = connection, None
             try:
                 yield
                 if self._undone is not None:
                     raise self._undone
             finally:
-                self._whole = None
+                self._outer = None
 
     def _transaction(self, begin: str, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
-        with self.lock(), contextlib.ExitStack() as held:
-            if self._whole is not None:
-                yield from self._part(self._whole)
+        with self.lock(), contextlib.ExitStack() as stack:
+            if self._outer is not None:
+                yield from self._part(self._outer)
                 return
             if self._inside:  # whose own transaction must not be undone by this one's error
                 raise CatalogError(f"catalog {self.path}: a signal's handler interrupted its use; do this afterwards")
             connection: sqlite3.Connection | None = None
             self._inside = True
             try:
-                connection = self._begin(begin, held, patience)
+                connection = self._begin(begin, stack, patience)
                 if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
                     _limit_pages(connection)
                 yield connection
@@ -379,13 +379,13 @@ class Catalog:
             finally:
                 self._inside = False
 
-    def _begin(self, begin: str | None, held: contextlib.ExitStack, patience: float = PATIENCE) -> PatientConnection:
-        """This process's connection once it has its turn, which lasts as long as ``held``, in a transaction that is
+    def _begin(self, begin: str | None, stack: contextlib.ExitStack, patience: float = PATIENCE) -> PatientConnection:
+        """This process's connection once it has its turn, which lasts as long as ``stack``, in a transaction that is
         begun."""
         while True:
             connection = self._open(patience=patience)
             shared = begin != "BEGIN IMMEDIATE"
-            sign = held.enter_context(self._among_processes.held(shared=shared, patience=patience))
+            sign = stack.enter_context(self._among_processes.hold(shared=shared, patience=patience))
             connection.before_change = None if shared else sign
             if begin is not None:
                 connection.execute(begin)
@@ -394,7 +394,7 @@ class Catalog:
             # Rebuilt by another process since it was opened: this connection leads to a deleted file.
             self._rollback(connection)
             self.close()
-            held.close()
+            stack.close()
 
     def _part(self, connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         if self._undone is not None:  # else what comes now would be a transaction of its own
@@ -463,35 +463,35 @@ class Catalog:
             if stat.S_ISLNK(status.st_mode):
                 raise CatalogError(f"catalog {path} is a link, which leads to a file that is no part of the cache")
             if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                each = 'cp -p "$f" "$f.own" && mv "$f.own" "$f"'
+                command = 'cp -p "$f" "$f.own" && mv "$f.own" "$f"'
                 raise CatalogError(
                     f"catalog {path} is shared with a copy of the cache that was made of hard links (cp -al, rsync"
                     " --link-dest); end what uses either, then make it this cache's own:"
-                    f" cd {shlex.quote(str(path.parent))} && for f in {self.path.name}*; do {each}; done"
+                    f" cd {shlex.quote(str(path.parent))} && for f in {self.path.name}*; do {command}; done"
                 )
 
     def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None, patience: float) -> None:
         connection.row_factory = Row
-        with self._among_processes.held(shared=True, patience=patience):
+        with self._among_processes.hold(shared=True, patience=patience):
             connection.execute("PRAGMA journal_mode = PERSIST")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")
-            found = connection.execute("PRAGMA user_version").fetchone()[0]
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
             if (foreign := _foreign_part(connection)) is not None:
                 raise CatalogError(f"catalog {self.path} {foreign}; {self._mend()}")
-            if found == SCHEMA_VERSION:
+            if version == SCHEMA_VERSION:
                 _limit_pages(connection)
-        if found > SCHEMA_VERSION:
+        if version > SCHEMA_VERSION:
             raise CatalogError(
-                f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
+                f"catalog {self.path} was written by a newer cachetool (schema {version}, this one knows"
                 f" {SCHEMA_VERSION}); upgrade cachetool"
             )
-        if not found and meta is None:
+        if not version and meta is None:
             raise CatalogError(
                 f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
             )
-        if found < SCHEMA_VERSION:
-            with self._among_processes.held(shared=False, patience=patience):
+        if version < SCHEMA_VERSION:
+            with self._among_processes.hold(shared=False, patience=patience):
                 migrate(connection, meta or {})
                 _limit_pages(connection)
 

@@ -212,12 +212,12 @@ def stage_together(
 
     admit(catalog, layout, holder, sum(bound for _, bound in shards), insert, room=room, waiting=waiting)
     with contextlib.ExitStack() as stack:
-        made = [
+        stagings = [
             stack.enter_context(Staging(catalog, layout, holder, id=shard, schema=schema, format=format, bound=bound))
             for shard, bound in shards
         ]
         stack.pop_all()
-    return made
+    return stagings
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,17 +272,29 @@ def _heirs(connection: Connection, layout: Layout, replaces: Sequence[str], coun
     """Retire what is replaced, and say what each of ``count`` new shards has of it."""
     now = time.time()
     if not replaces:
-        return [_Heir(version, now, next_seq(connection), 0, now, None, None, ()) for _ in range(count)]
+        return [
+            _Heir(
+                since=version,
+                now=now,
+                seq=next_seq(connection),
+                epochs=0,
+                used=now,
+                job=None,
+                lineage=None,
+                ancestors=(),
+            )
+            for _ in range(count)
+        ]
     olds = []
-    for each in replaces:
+    for shard in replaces:
         old = connection.execute(
-            "SELECT seq, epochs, used, job, lineage FROM shards WHERE id = ? AND state = 'ready'", (each,)
+            "SELECT seq, epochs, used, job, lineage FROM shards WHERE id = ? AND state = 'ready'", (shard,)
         ).fetchone()
         if old is None:
-            raise CatalogError(f"shard {each} was evicted while it was converted")
+            raise CatalogError(f"shard {shard} was evicted while it was converted")
         olds.append(old)
-        connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, each))
-    ancestors = dict.fromkeys(each for id in replaces for each in _living_ancestors(connection, layout, id))
+        connection.execute("UPDATE shards SET state = 'retiring', until = ? WHERE id = ?", (version, shard))
+    ancestors = dict.fromkeys(name for shard in replaces for name in _living_ancestors(connection, layout, shard))
     alone = len(replaces) == count == 1
     if not alone:
         ancestors |= dict.fromkeys(old["lineage"] for old in olds)

@@ -1,4 +1,4 @@
-"""Which draws of a source are done, claimed or open, kept as ranges of positions.
+"""Sources, pulls and claims, as rows of the catalog: the draws of a source are done, claimed, open or lost.
 
 A source's draws are the positions ``0 .. units - 1`` of one seeded order per turn (pass)::
 
@@ -58,7 +58,6 @@ __all__ = [
     "claim",
     "close_job",
     "copies",
-    "drawn",
     "finish",
     "give_back",
     "idle",
@@ -66,6 +65,7 @@ __all__ = [
     "losses",
     "begin_next_pass",
     "open_job",
+    "positions_done",
     "promised",
     "purge",
     "quarantined",
@@ -80,51 +80,109 @@ Pass = tuple[int, int, tuple[int, ...]]
 """What the positions of a pass are of: its number, units, cuts."""
 
 
+_COLUMNS = {"pass_number": "turn", "complete": "whole"}
+"""Fields of :class:`SourceRow` whose column has another name."""
+
+
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """The draws of one ready shard, or of one claim."""
+class SourceRow:
+    """A source as the catalog knows it."""
 
-    shard: str
+    id: Id
+    url: str
+    options: Mapping[str, Any]
+    identity: str
+    """Digest of the listing."""
+    dataset: str
+    units: int
+    samples: int
+    seed: int
     pass_number: int
-    draws: str
-    """As in the catalog: of thousands few are looked into."""
+    """Which pass over the units is under way, from 0."""
+    frontier: int
+    """Positions below it are done, or have a row in ``claims``."""
+    skipped: int
+    """Draws of this turn that could not be used."""
+    cuts: tuple[int, ...] = ()
+    """Places between the segments of this turn, each of which is drawn in an order of its own."""
+    sequential: bool = False
+    """Drawn in the order of the listing instead of a random one."""
+    complete: bool = True
+    """Whether the listing is: else more segments come."""
+    past: tuple[Pass, ...] = ()
+    """Earlier passes of which shards may be left."""
 
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Positions of that turn."""
-        return tuple((start, stop) for start, stop in json.loads(self.draws))
+    @classmethod
+    def of(cls, row: Row) -> SourceRow:
+        """From a row of the table."""
+        values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
+        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
+        values["id"] = Id(row["id"])
+        values["past"] = tuple(
+            (pass_number, units, tuple(cuts)) for pass_number, units, cuts in json.loads(row["past"])
+        )
+        return cls(**values | {"sequential": bool(row["sequential"]), "complete": bool(row["whole"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
+        """The row that :meth:`to_json` described."""
+        past = tuple((pass_number, units, tuple(cuts)) for pass_number, units, cuts in value["past"])
+        return cls(**{**value, "id": Id(value["id"]), "cuts": tuple(value["cuts"]), "past": past})
 
 
-def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
-    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
-    these."""
-    rows = connection.execute(
-        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
-        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
-        {"source": source, "but": but},
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Positions ``start`` to ``stop`` of a turn that one worker may draw."""
+
+    id: int
+    pass_number: int
+    start: int
+    stop: int
+    source: SourceRow
+    """As it was at that moment: its units and cuts say what the positions mean."""
+    lost: bool = False
+    """Whether samples of it were there before, and were lost."""
+
+
+def source_row(connection: Connection, source: str) -> SourceRow | None:
+    """The source with this id."""
+    row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
+    return None if row is None else SourceRow.of(row)
+
+
+def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool = False) -> None:
+    """Write a source, or what is new about a known one, with the bytes that its listing is charged.
+    Raises :class:`UsageError` when it is to be ``new`` and is there, listed otherwise."""
+    now = source_row(connection, row.id) if new else None
+    if now is not None and (now.identity, now.units) != (row.identity, row.units):
+        raise UsageError(f"another process began to draw from {row.url} at this moment; run this again")
+    if now is not None:
+        return
+    columns = {
+        **{_COLUMNS.get(name, name): value for name, value in asdict(row).items()},
+        "options": json.dumps(dict(row.options)),
+        "cuts": json.dumps(row.cuts),
+        "past": json.dumps(row.past),
+        "bytes": nbytes,
+        "created": time.time(),
+    }
+    names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+    connection.execute(
+        f"INSERT INTO sources ({names}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET options = excluded.options,"
+        " identity = excluded.identity, units = excluded.units, samples = excluded.samples, bytes = excluded.bytes",
+        columns,
     )
-    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
 
 
-def promised(connection: Connection, source: str) -> list[Copies]:
-    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
-    are as good as there, else it would bring them too."""
-    rows = connection.execute(
-        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
-        " WHERE c.source = ? AND c.turn <> s.turn",
-        (source,),
-    )
-    return [
-        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
-        for row in rows
-    ]
-
-
-def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
-    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
-    left = {copy.pass_number for copy in copies(connection, source)}
-    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
-    return [each for each in passes if each[0] in left]
+def positions_done(connection: Connection, source: SourceRow) -> int:
+    """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
+    query = f"SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND {NOT_AGAIN}"
+    pending = connection.execute(query, (source.id,)).fetchone()[0]
+    return max(0, source.frontier - int(pending))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,111 +241,6 @@ def close_job(connection: Connection, job: str) -> Job:
     return state
 
 
-_COLUMNS = {"pass_number": "turn"}
-"""Fields of :class:`SourceRow` whose column has another name."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRow:
-    """A source as the catalog knows it."""
-
-    id: Id
-    url: str
-    options: Mapping[str, Any]
-    identity: str
-    """Digest of the listing."""
-    dataset: str
-    units: int
-    samples: int
-    seed: int
-    pass_number: int
-    """Which pass over the units is under way, from 0."""
-    frontier: int
-    """Positions below it are done, or have a row in ``claims``."""
-    skipped: int
-    """Draws of this turn that could not be used."""
-    cuts: tuple[int, ...] = ()
-    """Places between the segments of this turn, each of which is drawn in an order of its own."""
-    sequential: bool = False
-    """Drawn in the order of the listing instead of a random one."""
-    whole: bool = True
-    """Whether the listing is: else more segments come."""
-    past: tuple[Pass, ...] = ()
-    """Earlier passes of which shards may be left."""
-
-    @classmethod
-    def of(cls, row: Row) -> SourceRow:
-        """From a row of the table."""
-        values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
-        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
-        values["id"] = Id(row["id"])
-        values["past"] = tuple(
-            (pass_number, units, tuple(cuts)) for pass_number, units, cuts in json.loads(row["past"])
-        )
-        return cls(**values | {"sequential": bool(row["sequential"]), "whole": bool(row["whole"])})
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "options": dict(self.options)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
-        """The row that :meth:`to_json` described."""
-        past = tuple((pass_number, units, tuple(cuts)) for pass_number, units, cuts in value["past"])
-        return cls(**{**value, "id": Id(value["id"]), "cuts": tuple(value["cuts"]), "past": past})
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Positions ``start`` to ``stop`` of a turn that one worker may draw."""
-
-    id: int
-    pass_number: int
-    start: int
-    stop: int
-    source: SourceRow
-    """As it was at that moment: its units and cuts say what the positions mean."""
-    lost: bool = False
-    """Whether samples of it were there before, and were lost."""
-
-
-def source_row(connection: Connection, source: str) -> SourceRow | None:
-    """The source with this id."""
-    row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
-    return None if row is None else SourceRow.of(row)
-
-
-def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool = False) -> None:
-    """Write a source, or what is new about a known one, with the bytes that its listing is charged.
-    Raises :class:`UsageError` when it is to be ``new`` and is there, listed otherwise."""
-    now = source_row(connection, row.id) if new else None
-    if now is not None and (now.identity, now.units) != (row.identity, row.units):
-        raise UsageError(f"another process began to draw from {row.url} at this moment; run this again")
-    if now is not None:
-        return
-    columns = {
-        **{_COLUMNS.get(name, name): value for name, value in asdict(row).items()},
-        "options": json.dumps(dict(row.options)),
-        "cuts": json.dumps(row.cuts),
-        "past": json.dumps(row.past),
-        "bytes": nbytes,
-        "created": time.time(),
-    }
-    names, marks = ", ".join(columns), ", ".join(f":{name}" for name in columns)
-    connection.execute(
-        f"INSERT INTO sources ({names}) VALUES ({marks}) ON CONFLICT (id) DO UPDATE SET options = excluded.options,"
-        " identity = excluded.identity, units = excluded.units, samples = excluded.samples, bytes = excluded.bytes",
-        columns,
-    )
-
-
-def drawn(connection: Connection, source: SourceRow) -> int:
-    """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
-    query = f"SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND {NOT_AGAIN}"
-    pending = connection.execute(query, (source.id,)).fetchone()[0]
-    return max(0, source.frontier - int(pending))
-
-
 def open_job(
     connection: Connection,
     source: str,
@@ -300,8 +253,8 @@ def open_job(
     kind: str = "",
 ) -> tuple[str, SourceRow]:
     """Begin a pull: its id, which begins with its ``kind``, and the source. A complete turn is followed by a new one
-    when samples are asked for by number, unless ``turn`` is False. ``room`` says how room may be made for it, also by
-    the trainers' snapshots.
+    when samples are asked for by number, unless ``next_pass`` is False. ``room`` says how room may be made for it, also
+    by the trainers' snapshots.
 
     Raises :class:`UsageError` when ``seed`` is another than the one this source is drawn with.
     """
@@ -326,12 +279,12 @@ def open_job(
 
 
 def claim(
-    connection: Connection, job: str, *, holder: str, most: int, whole: Callable[[int, int, int], int] | None = None,
+    connection: Connection, job: str, *, holder: str, most: int, stop_at: Callable[[int, int, int], int] | None = None,
     lost: bool = False,
 ) -> Claim | None:  # fmt: skip
     """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
-    ``whole(turn, start, stop)`` says where a claim should rather end; ``lost``: only of lost draws. A job's budget
-    counts what is committed and what its workers are on, so that together they never draw too many.
+    ``stop_at(pass_number, start, stop)`` says where a claim should rather end; ``lost``: only of lost draws. A job's
+    budget counts what is committed and what its workers are on, so that together they never draw too many.
     """
     state = job_row(connection, job)
     source = source_row(connection, state.source)
@@ -347,7 +300,7 @@ def claim(
 
     def end(pass_number: int, start: int, limit: int) -> int:
         stop = min(limit, start + most)
-        return min(limit, start + budget, stop if whole is None else whole(pass_number, start, stop))
+        return min(limit, start + budget, stop if stop_at is None else stop_at(pass_number, start, stop))
 
     row = connection.execute(
         "SELECT id, turn, start, stop, lost FROM claims WHERE source = ? AND holder IS NULL AND tried IS NOT ?"
@@ -358,14 +311,14 @@ def claim(
         return None
     if row is not None:
         start, stop = row["start"], end(row["turn"], row["start"], row["stop"])
-        mine = None if row["lost"] is None else row["lost"] * (stop - start) // (row["stop"] - start)
+        share = None if row["lost"] is None else row["lost"] * (stop - start) // (row["stop"] - start)
         connection.execute(
             "UPDATE claims SET stop = ?, holder = ?, job = ?, lost = ?, tried = NULL WHERE id = ?",
-            (stop, holder, job, mine, row["id"]),
+            (stop, holder, job, share, row["id"]),
         )
         if stop < row["stop"]:
-            rest = None if mine is None else row["lost"] - mine
-            _insert(connection, source, stop, row["stop"], lost=rest, pass_number=row["turn"])
+            remaining = None if share is None else row["lost"] - share
+            _insert(connection, source, stop, row["stop"], lost=remaining, pass_number=row["turn"])
         return Claim(row["id"], row["turn"], start, stop, source, lost=row["lost"] is not None)
     start = source.frontier
     if start >= source.units:
@@ -378,7 +331,7 @@ def claim(
 def finish(
     connection: Connection,
     job: str,
-    held: Claim,
+    claimed: Claim,
     upto: int,
     *,
     samples: int,
@@ -391,14 +344,14 @@ def finish(
     transaction that commits their samples, for which ``fetched`` bytes came over the wire. What ``vanished`` from the
     source, as a refresh found, is no fault of the objects and counts for the source alone. ``gaps`` among them stay
     open, for whoever claims next."""
-    if upto >= held.stop:
-        closed = connection.execute("DELETE FROM claims WHERE id = ?", (held.id,))
+    if upto >= claimed.stop:
+        closed = connection.execute("DELETE FROM claims WHERE id = ?", (claimed.id,))
     else:
-        closed = connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, held.id))
+        closed = connection.execute("UPDATE claims SET start = ? WHERE id = ?", (upto, claimed.id))
     if closed.rowcount != 1:  # its samples may be somebody else's by now
         raise CatalogError("what this pull was drawing was taken from it; run it again")
     for start, stop in gaps:
-        _insert(connection, held.source, start, stop, pass_number=held.pass_number)
+        _insert(connection, claimed.source, start, stop, pass_number=claimed.pass_number)
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
@@ -436,7 +389,7 @@ def _over(connection: Connection, source: SourceRow) -> bool:
     """Whether the present pass is complete."""
     query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND tried IS NOT NULL"
     barren = connection.execute(query, (source.id,)).fetchone()[0]
-    return source.whole and drawn(connection, source) + int(barren) >= source.units
+    return source.complete and positions_done(connection, source) + int(barren) >= source.units
 
 
 def begin_next_pass(connection: Connection, source: str) -> bool:
@@ -472,6 +425,53 @@ def _moves(connection: Connection) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """The draws of one ready shard, or of one claim."""
+
+    shard: str
+    pass_number: int
+    draws: str
+    """As in the catalog: of thousands few are looked into."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Positions of that turn."""
+        return tuple((start, stop) for start, stop in json.loads(self.draws))
+
+
+def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
+    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
+    these."""
+    rows = connection.execute(
+        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
+        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
+        {"source": source, "but": but},
+    )
+    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
+
+
+def promised(connection: Connection, source: str) -> list[Copies]:
+    """Draws of earlier passes that were lost and are drawn again as such, each by one claim: to the present pass they
+    are as good as there, else it would bring them too."""
+    rows = connection.execute(
+        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        " WHERE c.source = ? AND c.turn <> s.turn",
+        (source,),
+    )
+    return [
+        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
+        for row in rows
+    ]
+
+
+def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
+    """Those of ``passes`` of which there are ready shards, or draws that were lost."""
+    left = {copy.pass_number for copy in copies(connection, source)}
+    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
+    return [candidate for candidate in passes if candidate[0] in left]
+
+
+@dataclass(frozen=True, slots=True)
 class Loss:
     """Samples of one source that are missing."""
 
@@ -498,23 +498,23 @@ def reopen(
     left, count = samples, sum(stop - start for start, stop in parts)
     draws = count
     for start, stop in parts:
-        mine = None if left is None else left * (stop - start) // draws
-        if left is not None and mine is not None:
-            left, draws = left - mine, draws - (stop - start)
+        share = None if left is None else left * (stop - start) // draws
+        if left is not None and share is not None:
+            left, draws = left - share, draws - (stop - start)
         connection.execute(
             "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
-            (source.id, pass_number, start, stop, mine),
+            (source.id, pass_number, start, stop, share),
         )
     if (
         pass_number == source.pass_number and samples is not None
     ):  # what was skipped among them is counted when it is again
-        again = max(0, count - samples)
-        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (again, source.id))
+        skipped = max(0, count - samples)
+        connection.execute("UPDATE sources SET skipped = max(0, skipped - ?) WHERE id = ?", (skipped, source.id))
     return count
 
 
 def regain(
-    connection: Connection, job: str, held: Claim, upto: int, *, samples: int, barren: Sequence[tuple[int, int]]
+    connection: Connection, job: str, claimed: Claim, upto: int, *, samples: int, barren: Sequence[tuple[int, int]]
 ) -> None:
     """Before the positions of a claim of lost draws below ``upto`` are finished: count the ``samples`` that came, of
     those that were lost with any claim of this source.
@@ -522,23 +522,25 @@ def regain(
     The ranges ``barren`` gave none, and the pull ``job`` tries them no more. Some of them may never have given any, and
     nobody knows which: so they stay open together as long as samples are missing, and are done once none is.
     """
-    row = connection.execute("SELECT lost FROM claims WHERE id = ?", (held.id,)).fetchone()
+    row = connection.execute("SELECT lost FROM claims WHERE id = ?", (claimed.id,)).fetchone()
     if row is None or row["lost"] is None:
         return
-    source = held.source.id
+    source = claimed.source.id
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, lost, tried) VALUES (?, ?, ?, ?, 0, ?)",
-        [(source, held.pass_number, start, stop, job) for start, stop in barren],
+        [(source, claimed.pass_number, start, stop, job) for start, stop in barren],
     )
     count = sum(stop - start for start, stop in barren)
     connection.execute("UPDATE sources SET skipped = skipped - ? WHERE id = ?", (count, source))  # not yet
     left = row["lost"] - samples
-    if left > 0 and upto >= held.stop:
+    if left > 0 and upto >= claimed.stop:
         connection.execute(
             "UPDATE claims SET lost = lost + ? WHERE id = (SELECT max(id) FROM claims WHERE source = ? AND tried = ?)",
             (left, source, job),
         )
-    connection.execute("UPDATE claims SET lost = ? WHERE id = ?", (max(0, left) if upto < held.stop else 0, held.id))
+    connection.execute(
+        "UPDATE claims SET lost = ? WHERE id = ?", (max(0, left) if upto < claimed.stop else 0, claimed.id)
+    )
     others = connection.execute("SELECT id, lost FROM claims WHERE source = ? AND lost > 0", (source,)).fetchall()
     for other in others:  # their share was a guess
         more = min(max(0, -left), other["lost"])

@@ -10,7 +10,16 @@ from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import Victim, check_policy, choose, protected, shards_of
-from cachetool.cache.removal import Held, Removal, candidates, delete_trash, held_back, recover, retire, sweep_all
+from cachetool.cache.removal import (
+    LeasedShards,
+    Removal,
+    candidates,
+    delete_trash,
+    held_back,
+    recover,
+    retire,
+    sweep_all,
+)
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -50,27 +59,48 @@ def evict_to(
         trash = sweep_all(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:
-        used, held = measure(connection, layout).total, held_back(connection)
+        used, leased = measure(connection, layout).total, held_back(connection)
         if used > target:
             stuck = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'trash'")]
-            error = _not_reached(connection, used, target, held, stuck=stuck, **limits)
+            error = _not_reached(connection, used, target, leased, stuck=stuck, **limits)
             if shards:
                 gone = f"{count(shards, 'shard')} with {count(samples, 'sample')}, {format_size(freed)}"
                 error.done = f"evicted {gone}; the cache takes {format_size(used)} now"
             raise error
-    return Removal(tuple(plan), shards, samples, freed, used, target, len(held.sizes), sum(held.sizes), held.who)
+    return Removal(
+        tuple(plan),
+        removed_shards=shards,
+        removed_samples=samples,
+        freed=freed,
+        used=used,
+        max_size=target,
+        retiring_shards=len(leased.sizes),
+        retiring_bytes=sum(leased.sizes),
+        blocked=leased.who,
+    )
 
 
 def _foreseen(connection: Connection, layout: Layout, plan: Sequence[Victim], target: int, **limits: Any) -> Removal:
     """What an eviction would come to if everybody went on with what they are at."""
     used, chosen = measure(connection, layout).total, {victim.id for victim in plan}
-    held = held_back(connection, also=chosen)
+    leased = held_back(connection, also=chosen)
     going = connection.execute("SELECT id, bytes FROM shards WHERE state IN ('retiring', 'trash')").fetchall()
-    freed = sum(victim.bytes for victim in plan) + sum(row["bytes"] for row in going) - sum(held.sizes)
+    freed = sum(victim.bytes for victim in plan) + sum(row["bytes"] for row in going) - sum(leased.sizes)
     short = ""
     if used - freed > target:
-        short = str(_not_reached(connection, used - freed, target, held, chosen=chosen, **limits))
-    return Removal(tuple(plan), 0, 0, 0, used, target, len(held.sizes), sum(held.sizes), held.who, short)
+        short = str(_not_reached(connection, used - freed, target, leased, chosen=chosen, **limits))
+    return Removal(
+        tuple(plan),
+        removed_shards=0,
+        removed_samples=0,
+        freed=0,
+        used=used,
+        max_size=target,
+        retiring_shards=len(leased.sizes),
+        retiring_bytes=sum(leased.sizes),
+        blocked=leased.who,
+        unreached=short,
+    )
 
 
 def _plan(connection: Connection, layout: Layout, target: int, *, policy: str, **limits: Any) -> Sequence[Victim]:
@@ -114,7 +144,7 @@ def _not_reached(
     connection: Connection,
     used: int,
     target: int,
-    held: Held,
+    leased: LeasedShards,
     *,
     chosen: Collection[str] = (),
     stuck: Sequence[int] = (),
@@ -125,8 +155,8 @@ def _not_reached(
     writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
     bad = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'quarantine'")]
     why = []
-    if held.sizes:
-        why.append(f"{shards_of(held.sizes)} that go when their readers end: {'; '.join(held.who[:3])}")
+    if leased.sizes:
+        why.append(f"{shards_of(leased.sizes)} that go when their readers end: {'; '.join(leased.who[:3])}")
     if writing:
         why.append(f"{shards_of(writing)} being written; try again when that is done")
     if stuck:
@@ -135,6 +165,6 @@ def _not_reached(
     if bad:
         why.append(f"{shards_of(bad)} in quarantine")
     text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
-    if held.sizes or writing or stuck:
+    if leased.sizes or writing or stuck:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")
     return CapTooSmall(f"{text}: nothing more may be evicted;\n{'; '.join(why)}")

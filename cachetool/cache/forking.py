@@ -45,11 +45,11 @@ def forks_wait_for(catalog: _TakesTurns) -> None:
 
 
 def _before() -> None:
-    mine = _taken[threading.get_ident()] = []
+    locks = _taken[threading.get_ident()] = []
     for catalog in members(_all):
         lock = catalog.lock()
         if lock.acquire(timeout=_PATIENCE):
-            mine.append(lock)
+            locks.append(lock)
 
 
 def _in_parent() -> None:

@@ -36,7 +36,7 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
     catalog, layout = cache.catalog, cache.layout
     declared = catalog.one("SELECT * FROM datasets WHERE name = ?", (row.dataset,))
     record = record_bound(json.loads(declared["schema"]) if declared else [], layout.disk_block)
-    known = cache.source(row.id) is not None
+    exists = cache.source(row.id) is not None
     bound = listing_bound(listing, layout.disk_block) + record
 
     def insert(connection: Connection) -> None:
@@ -45,17 +45,17 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
         add_source(connection, row, bound, new=new)
 
     admit(catalog, layout, cache.holder, bound, insert, room=Room(wait=0))
-    if new and known and cache.listing(row.id).exists():
+    if new and exists and cache.listing(row.id).exists():
         return  # the same, and workers of another process read it
     real = take_in(layout, row.id, listing, cache.holder.id)
     with catalog.write() as connection:
         connection.execute("UPDATE sources SET bytes = ? WHERE id = ?", (real + record, row.id))
-        if known:  # what its shards say of it may no longer be so
+        if exists:  # what its shards say of it may no longer be so
             write_source_record(connection, layout, row.id)
 
 
 def grow_source(
-    cache: CacheDir, row: SourceRow, segment: Path, name: str, *, units: int, identity: str, whole: bool
+    cache: CacheDir, row: SourceRow, segment: Path, name: str, *, units: int, identity: str, complete: bool
 ) -> SourceRow:
     """Append the listing in the folder ``segment`` to that of a source, which then has ``units`` units.
 
@@ -71,7 +71,7 @@ def grow_source(
     try:
         aside = copy_aside(layout, row.id, segment, holder.id)
         with catalog.write() as connection:
-            grown = _grow(connection, row, units=units, identity=identity, whole=whole)
+            grown = _grow(connection, row, units=units, identity=identity, complete=complete)
             schema = connection.execute("SELECT schema FROM datasets WHERE name = ?", (row.dataset,)).fetchone()
             nbytes = append_segment(layout, row.id, aside, Name(name))
             nbytes += record_bound(json.loads(schema["schema"]), layout.disk_block)
@@ -88,7 +88,7 @@ def grow_source(
         raise
 
 
-def _grow(connection: Connection, source: SourceRow, *, units: int, identity: str, whole: bool) -> SourceRow:
+def _grow(connection: Connection, source: SourceRow, *, units: int, identity: str, complete: bool) -> SourceRow:
     """Append units to a source that is still as in ``source``: a segment of its present turn.
 
     Raises :class:`UsageError` when another process was first.
@@ -99,7 +99,7 @@ def _grow(connection: Connection, source: SourceRow, *, units: int, identity: st
     cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
     connection.execute(
         "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
-        (units, units, identity, whole, json.dumps(cuts), source.id),
+        (units, units, identity, complete, json.dumps(cuts), source.id),
     )
     text = f"{units} units, {units - now.units} of them new"
     event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)

@@ -73,7 +73,7 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
     """What the cache is like now: a point, as :attr:`History.points` has them."""
     meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
     # `+state`: through the index of states each row would be looked up by itself.
-    held = connection.execute(
+    totals = connection.execute(
         "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
         " WHERE +state IN ('ready', 'retiring')"
     ).fetchone()
@@ -81,7 +81,7 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
         "at": time.time(),
         "used": measure(connection, layout).total,
         "max_size": meta["max_size"],
-        **dict(held),
+        **dict(totals),
         "fetched": connection.execute("SELECT coalesce(sum(fetched), 0) FROM sources").fetchone()[0],
         "served": meta["served"],
         "evicted": dict(connection.execute("SELECT reason, sum(bytes) FROM evictions GROUP BY reason").fetchall()),
@@ -167,8 +167,8 @@ def history_of(catalog: Catalog, *, dataset: str | None = None) -> History:
 
 def _numbers(text: object) -> dict[str, int]:
     with contextlib.suppress(ValueError, TypeError):
-        found = json.loads(str(text))
-        return {str(name): int(value) for name, value in found.items()} if isinstance(found, dict) else {}
+        numbers = json.loads(str(text))
+        return {str(name): int(value) for name, value in numbers.items()} if isinstance(numbers, dict) else {}
     return {}
 
 
@@ -177,8 +177,8 @@ def _sound(value: object) -> bool:
 
 
 def _epoch_sound(row: dict[str, Any]) -> bool:
-    told = [value for name, value in row.items() if name not in ("dataset", "run")]
-    return row["ended"] is not None and all(value is None or _sound(value) for value in told)
+    values = [value for name, value in row.items() if name not in ("dataset", "run")]
+    return row["ended"] is not None and all(value is None or _sound(value) for value in values)
 
 
 def restore(connection: Connection, history: History) -> None:

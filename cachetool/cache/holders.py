@@ -171,8 +171,8 @@ def _unwritable(folder: Path, error: OSError) -> CacheToolError:
         return denied
     if not folder.parent.is_dir():
         return CatalogError(f"the cache folder {folder.parent} is gone; pull again to fill a new one")
-    known = disk_error(error)
-    why = str(known).partition(": ")[2] if known is not None and error.filename else error.strerror
+    explanation = disk_error(error)
+    why = str(explanation).partition(": ")[2] if explanation is not None and error.filename else error.strerror
     if error.errno == errno.EROFS:
         why = "the disk is mounted read-only; make it writable again, for example by mount -o remount,rw"
     return CapacityError(f"cache {folder.parent} takes no new reader or writer, which must leave a lock there: {why}")
@@ -220,9 +220,9 @@ def _runs(pid: int, since: float) -> bool:
 def remove_stale_locks(connection: Connection, folder: Path) -> None:
     """Remove lock files of processes that died before they came into the catalog; inside ``BEGIN IMMEDIATE``."""
     with _lock:  # no other thread makes a holder now, whose file our test of its lock would remove
-        known = {row["id"] for row in connection.execute("SELECT id FROM holders")}
+        registered = {row["id"] for row in connection.execute("SELECT id FROM holders")}
         for path in _others(folder):
-            if path.stem not in known:
+            if path.stem not in registered:
                 _alive(path, remove=True)
 
 

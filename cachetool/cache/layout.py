@@ -1,4 +1,4 @@
-"""Where things lie under a cache's root.
+"""Where things lie under a cache's root, and who may write there.
 
 ::
 
@@ -215,13 +215,13 @@ class Layout:
 
     def free_disk(self) -> int:
         """Bytes an unprivileged user may still write on the cache's disk; also where the root does not exist yet."""
-        found = self._statvfs()
-        return found.f_bavail * found.f_frsize
+        space = self._statvfs()
+        return space.f_bavail * space.f_frsize
 
     def free_inodes(self) -> int | None:
         """Files that may still be made on the cache's disk; None where the file system sets no limit."""
-        found = self._statvfs()
-        return found.f_favail if found.f_files else None
+        space = self._statvfs()
+        return space.f_favail if space.f_files else None
 
     def _statvfs(self) -> os.statvfs_result:
         return os.statvfs(self._above())
@@ -240,13 +240,13 @@ def loose(root: Path) -> str | None:
     A folder of root's is fine, and to root one of anybody's: in a container the user of a mounted folder is another.
     """
     try:
-        found = root.stat()
+        status = root.stat()
     except OSError:
         return None
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return f"any user may write to it; run: chmod o-w {shlex.quote(str(root))}"
-    if os.geteuid() and found.st_uid not in (0, os.geteuid()):
-        return f"it belongs to another user ({found.st_uid})"
+    if os.geteuid() and status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user ({status.st_uid})"
     return None
 
 

@@ -92,8 +92,8 @@ def look(layout: Layout) -> tuple[bool, str | None]:
 
 def _wrong(layout: Layout) -> str | None:
     try:
-        found = json.loads(layout.marker.read_bytes())["layout"]
-        newer = bool(found > LAYOUT_VERSION)
+        version = json.loads(layout.marker.read_bytes())["layout"]
+        newer = bool(version > LAYOUT_VERSION)
     except IsADirectoryError:
         remedy = f"cachetool verify --repair{cache_option(layout.root)}"
         raise CatalogError(f"{layout.marker} is a folder; remove it, then run: {remedy}") from None
@@ -105,7 +105,7 @@ def _wrong(layout: Layout) -> str | None:
         return "is not what cachetool writes"
     if newer:
         raise CatalogError(
-            f"cache {layout.root} was written by a newer cachetool (layout {found}, this one knows {LAYOUT_VERSION});"
+            f"cache {layout.root} was written by a newer cachetool (layout {version}, this one knows {LAYOUT_VERSION});"
             " upgrade cachetool"
         )
     return None
@@ -113,10 +113,15 @@ def _wrong(layout: Layout) -> str | None:
 
 def _half_made(layout: Layout, entries: Collection[str]) -> bool:
     """Whether this is a cache whose making was cut off, or is under way: nothing of a user's is in it yet."""
-    made = (layout.tag.name, layout.catalog.name, f"{layout.marker.name}.", *(path.name for path in layout.folders))
+    own_names = (
+        layout.tag.name,
+        layout.catalog.name,
+        f"{layout.marker.name}.",
+        *(path.name for path in layout.folders),
+    )
     return (
         layout.tag.name in entries
-        and all(entry.startswith(made) for entry in entries)
+        and all(entry.startswith(own_names) for entry in entries)
         and not any(path.is_dir() and any(path.iterdir()) for path in (layout.shards, layout.listings))
         and Catalog(layout.catalog).untouched()
     )
@@ -144,9 +149,9 @@ def mark(layout: Layout, **settings: int) -> None:
 def settings(layout: Layout) -> dict[str, int]:
     """What :func:`mark` was last told; as far as it can be read."""
     try:
-        found = json.loads(layout.marker.read_bytes())
+        values = json.loads(layout.marker.read_bytes())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         return {}
-    return {name: found[name] for name in ("max_size", "min_free") if isinstance(found.get(name), int)}
+    return {name: values[name] for name in ("max_size", "min_free") if isinstance(values.get(name), int)}

@@ -92,8 +92,8 @@ def open_root(
     cache = kind(path, exists=exists, max_size=size, min_free=floor, notify=notify)
     try:
         if exists:
-            if create and (known := settings(layout)).keys() == {"max_size", "min_free"}:
-                cache.make_again(known)
+            if create and (saved := settings(layout)).keys() == {"max_size", "min_free"}:
+                cache.make_again(saved)
             _recover(cache, notify, create=create)
             if size is not None and size != cache.catalog.meta("max_size"):
                 from cachetool.cache.capping import refuse

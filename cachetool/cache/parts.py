@@ -56,10 +56,10 @@ def follow(connection: Connection, source: SourceRow) -> bool:
     """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
     now = source_row(connection, source.id)
     assert now is not None
-    if now.pass_number > source.pass_number or (now.pass_number, now.cuts, now.whole) == (
+    if now.pass_number > source.pass_number or (now.pass_number, now.cuts, now.complete) == (
         source.pass_number,
         source.cuts,
-        source.whole,
+        source.complete,
     ):
         return False
     new = now.pass_number < source.pass_number
@@ -68,7 +68,7 @@ def follow(connection: Connection, source: SourceRow) -> bool:
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
         "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
-        (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.whole, source.id),
+        (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.complete, source.id),
     )
     return True
 
@@ -76,7 +76,7 @@ def follow(connection: Connection, source: SourceRow) -> bool:
 def settle(
     connection: Connection,
     job: str,
-    held: Claim,
+    claim: Claim,
     upto: int,
     start: int,
     *,
@@ -92,9 +92,9 @@ def settle(
     )
     if alive.rowcount != 1:  # whoever came after it may have handed out the same positions
         raise CatalogError("what this pull was drawing was taken from it; run it again")
-    follow(connection, held.source)
-    now = source_row(connection, held.source.id)
-    if now is not None and now.pass_number == held.pass_number:
+    follow(connection, claim.source)
+    now = source_row(connection, claim.source.id)
+    if now is not None and now.pass_number == claim.pass_number:
         carve(connection, now.id, now.pass_number, ((start, upto),))
         # What others have below is none of this cache's business: to it, it is done.
         connection.execute(
@@ -103,7 +103,7 @@ def settle(
         )
     connection.execute(
         "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ? WHERE id = ?",
-        (skipped + vanished, fetched, held.source.id),
+        (skipped + vanished, fetched, claim.source.id),
     )
 
 

@@ -81,8 +81,8 @@ def enter(connection: Connection, node: str, cache: int, job: str, source: str, 
         )
     if other is not None:  # renamed
         lose(connection, other["name"])
-    known = connection.execute("SELECT cache FROM nodes WHERE name = ?", (node,)).fetchone()
-    if known is not None and known["cache"] != cache:
+    row = connection.execute("SELECT cache FROM nodes WHERE name = ?", (node,)).fetchone()
+    if row is not None and row["cache"] != cache:
         lose(connection, node)
     connection.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?)", (node, cache))
     connection.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)", (source, node, job, word))
@@ -101,9 +101,9 @@ def held_by(connection: Connection, node: str, token: str, job: str, word: str) 
     return None if source is None else Claim(row["id"], row["turn"], row["start"], row["stop"], source)
 
 
-def note_claim(connection: Connection, held: Claim, node: str, token: str) -> None:
+def note_claim(connection: Connection, claim: Claim, node: str, token: str) -> None:
     """Write down which node is on a claim; inside the transaction that made it."""
-    connection.execute("UPDATE claims SET node = ?, token = ? WHERE id = ?", (node, token, held.id))
+    connection.execute("UPDATE claims SET node = ?, token = ? WHERE id = ?", (node, token, claim.id))
     allow_growth(connection)
 
 
@@ -112,7 +112,7 @@ def place(
     job: str,
     node: str,
     token: str,
-    held: Claim,
+    claim: Claim,
     upto: int,
     placed: Placed | None,
     *,
@@ -126,14 +126,14 @@ def place(
     if placed is not None and connection.execute("SELECT 1 FROM placed WHERE shard = ?", (placed.shard,)).fetchone():
         return
     query = "SELECT start FROM claims WHERE id = ? AND node = ? AND token = ?"  # the id may be another claim's by now
-    row = connection.execute(query, (held.id, node, token)).fetchone()
+    row = connection.execute(query, (claim.id, node, token)).fetchone()
     if placed is None and (row is None or row["start"] >= upto):
         return
     if row is None:
         raise CatalogError("what this pull was drawing was taken from it; run it again")
-    finish(connection, job, held, upto, samples=brought, skipped=skipped, vanished=vanished, fetched=fetched)
+    finish(connection, job, claim, upto, samples=brought, skipped=skipped, vanished=vanished, fetched=fetched)
     if placed is not None:
-        insert(connection, node, held.source.id, placed, brought)
+        insert(connection, node, claim.source.id, placed, brought)
         next_seq(connection)
 
 
@@ -194,14 +194,14 @@ def release(connection: Connection, job: str) -> None:
 def give_back(connection: Connection, node: str, claims: Iterable[tuple[int, str]]) -> None:
     """Open the claims that a node does not want to work on, by their ids and tokens."""
     connection.executemany(
-        f"{_LET_GO} WHERE id = ? AND node = ? AND token = ?", [(each, node, token) for each, token in claims]
+        f"{_LET_GO} WHERE id = ? AND node = ? AND token = ?", [(claim, node, token) for claim, token in claims]
     )
 
 
 def forget_shards(connection: Connection, shards: Iterable[str]) -> None:
     """These were evicted: their draws stay done in this pass, and the next one does not go around them."""
-    for each in shards:
-        connection.execute("DELETE FROM placed WHERE shard = ?", (each,))
+    for shard in shards:
+        connection.execute("DELETE FROM placed WHERE shard = ?", (shard,))
         next_seq(connection)
     bump(connection)
 
@@ -220,7 +220,7 @@ def take_in(
     connection: Connection,
     source: SourceRow,
     node: str,
-    found: Sequence[Placed],
+    shards: Sequence[Placed],
     *,
     job: str,
     doubled: Callable[[Placed], bool],
@@ -228,20 +228,20 @@ def take_in(
     """What a node has, as it tells when it begins: its shards and no others. Gives the ids of those that are
     ``doubled`` and have to go there: others have the same draws, or are on them."""
     connection.execute("DELETE FROM placed WHERE node = ? AND source = ?", (node, source.id))
-    double = {each.shard for each in found if doubled(each)}
-    for each in found:
-        if each.shard in double:
+    double = {placed.shard for placed in shards if doubled(placed)}
+    for placed in shards:
+        if placed.shard in double:
             continue
-        insert(connection, node, source.id, each, each.brought)
-        if each.pass_number != source.pass_number:
+        insert(connection, node, source.id, placed, placed.brought)
+        if placed.pass_number != source.pass_number:
             continue
-        fresh = carve(connection, source.id, source.pass_number, each.draws)
-        skipped = sum(stop - start for start, stop in each.draws) - each.brought
+        fresh = carve(connection, source.id, source.pass_number, placed.draws)
+        skipped = sum(stop - start for start, stop in placed.draws) - placed.brought
         if fresh:
             connection.execute("UPDATE sources SET skipped = skipped + ? WHERE id = ?", (skipped, source.id))
-        if each.job == job and fresh:  # committed by this pull, and not told of, or lost and found again
+        if placed.job == job and fresh:  # committed by this pull, and not told of, or lost and found again
             query = "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?"
-            connection.execute(query, (each.brought, skipped, job))
+            connection.execute(query, (placed.brought, skipped, job))
     if double:
         next_seq(connection)
     bump(connection)

@@ -1,6 +1,8 @@
-"""In which order shards are given up: pure functions over rows, and the plan made from them.
+"""Eviction policies: in which order shards are given up, and how room may be made for a writer.
 
-How room may be made for a writer: a value that travels from the command line to admission and renewal.
+The policies are pure functions over rows, and the plan is made from them.
+
+How room may be made is a value that travels from the command line to admission and renewal.
 """
 
 from __future__ import annotations
@@ -115,12 +117,12 @@ def protected(
     keep: Collection[str] = (),
 ) -> list[str]:  # fmt: skip
     """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
-    found: dict[str, list[int]] = {}
+    sizes_by_reason: dict[str, list[int]] = {}
     for row in rows:
         why = _kept(row, min_epochs, dataset, keep_job, keep)
         if why is not None:
-            found.setdefault(why, []).append(row.bytes)
-    return [f"{shards_of(sizes)} {why}" for why, sizes in found.items()]
+            sizes_by_reason.setdefault(why, []).append(row.bytes)
+    return [f"{shards_of(sizes)} {why}" for why, sizes in sizes_by_reason.items()]
 
 
 def shards_of(sizes: Sequence[int]) -> str:

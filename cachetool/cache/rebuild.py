@@ -96,8 +96,8 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
                 f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
             )
         salvaged = _salvage(old)
-        found = scan(layout)
-        kept, superseded = without_doubles(found.shards)
+        records = scan(layout)
+        kept, superseded = without_doubles(records.shards)
         settings = {**salvaged["meta"], **marked(layout)}
         if settings.setdefault("max_size", max_size) is None:
             raise CatalogError(
@@ -106,18 +106,18 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
             )
         if marked(layout) != (asked := {name: settings.get(name, 0) for name in ("max_size", "min_free")}):
             mark(layout, **asked)  # before the old catalog goes, which may be the last that knows
-        for name in (*found.unfinished, *superseded):
+        for name in (*records.unfinished, *superseded):
             layout.remove(layout.shard(name), first=SHARD_FILE)
         # First, and the new one stays below the cap beside the old. Nothing is in it while the catalog is locked.
         layout.remove(layout.catalog.with_name(layout.catalog.name + "-journal"))
-        _write(layout, found, kept, salvaged, settings)
+        _write(layout, records, kept, salvaged, settings)
     old.close()
     return Rebuilt(
         shards=len(kept),
         samples=sum(value["samples"] for value in kept),
-        sources=len(found.progress),
-        bad=tuple(found.bad),
-        deleted=(*found.unfinished, *superseded),
+        sources=len(records.progress),
+        bad=tuple(records.bad),
+        deleted=(*records.unfinished, *superseded),
         max_size=settings["max_size"],
     )
 
@@ -140,34 +140,34 @@ def _locked(old: Catalog) -> Iterator[None]:
 
 def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
     """Read every ``shard.json``, but of shards to ``leave_out``, and every record beside the listings."""
-    found = Found()
+    records = Found()
     if not layout.shards.is_dir():
-        return found
+        return records
     for entry in sorted(os.scandir(layout.shards), key=lambda entry: entry.name):
         if not Id.fits(entry.name) or not entry.is_dir(follow_symlinks=False) or entry.name in leave_out:
             continue  # what is not ours is left alone
         folder = Path(entry.path)
         if not (folder / SHARD_FILE).exists():
-            found.unfinished.append(Id(entry.name))
+            records.unfinished.append(Id(entry.name))
             continue
         try:
             value = _checked(folder)
-            schema = found.schemas.setdefault(
+            schema = records.schemas.setdefault(
                 value["dataset"], (value["declared"] or value["created"], value["schema"])
             )
             if schema[1] != value["schema"]:
                 raise ValueError(f"its schema is not that of dataset {value['dataset']}")
         except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
-            found.bad.append((Id(entry.name), str(error)))
+            records.bad.append((Id(entry.name), str(error)))
             continue
-        found.learn(value)
+        records.learn(value)
         for name in ("progress", "schema", "files"):  # thousands of shards: keep what the catalog needs
             value.pop(name, None)
-        found.shards.append(value)
+        records.shards.append(value)
     for path in layout.listings.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # then the shards alone must do
-            found.learn(unseal(path))
-    return found
+            records.learn(unseal(path))
+    return records
 
 
 def _checked(folder: Path) -> Record:
@@ -186,18 +186,18 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
     kept: list[Record] = []
     superseded = _torn(shards)
     lineages: set[str] = set()
-    drawn: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    draws_by_pass: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for value in sorted(shards, key=lambda value: (value["since"], value["created"]), reverse=True):
         if value["id"] in superseded:
             continue
         lineages.update(value.get("ancestors", ()))
-        mine = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
-        others = drawn.setdefault((value["source"], value["turn"]), [])
-        doubled = any(start < b and a < stop for start, stop in mine for a, b in others)
+        ranges = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
+        others = draws_by_pass.setdefault((value["source"], value["turn"]), [])
+        doubled = any(start < b and a < stop for start, stop in ranges for a, b in others)
         if doubled or value["lineage"] in lineages:
             superseded.append(Id(value["id"]))
             continue
-        others += mine
+        others += ranges
         lineages.add(value["lineage"])
         kept.append(value)
     return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
@@ -207,11 +207,11 @@ def _torn(shards: Sequence[Record]) -> list[Id]:
     """Ids of parts that were to replace a shard which is still there, while other parts are not: their commit was cut
     off, and the old shard holds all of it. (Or those parts were evicted since: then they come back with it.)"""
     here = {name for value in shards for name in (value["id"], value["lineage"])}
-    known = here.union(*(value.get("ancestors", ()) for value in shards))
+    named = here.union(*(value.get("ancestors", ()) for value in shards))
     return [
         Id(value["id"])
         for value in shards
-        if not known.issuperset(value.get("together", ())) and not here.isdisjoint(value.get("ancestors", ()))
+        if not named.issuperset(value.get("together", ())) and not here.isdisjoint(value.get("ancestors", ()))
     ]
 
 
@@ -243,23 +243,23 @@ def _salvage(old: Catalog) -> dict[str, Any]:
 
 
 def _write(
-    layout: Layout, found: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
+    layout: Layout, records: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
 ) -> None:
     aside, *beside = layout.catalog_asides
     for path in layout.catalog_asides:
         layout.remove(path)
     pages = FIRST_PAGES
-    while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(found.bad)):
+    while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(records.bad)):
         pages *= 2
     catalog = Catalog(aside)
     catalog.create(max_size=settings["max_size"], min_free=settings.get("min_free", 0), pages=pages)
     with catalog.write() as connection:
-        newest = max([at[0] for at, _ in found.progress.values()] + [value["since"] for value in kept], default=0)
+        newest = max([at[0] for at, _ in records.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
         served = {key: number for key, number in settings.items() if key.startswith("served")}
         for key, number in {"version": newest + 1, "seq": last, **served}.items():
             connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, number))
-        for name, (declared, schema) in found.schemas.items():
+        for name, (declared, schema) in records.schemas.items():
             connection.execute("INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema), declared))
         connection.executemany(
             "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
@@ -268,10 +268,10 @@ def _write(
             " :sole, :lineage)",
             _rows(layout, kept, salvaged["epochs"]),
         )
-        for name, why in found.bad:
+        for name, why in records.bad:
             quarantine_folder(connection, layout, name, why)
-        for _, progress in found.progress.values():
-            _add_progress(connection, layout, found, progress, kept, salvaged["lost"])
+        for _, progress in records.progress.values():
+            _add_progress(connection, layout, records, progress, kept, salvaged["lost"])
         connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?, ?)", salvaged["evictions"])
         restore(connection, salvaged["history"])
         for at, kind, subject, text, dataset in salvaged["events"]:
@@ -308,14 +308,14 @@ def quarantine_folder(connection: Connection, layout: Layout, name: Id, why: str
 
 
 def _add_progress(
-    connection: Connection, layout: Layout, found: Found, progress: Record, kept: list[Record], lost: list[Any]
+    connection: Connection, layout: Layout, records: Found, progress: Record, kept: list[Record], lost: list[Any]
 ) -> None:
     """A source's row, and its open draws: those of the newest record without those of shards that are here. Of those
     that this record, or else the old catalog, calls ``lost`` it is said again."""
     frontier, pending = open_draws(progress, kept)
     listing = layout.listing(Id(progress["id"]))
-    schema = found.schemas.get(progress["dataset"], (0.0, []))[1]
-    columns = {each["name"] for each in connection.execute("PRAGMA table_info(sources)")}
+    schema = records.schemas.get(progress["dataset"], (0.0, []))[1]
+    columns = {column["name"] for column in connection.execute("PRAGMA table_info(sources)")}
     row = {name: value for name, value in progress.items() if name in columns} | {
         "frontier": frontier,
         "options": json.dumps(progress["options"]),
@@ -324,11 +324,15 @@ def _add_progress(
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
     present = progress["turn"]
-    mine = progress.get("lost", [each[1:] for each in lost if each[0] == progress["id"]])
-    again = [(start, stop) for pass_number, start, stop, _ in mine if pass_number == present]
-    claims = [(present, start, stop, None) for start, stop in without(pending, again)]
-    for pass_number, start, stop, samples in mine:
-        done = without([(start, stop)], pending) if pass_number == present else _held(kept, progress["id"], pass_number)
+    lost_ranges = progress.get("lost", [claim[1:] for claim in lost if claim[0] == progress["id"]])
+    lost_now = [(start, stop) for pass_number, start, stop, _ in lost_ranges if pass_number == present]
+    claims = [(present, start, stop, None) for start, stop in without(pending, lost_now)]
+    for pass_number, start, stop, samples in lost_ranges:
+        done = (
+            without([(start, stop)], pending)
+            if pass_number == present
+            else _draws_in_shards(kept, progress["id"], pass_number)
+        )
         claims += [(pass_number, a, b, samples * (b - a) // (stop - start)) for a, b in without([(start, stop)], done)]
     connection.executemany(
         "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
@@ -339,13 +343,13 @@ def _add_progress(
 def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
     """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
     of shards that are here."""
-    here = _held(kept, progress["id"], progress["turn"])
+    here = _draws_in_shards(kept, progress["id"], progress["turn"])
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
     return frontier, without(pending, here)
 
 
-def _held(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
+def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
     """The draws of a pass that are in shards."""
-    mine = (value["draws"] for value in kept if value["source"] == source and value["turn"] == pass_number)
-    return [(start, stop) for draws in mine for start, stop in draws]
+    draws_of_pass = (value["draws"] for value in kept if value["source"] == source and value["turn"] == pass_number)
+    return [(start, stop) for draws in draws_of_pass for start, stop in draws]

@@ -134,7 +134,7 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
         f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN} ORDER BY start",
         (row["id"], row["turn"]),
     )
-    pending = merged((each["start"], each["stop"]) for each in claims)
+    pending = merged((claim["start"], claim["stop"]) for claim in claims)
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
     lost = connection.execute(
@@ -145,7 +145,7 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
         **dict(row),
         "options": json.loads(row["options"]),
         "pending": pending,
-        "lost": [list(each) for each in lost],
+        "lost": [list(claim) for claim in lost],
     }
 
 
@@ -176,9 +176,9 @@ def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> No
 
     Inside a writing transaction, so that two processes cannot put an older record over a newer one.
     """
-    for each in ids:
+    for shard in ids:
         row = connection.execute(
-            "SELECT source, since FROM shards WHERE id = ? AND state = 'trash'", (each,)
+            "SELECT source, since FROM shards WHERE id = ? AND state = 'trash'", (shard,)
         ).fetchone()
         if row is None or row["source"] is None or row["since"] is None:
             continue
@@ -189,7 +189,7 @@ def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> No
         if newer is not None or _version(path) >= row["since"]:
             continue
         try:
-            folder = os.open(layout.shard(each), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            folder = os.open(layout.shard(shard), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             continue  # it is gone, or somebody put a link in its place: what that leads to is no shard
         try:
@@ -197,7 +197,7 @@ def keep_newest(connection: Connection, layout: Layout, ids: Iterable[Id]) -> No
         except FileNotFoundError:
             continue  # killed between this and the end of the deletion: it was done then
         except OSError as error:
-            error.filename = str(layout.shard(each) / SHARD_FILE)  # not the last part alone
+            error.filename = str(layout.shard(shard) / SHARD_FILE)  # not the last part alone
             raise
         finally:
             os.close(folder)

@@ -27,8 +27,8 @@ from cachetool.proc.disk import holds_open_files
 from cachetool.proc.folders import fsync_folder
 
 __all__ = [
-    "Held",
     "Lease",
+    "LeasedShards",
     "Removal",
     "about_to_read",
     "candidates",
@@ -103,15 +103,15 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
     """
     version = bump(connection) if ids else 0
     now = time.time()
-    for each in ids:
+    for shard in ids:
         row = connection.execute(
             "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'"
             " RETURNING dataset, samples, bytes",
-            (version, each),
+            (version, shard),
         ).fetchone()
         if row is None:
             continue
-        event(connection, now, "evict", each, f"{reason}, {policy}")
+        event(connection, now, "evict", shard, f"{reason}, {policy}")
         connection.execute(
             "INSERT INTO evictions VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT (dataset, reason, policy) DO UPDATE SET"
             " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",
@@ -159,21 +159,21 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[Id], *, edge: b
         keep_newest(connection, layout, ids)
     gone: list[Id] = []
     failed: OSError | None = None
-    for each in ids:
+    for shard in ids:
         try:
-            layout.remove(layout.shard(each), first=SHARD_FILE)
-            gone.append(each)
+            layout.remove(layout.shard(shard), first=SHARD_FILE)
+            gone.append(shard)
         except OSError as error:
-            if not holds_open_files(layout.shards / each):  # else the next recovery deletes the folder
+            if not holds_open_files(layout.shards / shard):  # else the next recovery deletes the folder
                 failed = failed or error
     with contextlib.suppress(FileNotFoundError):  # somebody deleted the folder: nothing of them is left
         fsync_folder(layout.shards)
 
     def forget(connection: Connection) -> tuple[int, int]:
         samples = freed = 0
-        for each in gone:
+        for shard in gone:
             row = connection.execute(
-                "DELETE FROM shards WHERE id = ? AND state = 'trash' RETURNING samples, bytes", (each,)
+                "DELETE FROM shards WHERE id = ? AND state = 'trash' RETURNING samples, bytes", (shard,)
             ).fetchone()
             if row is not None:
                 samples += int(row["samples"] or 0)
@@ -231,7 +231,7 @@ def about_to_read(connection: Connection) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LeasedShards:
     """Shards that leases keep from going."""
 
     ids: frozenset[str]
@@ -239,16 +239,16 @@ class Held:
     who: tuple[str, ...]
 
 
-def held_back(connection: Connection, *, also: Collection[str] = ()) -> Held:
+def held_back(connection: Connection, *, also: Collection[str] = ()) -> LeasedShards:
     """The retiring shards, and of the ready ones ``also``, that somebody reads, and who does."""
     rows = connection.execute(
         "SELECT id, dataset, bytes, since, until, state FROM shards WHERE state IN ('ready', 'retiring')"
     ).fetchall()
     going = [row for row in rows if row["state"] == "retiring" or row["id"] in also]
     readers = leases(connection)
-    held = [row for row in going if any(lease.holds(row) for lease in readers)]
-    who = dict.fromkeys(lease.who for lease in readers if any(lease.holds(row) for row in held))
-    return Held(frozenset(row["id"] for row in held), tuple(row["bytes"] for row in held), tuple(who))
+    leased = [row for row in going if any(lease.holds(row) for lease in readers)]
+    who = dict.fromkeys(lease.who for lease in readers if any(lease.holds(row) for row in leased))
+    return LeasedShards(frozenset(row["id"] for row in leased), tuple(row["bytes"] for row in leased), tuple(who))
 
 
 def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, patience: float = PATIENCE) -> int:
@@ -274,9 +274,9 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, p
             return 0
         own = holder()
         own.register(connection)
-        for each in dead:
-            connection.execute("DELETE FROM holders WHERE id = ?", (each,))
-            layout.remove(layout.lock(each))
+        for dead_id in dead:
+            connection.execute("DELETE FROM holders WHERE id = ?", (dead_id,))
+            layout.remove(layout.lock(dead_id))
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
         let_go(connection, _UNHELD)
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")

@@ -74,8 +74,8 @@ def _holding_back(connection: Connection, dataset: str, renew: float, lack: int)
         " WHERE state = 'ready' AND dataset = ? ORDER BY since DESC",
         (dataset,),
     ).fetchall()
-    whole = sum(nbytes for _, nbytes, _ in rows)
-    share, left, older = min(lack, int(renew * whole)), 0, None
+    total = sum(nbytes for _, nbytes, _ in rows)
+    share, left, older = min(lack, int(renew * total)), 0, None
     for since, nbytes, unseen in rows:
         if not unseen:
             return None  # nothing new would be left to show

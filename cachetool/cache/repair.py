@@ -55,22 +55,22 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
     """Everything that no row accounts for, largest first."""
     shards, listings = _entries(layout.shards), _entries(layout.listings)
     with catalog.read() as connection:
-        known = {row["id"] for row in connection.execute("SELECT id FROM shards")}
+        shard_ids = {row["id"] for row in connection.execute("SELECT id FROM shards")}
         sources = {row["id"] for row in connection.execute("SELECT id FROM sources")}
         holders = {row["id"] for row in connection.execute("SELECT id FROM holders")}
-    found = [(path, Id.fits(path.name)) for path in shards if path.name not in known]
+    unknown = [(path, Id.fits(path.name)) for path in shards if path.name not in shard_ids]
     for path in listings:
         source, _, owner = path.name.partition(".")
         if not (source in sources and owner in ("", "json", *holders)):
-            found.append((path, Id.fits(source)))
+            unknown.append((path, Id.fits(source)))
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
     names |= {f"{layout.catalog.name}-journal", f"{layout.catalog.name}-lock"}
     for path in layout.root.iterdir():
         if path.name not in names:
-            found.append((path, path in (layout.marker_aside, *layout.catalog_asides)))
-    found += [(path, False) for path in _entries(layout.holders) if path.suffix != ".lock"]
+            unknown.append((path, path in (layout.marker_aside, *layout.catalog_asides)))
+    unknown += [(path, False) for path in _entries(layout.holders) if path.suffix != ".lock"]
     # Deleted meanwhile: it was on its way out when we looked.
-    there = [Stray(path, ours, _bytes(path)) for path, ours in found if os.path.lexists(path)]
+    there = [Stray(path, ours, _bytes(path)) for path, ours in unknown if os.path.lexists(path)]
     return sorted(there, key=lambda stray: (-stray.bytes, stray.path))
 
 
@@ -108,14 +108,18 @@ def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
     return "deleted"
 
 
-def misnamed(layout: Layout, known: Collection[str] | None) -> list[tuple[Path, Record]]:
+def misnamed(layout: Layout, catalogued: Collection[str] | None) -> list[tuple[Path, Record]]:
     """Folders that hold a shard under another name than its own, which is free: where they are, and what they say.
 
-    Only of shards that are ``known``; None: of any, for a catalog that cannot be asked.
+    Only of shards that are ``catalogued``; None: of any, for a catalog that cannot be asked.
     """
-    found = []
+    folders = []
     for path in _entries(layout.shards):
-        if path.is_symlink() or (known is not None and path.name in known) or not (path / SHARD_FILE).is_file():
+        if (
+            path.is_symlink()
+            or (catalogued is not None and path.name in catalogued)
+            or not (path / SHARD_FILE).is_file()
+        ):
             continue
         try:
             value = unseal(path / SHARD_FILE)
@@ -125,9 +129,9 @@ def misnamed(layout: Layout, known: Collection[str] | None) -> list[tuple[Path, 
         if not Id.fits(id):
             continue
         free = not os.path.lexists(layout.shard(Id(id)))
-        if free and id != path.name and (known is None or id in known):
-            found.append((path, value))
-    return found
+        if free and id != path.name and (catalogued is None or id in catalogued):
+            folders.append((path, value))
+    return folders
 
 
 def rename_back(layout: Layout, path: Path, id: Id) -> None:

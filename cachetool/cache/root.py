@@ -240,7 +240,7 @@ class CacheDir:
         self.recover()
         taken = snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek or empty, sparing=sparing, instead=instead, known=known, empty=empty,
+            peek=peek or empty, sparing=sparing, instead=instead, previous=known, empty=empty,
         )  # fmt: skip
         self._catalog.make_again = None  # nobody takes away a folder in which this process has a lease
         return taken

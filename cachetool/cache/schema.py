@@ -121,11 +121,11 @@ def migrate(connection: Connection, meta: Mapping[str, int]) -> None:
     """Bring the tables to the newest schema, all or nothing: another process may be doing the same."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        for script in MIGRATIONS[found:]:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        for script in MIGRATIONS[version:]:
             for statement in script.split(";"):
                 connection.execute(statement)
-        if not found:
+        if not version:
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")

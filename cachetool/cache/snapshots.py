@@ -105,27 +105,41 @@ def _rows(connection: Connection, dataset: str | None, version: int | None, *, r
     return connection.execute(query + " ORDER BY seq", values).fetchall()
 
 
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """A lease as :func:`take` wrote it, and what the catalog said then."""
+
+    id: int
+    version: int
+    newest: int
+    """The version of the cache at that moment."""
+    stamp: int | None
+    """With the version, what tells its shards from those of any other; None where nothing does."""
+    seen: int | None
+    """The newest version that a snapshot had contained before; None where this one shows nothing beyond it."""
+
+
 class Snapshot:
     """A leased version of one dataset; a context manager. In a forked child it can be read but not released."""
 
     def __init__(
-        self, catalog: Catalog, layout: Layout, holder: Holder, *, lease: int, version: int, dataset: str,
-        schema: Schema, rows: Sequence[Row] | None, newest: int, stamp: int | None, seen: int | None,
+        self, catalog: Catalog, layout: Layout, holder: Holder, lease: _Lease, *, dataset: str, schema: Schema,
+        rows: Sequence[Row] | None,
     ) -> None:  # fmt: skip
-        self.version = version
-        self.newest = newest
+        self.version = lease.version
+        self.newest = lease.newest
         """The version of the cache when it was taken: beyond its own where the newest shards were left for the next."""
         self.dataset = dataset
         self.schema = schema
-        self.known = rows is None
+        self.is_unchanged = rows is None
         """Whether its taker had its shards already: then they are looked up when they are asked for."""
-        self.stamp = stamp
+        self.stamp = lease.stamp
         """With the version, what tells its shards from those of any other snapshot; None where nothing does."""
         if rows is not None:
             self._rows = rows
-        self._lease: int | None = lease
+        self._lease: int | None = lease.id
         self._trash: list[Id] = []
-        self._seen = seen
+        self._seen = lease.seen
         self._catalog, self._layout, self._holder = catalog, layout, holder
 
     @functools.cached_property
@@ -166,7 +180,7 @@ class Snapshot:
         ``last``: the lease may end in the same transaction, which saves one; :meth:`release` is called next and does
         the rest.
         """
-        if last and (lease := self._held()) is not None:
+        if last and (lease := self._own_lease()) is not None:
             with contextlib.suppress(CacheToolError, OSError):  # then one after the other
                 with self._catalog.together():
                     self.served(delivered)
@@ -204,7 +218,7 @@ class Snapshot:
         If it went ``unread``, what it was the first to contain counts as not shown yet, unless others have it too.
         On a disk that cannot be written it ends with the process instead: the reader was served all the same.
         """
-        lease, trash = self._held(), self._trash if self._own else []
+        lease, trash = self._own_lease(), self._trash if self._own else []
         self._lease, self._trash = None, []
         with contextlib.suppress(CapacityError):
             if lease is not None:
@@ -223,7 +237,7 @@ class Snapshot:
         """Whether it is this process's to give back: closing the cache takes the leases with it."""
         return not self._holder.retired and self._holder.pid == os.getpid()
 
-    def _held(self) -> int | None:
+    def _own_lease(self) -> int | None:
         """The lease that is to be given back."""
         return self._lease if self._own else None
 
@@ -249,7 +263,7 @@ def take(
     peek: bool = False,
     sparing: bool = False,
     instead: Snapshot | None = None,
-    known: tuple[int, int | None] | None = None,
+    previous: tuple[int, int | None] | None = None,
     empty: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
@@ -257,15 +271,15 @@ def take(
     Whoever only wants to ``peek`` makes no room for a pull, and what is in there does not count as read. ``sparing``
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
-    shards of a snapshot of the version and stamp ``known`` is not told them again while that is the present one: a
+    shards of a snapshot of the version and stamp ``previous`` is not told them again while that is the present one: a
     thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
     let go, evict nothing meanwhile.
     """
     trash: list[Id] = []
     with catalog.write() as connection:
         holder.register(connection)
-        if instead is not None and (held := instead._held()) is not None:
-            instead._end(connection, held, unread=True)
+        if instead is not None and (former := instead._own_lease()) is not None:
+            instead._end(connection, former, unread=True)
             trash = sweep(connection, holder)
         shared = None
         if run is not None:
@@ -289,17 +303,21 @@ def take(
         )
         # Of an earlier version some may be gone since.
         stamp = numbers.get("stamp") if version == present else None
-        rows = None if stamp is not None and known == (version, stamp) else _rows(connection, dataset, version)
+        rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
         if not peek:
             connection.execute(
                 "INSERT INTO meta VALUES ('seen', ?)"
                 " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
                 (version,),
             )
-    taken = Snapshot(
-        catalog, layout, holder, lease=int(cursor.lastrowid or 0), version=version, dataset=dataset, schema=schema,
-        rows=rows, newest=max(newest, version), stamp=stamp, seen=None if peek or seen >= version else seen,
-    )  # fmt: skip
+    lease = _Lease(
+        id=int(cursor.lastrowid or 0),
+        version=version,
+        newest=max(newest, version),
+        stamp=stamp,
+        seen=None if peek or seen >= version else seen,
+    )
+    taken = Snapshot(catalog, layout, holder, lease, dataset=dataset, schema=schema, rows=rows)
     if instead is not None:
         instead._lease = None
     try:

@@ -1,4 +1,4 @@
-"""What is in a cache, counted from its catalog in one reading transaction.
+"""Figures of a cache, counted from its catalog in one reading transaction, and the state of its background pulls.
 
 Which process pulls a source in the background: one at a time, decided by a row of the catalog.
 
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
-from cachetool.cache.draws import SourceRow, drawn, losses, quarantined, source_row
+from cachetool.cache.draws import SourceRow, losses, positions_done, quarantined, source_row
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
@@ -150,7 +150,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     row = connection.execute("SELECT * FROM pullers WHERE source = ?", (source,)).fetchone()
     if row is None:
         return None
-    known = source_row(connection, source)
+    source_now = source_row(connection, source)
     fetched = connection.execute("SELECT fetched FROM sources WHERE id = ?", (source,)).fetchone()
     job = connection.execute(
         "SELECT id, committed, skipped, hungry FROM jobs WHERE source = ? AND holder = ?", (source, row["holder"])
@@ -158,8 +158,8 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     phase = row["phase"]
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
         phase = STOPPED
-    elif job is not None and known is not None and _idle(connection, job["id"]):
-        if known.whole and drawn(connection, known) >= known.units:
+    elif job is not None and source_now is not None and _idle(connection, job["id"]):
+        if source_now.complete and positions_done(connection, source_now) >= source_now.units:
             phase = ALL_THERE
         elif job["hungry"]:
             phase = PAUSED
@@ -175,9 +175,9 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         samples=job["committed"] if job else 0,
         skipped=job["skipped"] if job else 0,
         fetched=fetched["fetched"] if fetched else 0,
-        drawn=drawn(connection, known) if known else 0,
-        units=known.units if known else 0,
-        turn=known.pass_number + 1 if known else 1,
+        drawn=positions_done(connection, source_now) if source_now else 0,
+        units=source_now.units if source_now else 0,
+        turn=source_now.pass_number + 1 if source_now else 1,
         used=measure(connection, layout).total,
         max_size=int(cap),
         evicted=int(evicted),
@@ -198,8 +198,8 @@ def _idle(connection: Connection, job: str) -> bool:
 def pull_states(connection: Connection, layout: Layout, *, dataset: str | None = None) -> list[PullState]:
     """All background pulls, or those into one dataset, oldest first."""
     rows = connection.execute("SELECT source, dataset FROM pullers ORDER BY started").fetchall()
-    found = (pull_state(connection, layout, row["source"]) for row in rows if dataset in (None, row["dataset"]))
-    return [state for state in found if state is not None]
+    states = (pull_state(connection, layout, row["source"]) for row in rows if dataset in (None, row["dataset"]))
+    return [state for state in states if state is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
         evictions = connection.execute(
             f"SELECT * FROM evictions WHERE {_OF_DATASET} ORDER BY dataset, reason, policy", wanted
         ).fetchall()
-        fetched = sum(each["fetched"] for each in sources)
+        fetched = sum(entry["fetched"] for entry in sources)
         served = meta["served"] if dataset is None else meta.get(f"served:{dataset}", 0)
         gone = dead_holders(connection, layout.holders)
         return Stats(
@@ -306,11 +306,11 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             overhead=usage.overhead,
             free_disk=layout.free_disk(),
             min_free=meta["min_free"],
-            shards=sum(each["shards"] for each in datasets),
-            samples=sum(each["samples"] for each in datasets),
-            shard_bytes=sum(each["bytes"] for each in datasets),
-            retiring=sum(kind["retiring"] for each in datasets for kind in each["formats"].values()),
-            retiring_bytes=sum(kind["retiring_bytes"] for each in datasets for kind in each["formats"].values()),
+            shards=sum(entry["shards"] for entry in datasets),
+            samples=sum(entry["samples"] for entry in datasets),
+            shard_bytes=sum(entry["bytes"] for entry in datasets),
+            retiring=sum(kind["retiring"] for entry in datasets for kind in entry["formats"].values()),
+            retiring_bytes=sum(kind["retiring_bytes"] for entry in datasets for kind in entry["formats"].values()),
             gone=_gone(connection, layout, dataset),
             datasets=datasets,
             sources=sources,
@@ -331,8 +331,8 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                 )
                 if row["holder"] not in gone and row["version"]  # an empty snapshot, of version 0, reads nothing
             ],
-            quarantine=[each for each in quarantined(connection) if dataset in (None, each["dataset"])],
-            missing=[asdict(each) for each in losses(connection) if dataset in (None, each.dataset)],
+            quarantine=[shard for shard in quarantined(connection) if dataset in (None, shard["dataset"])],
+            missing=[asdict(loss) for loss in losses(connection) if dataset in (None, loss.dataset)],
             evicted=sum(row["shards"] for row in evictions),
             evictions=[dict(row) for row in evictions],
             fetched=fetched,
@@ -377,7 +377,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
 
 
 def _source(connection: Connection, source: SourceRow, fetched: int, served: int) -> dict[str, Any]:
-    done = drawn(connection, source)
+    done = positions_done(connection, source)
     return {
         "url": source.url,
         "dataset": source.dataset,

@@ -57,7 +57,7 @@ class TransactionLock:
         self._passed = -_TRUSTED
 
     @contextlib.contextmanager
-    def held(self, *, shared: bool, patience: float = PATIENCE) -> Iterator[Callable[[], None]]:
+    def hold(self, *, shared: bool, patience: float = PATIENCE) -> Iterator[Callable[[], None]]:
         """Hold the lock; gives what is to be called before a first change. Raises :class:`CatalogError` that names who
         has it, after so many seconds.
 
@@ -157,12 +157,12 @@ def _signed(file: Path) -> dict[str, Any]:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as content:
-            found = json.loads(content.read(_RECORD))
-        pid, since = int(found["pid"]), float(found["since"])
+            record = json.loads(content.read(_RECORD))
+        pid, since = int(record["pid"]), float(record["since"])
         time.localtime(since)
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return {}
-    return {"pid": pid, "since": since, "host": plain(found.get("host")), "what": plain(found.get("what"))}
+    return {"pid": pid, "since": since, "host": plain(record.get("host")), "what": plain(record.get("what"))}
 
 
 def _command(pid: int) -> str:

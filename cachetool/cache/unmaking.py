@@ -17,7 +17,7 @@ from pathlib import Path
 from cachetool.cache import holders
 from cachetool.cache.bound import bound
 from cachetool.cache.catalog import Connection
-from cachetool.cache.draws import drawn, source_row
+from cachetool.cache.draws import positions_done, source_row
 from cachetool.cache.repair import strays
 from cachetool.cache.root import CacheDir
 from cachetool.core.errors import CacheToolError
@@ -62,7 +62,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
         and not busy
         and row.pass_number == 0
         and row.skipped == 0
-        and drawn(connection, row) == 0
+        and positions_done(connection, row) == 0
     )
     if gone:
         connection.execute("DELETE FROM claims WHERE source = ?", (source,))
@@ -76,12 +76,12 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
     return gone
 
 
-def _unmake(cache: CacheDir, made: list[Path]) -> None:
+def _unmake(cache: CacheDir, folders: list[Path]) -> None:
     layout = cache.layout
     aside = layout.root.with_name(f".{layout.root.name[:200]}.{secrets.token_hex(6)}.empty")
     if any(not stray.ours for stray in strays(cache.catalog, layout)):  # somebody else's file: the folder stays
         return
-    held = os.open(layout.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(layout.root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with cache.catalog.write() as connection:
             for table in ("shards", "sources", "datasets"):
@@ -97,8 +97,8 @@ def _unmake(cache: CacheDir, made: list[Path]) -> None:
             os.rename(layout.root, aside)
         holders.retire_ours(layout.holders)
         cache.renew(wanted)
-        remove_held(held, aside)
+        remove_held(fd, aside)
     finally:
-        os.close(held)
-    for path in made[1:]:
+        os.close(fd)
+    for path in folders[1:]:
         path.rmdir()

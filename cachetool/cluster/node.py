@@ -237,7 +237,7 @@ def _begin(cache: CacheDir, row: SourceRow, job: str, room: Room, upto: int | No
         share.follow(connection, row)
         now = draws.source_row(connection, row.id)
         assert now is not None
-        wanted = None if upto is None else max(0, upto - draws.drawn(connection, now))
+        wanted = None if upto is None else max(0, upto - draws.positions_done(connection, now))
         own_job, _ = draws.open_job(
             connection, row.id, holder=holder.id, wanted=wanted, seed=None, room=room, next_pass=False
         )  # fmt: skip

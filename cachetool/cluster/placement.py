@@ -316,7 +316,7 @@ class Split(Work):
         """Draws that are left of the pass."""
         with self._cache.catalog.read() as connection:
             source = draws.source_row(connection, self._pull_job.id) or self._source
-            return source.units - draws.drawn(connection, source)
+            return source.units - draws.positions_done(connection, source)
 
     def idle(self) -> list[PullNode]:
         """Those who have room, while draws wait for somebody to take them."""

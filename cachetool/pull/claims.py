@@ -244,7 +244,7 @@ class Own:
                     draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
             only = self._lost or self._job.startswith(AGAIN)
-            if self._follow or not (self._row.whole or left == 0 or only):
+            if self._follow or not (self._row.complete or left == 0 or only):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                 return 2.0 if rest else 0.2
             return None
@@ -267,7 +267,7 @@ class Own:
         if self._job.startswith(AGAIN):
             return again.take(connection, self._job, holder=self._holder)
         held = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, whole=self._whole, lost=self._lost
+            connection, self._job, holder=self._holder, most=self.most, stop_at=self._whole, lost=self._lost
         )
         if held is not None and self._note is not None:
             self._note(connection, held)
@@ -309,7 +309,7 @@ class Own:
         """As :meth:`Claims.unused`."""
         with self._cache.catalog.read() as connection:
             job, row = job_row(connection, self._job), draws.source_row(connection, self._source)
-            return job.skipped, job.skipped if row is None else max(job.skipped, draws.drawn(connection, row))
+            return job.skipped, job.skipped if row is None else max(job.skipped, draws.positions_done(connection, row))
 
     def give_back(self) -> None:
         """As :meth:`Claims.give_back`."""

@@ -167,14 +167,14 @@ def list_on(channel: Channel, *, root: str, url: str, source: str, options: Mess
         count = len(parts)
         listed = sum(part.objects for part in parts)
         with EarlyListing(url, parsed, size=early, after=after) as more:
-            while not row.whole:
+            while not row.complete:
                 folder = Path(scratch, segment_name(count))
                 more.write(folder, progress=lambda keys: channel.send({"listed": listed + keys}))
                 whole = [*parts, Listing.open(folder)]
                 identity = SegmentedListing(whole).identity
                 units = sum(part.units for part in whole)
                 row = grow_source(
-                    cache, row, folder, segment_name(count), units=units, identity=identity, whole=more.ended
+                    cache, row, folder, segment_name(count), units=units, identity=identity, complete=more.ended
                 )
                 parts, count = SegmentedListing.open(cache.listing(source), units=row.units).parts, count + 1
     return {}

@@ -100,7 +100,7 @@ def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
 def drawn_of(cache: CacheDir, source: SourceRow) -> int:
     """How many draws of a source's present pass are done."""
     with cache.catalog.read() as connection:
-        return draws.drawn(connection, source)
+        return draws.positions_done(connection, source)
 
 
 def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
@@ -158,7 +158,7 @@ def prepare(
             "units": known.units if known else None,
             # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
             "skip_bad": options.on_error == "skip" or has,
-            "refresh": str(scratch) if options.refresh and known is not None and known.whole else None,
+            "refresh": str(scratch) if options.refresh and known is not None and known.complete else None,
             "pace": pace(options, scratch),
             "looked": looked_at(url, scratch),
             "early": SEGMENT if options.start_early else None,
@@ -208,7 +208,7 @@ def source_row(
         frontier=0,
         skipped=0,
         sequential=order[1],
-        whole=found["whole"],
+        complete=found["whole"],
     )
 
 

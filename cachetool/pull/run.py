@@ -100,7 +100,7 @@ def pull(
         kept = known is not None and (cache.listing(id) / "listing.json").exists()
         listing = cache.listing(id) if kept else scratch / "listing"
         new = None if listing == cache.listing(id) else listing
-        if known is not None and new is None and not (known.whole or options.start_early or options.again):
+        if known is not None and new is None and not (known.complete or options.start_early or options.again):
             engine.run([_listing(cache, url, options, id)], _reported(report))
             known = cache.source(id)
         limit = pace(options, scratch)
@@ -122,7 +122,7 @@ def pull(
             cache.add_source(row, new, new=known is None)
         elif change is not None and (change["added"] or change["vanished"]):
             segment = {name: change[name] for name in ("name", "units", "identity")}
-            grow_source(cache, row, scratch / "segment", whole=True, **segment)
+            grow_source(cache, row, scratch / "segment", complete=True, **segment)
         per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
         per_shard = max(1, per_shard // per_unit)
         looked, is_new = looked_at(url, scratch) if elsewhere is None else None, newest is None
@@ -236,11 +236,11 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report
     job, source = edged(cache.catalog, cache.layout, begin)
     left = source.units - drawn_of(cache, source)
     count = left if wanted is None else wanted if only else min(left, wanted)
-    endless = options.follow or not (source.whole or only)
+    endless = options.follow or not (source.complete or only)
     workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
     task = settled.task(str(cache.root.resolve()), job)
     tasks = [task] * workers if count or endless else []
-    if not (source.whole or only):
+    if not (source.complete or only):
         tasks.append(_listing(cache, url, options, id))
     tally = WorkerReports()
     target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
@@ -285,7 +285,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(id) or source
-    complete = not only and source.whole and drawn_of(cache, source) >= source.units
+    complete = not only and source.complete and drawn_of(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
         asked = min(source.samples, count * per_unit) if options.samples is None else options.samples
         cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))

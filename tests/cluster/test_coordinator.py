@@ -239,7 +239,7 @@ def test_a_commit_that_is_told_twice_counts_once(whole: Whole) -> None:
 
     now = whole.now()
     with whole.cache.catalog.read() as connection:
-        assert draws.drawn(connection, now) == 10
+        assert draws.positions_done(connection, now) == 10
         assert connection.execute("SELECT committed FROM jobs").fetchone()[0] == 10
 
 

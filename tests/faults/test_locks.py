@@ -219,11 +219,11 @@ def test_readers_let_a_waiting_writer_go_first(root: Path, monkeypatch: pytest.M
         sleep(seconds)
 
     def take(name: str, *, shared: bool) -> None:
-        with transaction_lock.TransactionLock(root / "catalog.sqlite3").held(shared=shared):
+        with transaction_lock.TransactionLock(root / "catalog.sqlite3").hold(shared=shared):
             order.append(name)
 
     monkeypatch.setattr(transaction_lock.time, "sleep", slept)
-    with transaction_lock.TransactionLock(root / "catalog.sqlite3").held(shared=True):
+    with transaction_lock.TransactionLock(root / "catalog.sqlite3").hold(shared=True):
         writer = threading.Thread(target=take, args=("writer",), kwargs={"shared": False})
         writer.start()
         assert waits.wait(60)

@@ -43,7 +43,7 @@ def drawing(cache: CacheDir) -> tuple[str, Claim]:
     with cache.catalog.write() as connection:
         cache.holder.register(connection)
         job, _ = open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None)
-        held = claim(connection, job, holder=cache.holder.id, most=5, whole=lambda turn, start, stop: stop)
+        held = claim(connection, job, holder=cache.holder.id, most=5, stop_at=lambda turn, start, stop: stop)
     assert held is not None
     return job, held
 

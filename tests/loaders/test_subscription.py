@@ -101,7 +101,7 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
     transaction = Catalog._transaction
 
     def counted(self: Catalog, begin: str, patience: float) -> Iterator[Any]:
-        if self._whole is None:
+        if self._outer is None:
             begun.append(begin)
         return transaction(self, begin, patience)
 
@@ -175,12 +175,12 @@ def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytes
 
 def test_the_shards_of_a_known_version_are_looked_up_when_they_are_asked_for(cache: CacheDir) -> None:
     with cache.snapshot() as first, cache.snapshot(known=(first.version, first.stamp)) as second:
-        assert (first.known, second.known) == (False, True)
+        assert (first.is_unchanged, second.is_unchanged) == (False, True)
         retire_one(cache)
         assert (second.samples, second.shards) == (60, tuple(cache.shards(version=first.version)))
         assert [shard.id for shard in second.shards] == [shard.id for shard in first.shards]
         with cache.snapshot(known=(first.version, first.stamp)) as third:
-            assert (third.known, third.samples) == (False, 40)
+            assert (third.is_unchanged, third.samples) == (False, 40)
 
 
 def test_a_cache_that_was_made_anew_is_read_again_though_it_reached_the_same_version(cache: CacheDir) -> None:

@@ -138,7 +138,7 @@ class CacheSubscription:
             sparing=sparing, instead=self._snapshot if anew else None, known=self._known,
         )  # fmt: skip
         self._have(after)
-        if self._view is None or not after.known:
+        if self._view is None or not after.is_unchanged:
             self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 

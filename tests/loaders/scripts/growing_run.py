@@ -79,7 +79,7 @@ def freeze(pids: list[int]) -> None:
             os.kill(pid, signal.SIGSTOP)
         try:
             with (
-                TransactionLock(catalog).held(shared=False, patience=0.2),
+                TransactionLock(catalog).hold(shared=False, patience=0.2),
                 contextlib.closing(sqlite3.connect(catalog, timeout=0.2, isolation_level=None)) as connection,
             ):
                 connection.execute("BEGIN IMMEDIATE")
