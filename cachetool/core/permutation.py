@@ -61,9 +61,9 @@ class Permutation:
         out = self._network(values)
         outside = np.nonzero(out >= self.n)
         while outside[0].size:
-            again = self._network(out[outside])
-            out[outside] = again
-            outside = tuple(axis[again >= self.n] for axis in outside)
+            mapped = self._network(out[outside])
+            out[outside] = mapped
+            outside = tuple(axis[mapped >= self.n] for axis in outside)
         return out
 
     def _network(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -127,6 +127,6 @@ class SegmentedOrder:
             out[here] = self._parts[segment][at[here] - start] + start
         return out
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Where a run from ``start`` to ``stop`` had better end: where it does, since nothing here belongs together."""
         return stop

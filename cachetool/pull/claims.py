@@ -89,7 +89,7 @@ class Cached:
         """Where a claim from ``start`` has to end to bring ``stop - start`` draws that are not in the cache; at
         ``end`` at the latest, and where it would come to more than :data:`MOST_RUNS` ranges or 64 times as long."""
         if not len(self._draws):
-            return order.whole(start, stop)
+            return order.unit_end(start, stop)
         wanted, at, edges, last = stop - start, start, 0, True
         end = min(end, start + 64 * wanted)
         while wanted > 0 and at < end:
@@ -100,7 +100,7 @@ class Cached:
                 return max(start + 1, at + int(changes[2 * MOST_RUNS - edges - 1]))
             edges, last = edges + len(changes), bool(cached[-1])
             wanted, at = wanted - int(np.count_nonzero(~cached)), upto
-        return order.whole(start, at)
+        return order.unit_end(start, at)
 
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
         """Whether a further pass would bring nothing: every unit is in a ready shard, or has vanished."""
@@ -278,7 +278,7 @@ class Own:
         assert self.samples is not None
         order = order_of_pass(self.samples, self._row, pass_number)
         if pass_number != self._row.pass_number:
-            return order.whole(start, stop)
+            return order.unit_end(start, stop)
         return self.cached.reach(order, start, stop, end=self._row.units)
 
     def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:

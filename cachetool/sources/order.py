@@ -31,7 +31,7 @@ class DrawOrder(Protocol):
         """The draws at ``positions``, an int64 array."""
         ...
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Where to end a run of positions from ``start`` that should end near ``stop`` so that it splits no unit."""
         ...
 
@@ -41,7 +41,7 @@ class SingleOrder(Permutation):
 
     __slots__ = ()
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """Nothing can be split."""
         return stop
 
@@ -79,7 +79,7 @@ class UnitOrder:
             out.flat[mine] = self._first[unit] + inside
         return out
 
-    def whole(self, start: int, stop: int) -> int:
+    def unit_end(self, start: int, stop: int) -> int:
         """The last end of a unit up to ``stop``, or the first one behind ``start``."""
         return _whole(self._ends, start, stop)
 
@@ -97,8 +97,8 @@ class SequentialOrder:
             raise IndexError(f"position outside 0 .. {self._count - 1}")
         return at
 
-    def whole(self, start: int, stop: int) -> int:
-        """As :meth:`UnitOrder.whole`."""
+    def unit_end(self, start: int, stop: int) -> int:
+        """As :meth:`UnitOrder.unit_end`."""
         return stop if self._ends is None else _whole(self._ends, start, stop)
 
 

@@ -248,7 +248,7 @@ def test_what_is_stored_together_is_drawn_together_and_then_shuffled(
         order = source.order(seed=1, pass_number=0)
         step = 17 if name.endswith("parquet") else 7 * (64 * 1024 // (7 * 512))
         first = order[np.arange(step)]
-        end = order.whole(0, 3)
+        end = order.unit_end(0, 3)
 
     assert len({int(draw) // step for draw in order[np.arange(end)]}) == 1
     assert sorted(first.tolist()) != first.tolist() or len(first) < 3
