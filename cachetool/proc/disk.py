@@ -292,9 +292,7 @@ def _kind(path: Path) -> int | None:
         return None
     import ctypes  # here: no command but those that open a cache needs it
 
-    buffer = ctypes.create_string_buffer(
-        512
-    )  # struct statfs: its first member is f_type, a long, on every 64-bit Linux
+    buffer = ctypes.create_string_buffer(512)  # struct statfs: its first member is f_type, a long, on all 64-bit Linux
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.statfs(os.fsencode(path), buffer) != 0:
         return None

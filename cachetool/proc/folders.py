@@ -200,7 +200,7 @@ def resolved(path: Path, option: str) -> Path:
                 continue
             if status.st_uid not in (0, os.geteuid(), above.stat().st_uid):
                 raise UsageError(
-                    f"{option} {str(path)!r} leads over {at}, a link that another user ({found.st_uid}) made;\n"
+                    f"{option} {str(path)!r} leads over {at}, a link that another user ({status.st_uid}) made;\n"
                     "remove that link, or name another place"
                 )
             leads = Path(os.readlink(at))
@@ -314,7 +314,7 @@ class _Tree:
             if status.st_uid not in self._owners and not self._shared:
                 raise OSError(
                     errno.EBUSY,  # not a PermissionError: what to do is not what is done about one
-                    f"it belongs to another user ({found.st_uid}), so it is not removed",
+                    f"it belongs to another user ({status.st_uid}), so it is not removed",
                     str(path),
                 )
         except BaseException:
