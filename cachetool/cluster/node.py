@@ -32,6 +32,7 @@ from cachetool.core.errors import CacheToolError, Interrupted, UsageError
 from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.proc.task import Asking, Channel, Message
+from cachetool.pull.job import Prepared
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import drawn_of, format_of, refuse_small_cap
 from cachetool.sources import SourceOptions, open_source
@@ -78,7 +79,7 @@ def attend(
     listing: str | None,
     schema: list[Message],
     format: str,
-    found: Message,
+    prepared: Message,
     job: str,
     upto: int | None,
     replicate: bool,
@@ -95,7 +96,7 @@ def attend(
         )
         stack.enter_context(leaving_nothing(cache))
         folder = None if listing is None else Path(listing)
-        refuse_small_cap(cache, pull, shape, get_format(format), found, listing=folder)
+        refuse_small_cap(cache, pull, get_format(format), Prepared.from_json(prepared), listing=folder)
         holder = cache.holder  # first: another node that has the same folder must not take it away when it is refused
         with cache.catalog.write() as connection:
             holder.register(connection)

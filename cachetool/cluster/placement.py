@@ -146,7 +146,7 @@ class Work(ABC):
                 "listing": places.get(member.node.id),
                 "schema": settled.schema.to_json(),
                 "format": settled.kind.name,
-                "found": {name: settled.found[name] for name in ("mean", "per_unit", "units", "whole")},
+                "prepared": settled.prepared.to_json(),
                 "job": self._job,
                 "upto": self._upto,
                 "replicate": self.replicate,

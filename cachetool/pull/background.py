@@ -132,15 +132,15 @@ class BackgroundPull:
     def progress(self) -> PullState:
         """How far the pull of this source is, whichever process does it. Reads the catalog."""
         if self._cache.closed:  # the pull has ended; what became of it can still be asked
-            with CacheDir(self._cache.root) as again:
-                return self._progress(again)
+            with CacheDir(self._cache.root) as reopened:
+                return self._progress(reopened)
         return self._progress(self._cache)
 
     def _progress(self, cache: CacheDir) -> PullState:
         with cache.catalog.read() as connection:
-            found = pull_state(connection, cache.layout, self._source)
-        if found is not None:
-            return found
+            state = pull_state(connection, cache.layout, self._source)
+        if state is not None:
+            return state
         return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, cache.max_size, 0, 0.0, None)
 
     def _look(self) -> None:
@@ -196,8 +196,8 @@ class BackgroundPull:
 
 
 def _close_all() -> None:
-    for each in list(_running):
-        each.close()
+    for running in list(_running):
+        running.close()
 
 
 # -- in the puller -----------------------------------------------------------------------------------------------------

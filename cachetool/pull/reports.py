@@ -55,10 +55,10 @@ class WorkerReports:
         self.arrived += message.get("samples", 0)
         self.fetched += message.get("fetched", 0)
         self.shards += "shard" in message
-        for each in message.get("skipped", ()):
+        for example in message.get("skipped", ()):
             self.skipped += 1
             if len(self.examples) < 20:
-                self.examples.append(each)
+                self.examples.append(example)
 
     @property
     def moved(self) -> int:
