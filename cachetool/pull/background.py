@@ -141,7 +141,11 @@ class BackgroundPull:
             state = pull_state(connection, cache.layout, self._source)
         if state is not None:
             return state
-        return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, cache.max_size, 0, 0.0, None)
+        return PullState(
+            source=self._source, url=self.url, dataset="", pid=0, phase=STOPPED,
+            listed=0, samples=0, skipped=0, fetched=0, drawn=0, units=0, turn=1,
+            used=0, max_size=cache.max_size, evicted=0, seconds=0.0, error=None,
+        )  # fmt: skip
 
     def _look(self) -> None:
         """Take in what the puller may have said at its end. A forked child has no puller: it sees the catalog alone."""
