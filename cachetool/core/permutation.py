@@ -26,8 +26,8 @@ _SMALL = 2**12  # entries of a table that takes less than a call of NumPy for ea
 
 
 class Permutation:
-    """The order of ``0 .. n - 1`` that ``seed`` and ``turn`` (the pass, the epoch) decide; same arguments, same order.
-    ``part`` makes orders that differ within one turn.
+    """The order of ``0 .. n - 1`` that ``seed`` and ``pass_number`` (the pass, the epoch) decide; same arguments, same
+    order. ``part`` makes orders that differ within one pass.
 
     ``order[positions]`` takes an int64 array of positions of any shape and gives the things at those positions, int64,
     same shape; a plain int gives an int. Memory is that of the positions asked for. Raises :class:`UsageError` for n

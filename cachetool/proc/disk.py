@@ -1,11 +1,8 @@
-"""What the operating system says of a disk that fails or is full, or of a cache in which something else works, as an
-error that a user can act on.
+"""Errors of the operating system as errors that a user can act on, and the kind of file system that a cache lies on.
 
-:func:`known_error` is for the edges, where a command or a worker process ends; inside, an OSError stays what it is.
-Only that inodes have run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees
-some.
-
-Which kind of file system a cache lies on.
+The errors are those of a disk that fails or is full, or of a cache in which something else works. :func:`known_error`
+is for the edges, where a command or a worker process ends; inside, an OSError stays what it is. Only that inodes have
+run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees some.
 
 The catalog's transactions and the holders' locks need POSIX locks that work and a cache of pages that is one for all
 processes: a network file system promises neither, and SQLite says so itself (https://sqlite.org/faq.html#q5). The kind

@@ -1,6 +1,6 @@
-"""Lines of JSON over pipes between the training process and its feeders.
+"""Lines of JSON, and errors as such lines, over pipes between the training process and its feeders.
 
-Errors on their way from a feeder to the training process: what happened, and where, as text.
+An error on its way from a feeder to the training process is text: what happened, and where.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Cached:
         self._by_shard: dict[str, _Numbers] = {}
         self._draws: _Numbers = np.zeros(0, dtype=np.int64)
         self._all_cached: tuple[int, bool] = 0, False
-        """What :meth:`all_there` found at which version."""
+        """The answer of :meth:`all_there`, and the version that it is of."""
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""

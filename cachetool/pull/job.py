@@ -1,4 +1,4 @@
-"""A pull as it is once all is settled, and what it came to: the same wherever its shards go."""
+"""The parameters of one pull, fixed before its workers start, and its result: the same wherever its shards go."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the workers of a pull have reported, and how full that made the cache.
+"""Reports of a pull's workers: what each of them sends, and what they add up to.
 
-What a sampler says of itself beside what it commits: how busy its stores keep it, and for whom it waits.
+The process that watches adds up what the workers have committed, and looks how full that made the cache. Beside that a
+worker says how busy its stores keep it, and for whom it waits.
 """
 
 from __future__ import annotations
