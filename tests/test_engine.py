@@ -99,7 +99,7 @@ def test_work_that_missed_its_end_is_stopped_once_more() -> None:
     """An exception that a signal raises may come where exceptions are ignored."""
     code = """if True:
         import time
-        from cachetool import units
+        from cachetool.core import units
         from cachetool.proc import child
         from cachetool.core.errors import Interrupted
 
