@@ -48,7 +48,7 @@ CACHE = "below the root of a cache, which is this user's alone; what lies there 
 ALLOWED: dict[str, dict[str, str]] = {
     # module: what it does, and why no helper does it
     "cache.commit": {"mkdir": CACHE},
-    "proc.filesystem": {"tempfile.TemporaryFile": "has no name"},
+    "proc.disk": {"tempfile.TemporaryFile": "has no name"},
     "cache.holders": {"os.O_CREAT": CACHE, "mkdir": CACHE, "unlink": CACHE},
     "cache.layout": {"mkdir": CACHE},
     "cache.listings": {"os.O_CREAT": CACHE, "shutil.copytree": CACHE, "shutil.copyfileobj": CACHE, "os.rename": CACHE},

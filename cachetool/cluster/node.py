@@ -29,10 +29,10 @@ from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CacheToolError, Interrupted, UsageError
-from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.proc.task import Asking, Channel, Message
+from cachetool.pull.job import Prepared
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import drawn_of, format_of, refuse_small_cap
 from cachetool.sources import SourceOptions, open_source
@@ -51,10 +51,9 @@ class NodePart:
     url: str
     source: SourceRow
     options: PullOptions
-    schema: Schema
     kind: Format
-    figures: Message
-    """What the size of a shard follows from: mean, per_unit, units, whole."""
+    prepared: Prepared
+    """What the listing and the first samples told: the size of a shard follows from it."""
     listing: Path | None
     """The folder on this node in which the listing of the source lies, where its cache needs that."""
     replicate: bool
@@ -69,9 +68,8 @@ class NodePart:
             "url": self.url,
             "source": self.source.to_json(),
             "options": self.options.to_json(),
-            "schema": self.schema.to_json(),
             "format": self.kind.name,
-            "figures": self.figures,
+            "prepared": self.prepared.to_json(),
             "listing": None if self.listing is None else str(self.listing),
             "replicate": self.replicate,
             "upto": self.upto,
@@ -85,9 +83,8 @@ class NodePart:
             url=value["url"],
             source=SourceRow.from_json(value["source"]),
             options=PullOptions.from_json(value["options"]),
-            schema=Schema.from_json(value["schema"]),
             kind=get_format(value["format"]),
-            figures=value["figures"],
+            prepared=Prepared.from_json(value["prepared"]),
             listing=None if value["listing"] is None else Path(value["listing"]),
             replicate=value["replicate"],
             upto=value["upto"],
@@ -137,7 +134,7 @@ def attend(
             open_cache(root, max_size=max_size, min_free=min_free, notify=lambda line: channel.send({"note": line}))
         )
         stack.enter_context(leaving_nothing(cache))
-        refuse_small_cap(cache, options, pull.schema, pull.kind, pull.figures, listing=pull.listing)
+        refuse_small_cap(cache, options, pull.kind, pull.prepared, listing=pull.listing)
         holder = cache.holder  # first: another node that has the same folder must not take it away when it is refused
         with cache.catalog.write() as connection:
             holder.register(connection)
@@ -148,7 +145,7 @@ def attend(
         if existing is None:
             stack.callback(withdraw_unused, cache, options.dataset, row.id)
         stack.callback(_unbind, cache, row.id)
-        cache.declare(options.dataset, pull.schema)
+        cache.declare(options.dataset, pull.prepared.schema)
         if pull.listing is not None:
             _check_grown(cache, pull.url, existing, pull.listing)
             cache.add_source(replace(row, frontier=0, skipped=0), pull.listing, new=existing is None)

@@ -65,17 +65,17 @@ def pull_over(
         about = {**size, "source": source_id(url, options), "dataset": options.dataset}
         crew = Crew(engine, template, about, notify=notify)
         other_caches = _Placement(crew, size, replicate=placement == "replicate")
-        return pull(driver, url, options, report=report, elsewhere=other_caches)
+        return pull(driver, url, options, report=report, nodes=other_caches)
 
 
 class _Placement:
-    """What :class:`cachetool.pull.job.Elsewhere` is here."""
+    """What :class:`cachetool.pull.job.NodeCaches` is here."""
 
     def __init__(self, crew: Crew, size: Message, *, replicate: bool) -> None:
         self._crew, self._size, self._replicate = crew, size, replicate
         self.cap, self.format = crew.cap, crew.format
 
-    def known(self) -> SourceRow | None:
+    def source(self) -> SourceRow | None:
         """The source as the node knows it that is farthest with it."""
         return max(
             (row for row, _ in self._crew.source_rows()), key=lambda row: (row.pass_number, row.frontier), default=None
@@ -109,8 +109,8 @@ class _Placement:
 
         def begin(connection: Connection) -> tuple[str, SourceRow]:
             holder.register(connection)
-            _refuse_another(connection, pull_job.id, pull_job.found["url"])  # that began meanwhile
-            bind(connection, pull_job.id, pull_job.found["url"], replicate=self._replicate)
+            _refuse_another(connection, pull_job.id, pull_job.prepared.url)  # that began meanwhile
+            bind(connection, pull_job.id, pull_job.prepared.url, replicate=self._replicate)
             # Those that are not here are lost.
             placing.lose_others(connection, pull_job.id, [node.name for node in self._crew.nodes])
             wanted, room = pull_job.wanted, options.room

@@ -253,7 +253,10 @@ def _convert(cache: str, arguments: Message, report: Report) -> Message:
 
     options = dict(arguments)
     out = output_folder(options.pop("out", None))
-    with open_cache(cache, create=False) as opened:
+    max_size = options.pop("max_size", None)
+    if out is not None and max_size is not None:
+        raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
+    with open_cache(cache, max_size=max_size, create=False) as opened:
         return convert(ConvertOptions(**options), cache=opened, out=out, report=report).as_dict()
 
 

@@ -298,7 +298,7 @@ def _working(out: Path, plan: Message) -> Iterator[WorkFolder]:
     """The folder that is filled, of this process alone: one that an interrupted run left, or a new one."""
     wanted = json.loads(json.dumps(plan))
     prefix = f".{shortened(out.name)}.partial-"
-    there = list(WorkFolder.found(out.parent, prefix, out.name))
+    there = list(WorkFolder.existing(out.parent, prefix, out.name))
     try:
         if any(work.busy for work in there):
             raise UsageError(f"another process is writing {out}; wait for it, or name another --out")

@@ -171,14 +171,16 @@ class Block:
     def with_plain_bools(self) -> Block:
         """The same samples with every true as the byte 1: others leave whatever is not 0, which formats that keep a
         number or a bit would not give back. The block itself where nothing is to be done."""
-        made: dict[str, Column] = {}
+        converted: dict[str, Column] = {}
         for field in self.schema:
             column = self.columns[field.name]
             values = column.values if isinstance(column, Ragged) else column
             if field.numpy.kind == "b" and values.view(np.uint8).max(initial=0) > 1:
                 plain = values.view(np.uint8) != 0
-                made[field.name] = Ragged(plain, column.offsets, column.shapes) if isinstance(column, Ragged) else plain
-        return Block(self.schema, {**self.columns, **made}) if made else self
+                converted[field.name] = (
+                    Ragged(plain, column.offsets, column.shapes) if isinstance(column, Ragged) else plain
+                )
+        return Block(self.schema, {**self.columns, **converted}) if converted else self
 
     def sample(self, index: int) -> dict[str, Any]:
         """One sample: field name to array, NumPy scalar, bytes or str."""

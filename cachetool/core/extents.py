@@ -156,8 +156,8 @@ class Extents:
             if of is None:
                 return None
             dtype, count, shape, at = of
-            found = np.frombuffer(view, dtype=dtype, count=count, offset=base + at)
-            return found if len(shape) == 1 else found.reshape(shape)
+            values = np.frombuffer(view, dtype=dtype, count=count, offset=base + at)
+            return values if len(shape) == 1 else values.reshape(shape)
 
         fields = {
             name: FieldExtents(*numbers, *map(array, arrays))
@@ -189,14 +189,14 @@ _KEPT, _LONG = 64, 2**16
 
 def _header(text: bytes, schema: Schema) -> _Header:
     """The header with this text. Shards of one dataset have few different ones, which are parsed once."""
-    found = _headers.get(text)
-    if found is None or found.schema != schema:
-        found = _parsed(text, schema)
+    header = _headers.get(text)
+    if header is None or header.schema != schema:
+        header = _parsed(text, schema)
         if len(_headers) >= _KEPT:
             _headers.clear()
         if len(text) <= _LONG:
-            _headers[text] = found
-    return found
+            _headers[text] = header
+    return header
 
 
 def _parsed(text: bytes, schema: Schema) -> _Header:

@@ -26,8 +26,8 @@ _SMALL = 2**12  # entries of a table that takes less than a call of NumPy for ea
 
 
 class Permutation:
-    """The order of ``0 .. n - 1`` that ``seed`` and ``turn`` (the pass, the epoch) decide; same arguments, same order.
-    ``part`` makes orders that differ within one turn.
+    """The order of ``0 .. n - 1`` that ``seed`` and ``pass_number`` (the pass, the epoch) decide; same arguments, same
+    order. ``part`` makes orders that differ within one pass.
 
     ``order[positions]`` takes an int64 array of positions of any shape and gives the things at those positions, int64,
     same shape; a plain int gives an int. Memory is that of the positions asked for. Raises :class:`UsageError` for n
@@ -61,9 +61,9 @@ class Permutation:
         out = self._network(values)
         outside = np.nonzero(out >= self.n)
         while outside[0].size:
-            again = self._network(out[outside])
-            out[outside] = again
-            outside = tuple(axis[again >= self.n] for axis in outside)
+            mapped = self._network(out[outside])
+            out[outside] = mapped
+            outside = tuple(axis[mapped >= self.n] for axis in outside)
         return out
 
     def _network(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

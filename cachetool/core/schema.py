@@ -58,21 +58,21 @@ def storage_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         if len(str(dtype)) > _DTYPE and isinstance(dtype, str):
             raise TypeError("no name is so long")
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:  # NumPy reads some names as Python
         raise UsageError(f"dtype {str(dtype)[:_DTYPE]!r} is not a NumPy dtype") from error
-    if found.kind == "O":
+    if parsed.kind == "O":
         raise UsageError("dtype object cannot be stored: it would have to be pickled; use numbers, bytes or str")
-    if found.names:
-        parts = f"{', '.join(found.names[:5])}{', ...' if len(found.names) > 5 else ''}"
+    if parsed.names:
+        parts = f"{', '.join(parsed.names[:5])}{', ...' if len(parsed.names) > 5 else ''}"
         raise UsageError(
-            f"dtype {str(found)[:100]} is a compound type; save each part of it ({parts}) as an array of its own"
+            f"dtype {str(parsed)[:100]} is a compound type; save each part of it ({parts}) as an array of its own"
         )
-    if found.kind not in "biufcmM" or found.hasobject or found.itemsize > 16 or found.char in "gG":
-        raise UsageError(f"dtype {found} cannot be stored; use bool, int, uint, float, complex or datetime64")
-    if found.kind in "mM" and np.datetime_data(found)[0] == "generic":
-        raise UsageError(f"dtype {found} has no unit; use one such as datetime64[ns]")
-    little: np.dtype[Any] = found.newbyteorder("<")
+    if parsed.kind not in "biufcmM" or parsed.hasobject or parsed.itemsize > 16 or parsed.char in "gG":
+        raise UsageError(f"dtype {parsed} cannot be stored; use bool, int, uint, float, complex or datetime64")
+    if parsed.kind in "mM" and np.datetime_data(parsed)[0] == "generic":
+        raise UsageError(f"dtype {parsed} has no unit; use one such as datetime64[ns]")
+    little: np.dtype[Any] = parsed.newbyteorder("<")
     return little
 
 
@@ -80,14 +80,14 @@ def names_of(names: str | Iterable[str]) -> tuple[str, ...]:
     """Names of fields; of one alone when it is given without a list around it. Raises :class:`UsageError` for none, for
     what is no name and for one that comes twice."""
     try:
-        found = (names,) if isinstance(names, str) else tuple(names)
+        listed = (names,) if isinstance(names, str) else tuple(names)
     except TypeError:
-        found = ()
-    if not found or not all(isinstance(name, str) for name in found):
+        listed = ()
+    if not listed or not all(isinstance(name, str) for name in listed):
         raise UsageError(f"fields {shown(names)} cannot be used: the name of a field, or a list of names")
-    if twice := [name for name in found if found.count(name) > 1]:
+    if twice := [name for name in listed if listed.count(name) > 1]:
         raise UsageError(f"field {shown(twice[0])} is asked for twice; name it once")
-    return found
+    return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +203,8 @@ class Schema:
         return name in self._by_name
 
     def __getitem__(self, name: str) -> Field:
-        if (found := self._by_name.get(name)) is not None:
-            return found
+        if (field := self._by_name.get(name)) is not None:
+            return field
         raise UsageError(f"no field {shown(name)}; this dataset has {', '.join(self.names)}")
 
     @property

@@ -40,10 +40,10 @@ def counted(number: int, noun: str) -> str:
 def program() -> str:
     """What this process runs, for others to recognise: ``train.py``, ``cachetool pull``, ``python -c``. Processes that
     cachetool starts have the arguments of their starter. Those of other programs may be secrets, and this is kept."""
-    first, *rest = getattr(sys, "argv", [])[:2] or [""]
+    first, *arguments = getattr(sys, "argv", [])[:2] or [""]
     folder, _, name = first.rpartition("/")
     if name == "__main__.py":  # python -m
         name = folder.rpartition("/")[2]
     elif name in ("", "-", "-c", "-m"):
         name = f"python {name}".strip()
-    return " ".join([name, *(rest if name == "cachetool" else [])])[:80]
+    return " ".join([name, *(arguments if name == "cachetool" else [])])[:80]

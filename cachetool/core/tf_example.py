@@ -76,11 +76,11 @@ def _feature(record: memoryview, begin: int, end: int) -> Feature:
         if number != kind:  # one of three: the last kind counts, lists of one kind are joined
             kind, parts = number, []
         single = (_LEN, _FIXED32, _VARINT)[kind - BYTES]
-        for each, each_wire, low, high in _fields(record, at, stop):
-            if each != 1:
+        for inner, inner_wire, low, high in _fields(record, at, stop):
+            if inner != 1:
                 continue
-            if each_wire not in (single, _LEN):
-                raise ValueError(f"{KIND_NAMES[kind]} holds wire type {each_wire}")
+            if inner_wire not in (single, _LEN):
+                raise ValueError(f"{KIND_NAMES[kind]} holds wire type {inner_wire}")
             parts.append(record[low:high])
     return Feature(kind, parts)
 

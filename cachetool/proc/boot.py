@@ -33,7 +33,7 @@ def boot(module: str, call: str = "main()", *, named: bool = True) -> str:
     A ``Path`` in ``sys.path``, which Python passes over, is left out. ``named``: it knows the first words of the
     command line, by which the cache calls who uses it; a process that reads files of others is told nothing.
     """
-    path = [each for each in sys.path if isinstance(each, str)]
+    path = [entry for entry in sys.path if isinstance(entry, str)]
     words = sys.argv[:2] if named else ["-c"]
     name = call.partition("(")[0]
     return f"import sys; sys.path[:] = {path!r}; sys.argv[:] = {words!r}; from {module} import {name}; {call}"
@@ -105,16 +105,16 @@ _threads: dict[int, SimpleQueue[tuple[_Start, _Done]]] = {}
 
 def _lasting(start: _Start) -> subprocess.Popen[bytes]:
     """Start a process in a thread that ends with this process and not before."""
-    mine: SimpleQueue[tuple[_Start, _Done]] = SimpleQueue()
-    asked = _threads.setdefault(os.getpid(), mine)
-    if asked is mine:
-        threading.Thread(target=_serve, args=(mine,), name="cachetool starts", daemon=True).start()
+    queue: SimpleQueue[tuple[_Start, _Done]] = SimpleQueue()
+    asked = _threads.setdefault(os.getpid(), queue)
+    if asked is queue:
+        threading.Thread(target=_serve, args=(queue,), name="cachetool starts", daemon=True).start()
     done: _Done = SimpleQueue()
     asked.put((start, done))
-    found = done.get()
-    if isinstance(found, BaseException):
-        raise found
-    return found
+    outcome = done.get()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def _serve(asked: SimpleQueue[tuple[_Start, _Done]]) -> None:

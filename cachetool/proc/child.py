@@ -151,13 +151,13 @@ class _Tasks:
     def watch(self) -> None:
         """Wait for tasks, and for the end of stdin or of the starter: one does not imply the other where processes
         were forked."""
-        rest = b""
+        partial = b""
         while not self._starter or os.getppid() == self._starter:
             if not select.select([0], [], [], WATCH)[0]:
                 continue
             if not (data := os.read(0, 2**16)):
                 break
-            *lines, rest = (rest + data).split(b"\n")
+            *lines, partial = (partial + data).split(b"\n")
             for line in lines:
                 task = json.loads(line)
                 if "answer" in task:

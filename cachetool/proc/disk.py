@@ -1,11 +1,8 @@
-"""What the operating system says of a disk that fails or is full, or of a cache in which something else works, as an
-error that a user can act on.
+"""Errors of the operating system as errors that a user can act on, and the kind of file system that a cache lies on.
 
-:func:`known_error` is for the edges, where a command or a worker process ends; inside, an OSError stays what it is.
-Only that inodes have run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees
-some.
-
-Which kind of file system a cache lies on.
+The errors are those of a disk that fails or is full, or of a cache in which something else works. :func:`known_error`
+is for the edges, where a command or a worker process ends; inside, an OSError stays what it is. Only that inodes have
+run out must be seen at once, by :func:`naming_inodes`: giving up what was half written frees some.
 
 The catalog's transactions and the holders' locks need POSIX locks that work and a cache of pages that is one for all
 processes: a network file system promises neither, and SQLite says so itself (https://sqlite.org/faq.html#q5). The kind
@@ -76,9 +73,9 @@ def known_error(error: BaseException) -> CacheToolError | None:
     """:func:`disk_error`; or a :class:`CatalogError` where this user may not use a file of a cache, or where one came
     or went without cachetool: nobody else has any business in there; or a :class:`UsageError` where the working folder
     went, for a name that no file can have, or a limit of this process, as :func:`limit_error` has it."""
-    known = disk_error(error) or _refused(error) or _nowhere(error) or _misnamed(error) or limit_error(error)
-    if known is not None:
-        return known
+    translated = disk_error(error) or _refused(error) or _nowhere(error) or _misnamed(error) or limit_error(error)
+    if translated is not None:
+        return translated
     if not isinstance(error, OSError) or error.errno not in _CHANGED or not isinstance(error.filename, str):
         return None
     if (root := cache_around(Path(error.filename))) is None:
@@ -157,7 +154,7 @@ def refused_in(root: Path, *paths: Path) -> CatalogError | None:
 
     They are not opened: closing a file drops all locks that this process has on it.
     """
-    found: CatalogError | None = None
+    unwritable: CatalogError | None = None
     for path in paths:
         try:
             needed = os.R_OK | (os.X_OK if stat.S_ISDIR(os.stat(path).st_mode) else 0)
@@ -168,10 +165,10 @@ def refused_in(root: Path, *paths: Path) -> CatalogError | None:
             continue
         if not os.access(path, needed):
             return permission_denied(path, root)
-        if found is None and not os.access(path, written):
-            found = permission_denied(path, root)
-            found.readable = True
-    return found
+        if unwritable is None and not os.access(path, written):
+            unwritable = permission_denied(path, root)
+            unwritable.readable = True
+    return unwritable
 
 
 def _remedy(root: Path, path: Path) -> str:
@@ -223,11 +220,11 @@ def too_long(path: Path) -> bool:
     while not os.path.exists(above):
         above = above.parent
     try:
-        name, whole = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX")
+        name_max, path_max = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX")
     except OSError:
         return False
-    long = any(len(os.fsencode(part)) > name > 0 for part in path.relative_to(above).parts)
-    return long or len(os.fsencode(path)) + _BELOW > whole > 0  # 0 and less: it does not say
+    long = any(len(os.fsencode(part)) > name_max > 0 for part in path.relative_to(above).parts)
+    return long or len(os.fsencode(path)) + _BELOW > path_max > 0  # 0 and less: it does not say
 
 
 _BELOW = 512
@@ -245,8 +242,8 @@ def naming_inodes(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        found = os.statvfs(path.parent)
-        if not found.f_files or found.f_favail:  # some file systems have no such limit
+        usage = os.statvfs(path.parent)
+        if not usage.f_files or usage.f_favail:  # some file systems have no such limit
             raise
         raise CapacityError(f"{path}: the disk is out of inodes: it can hold no more files; delete some") from error
 
@@ -292,11 +289,11 @@ def _kind(path: Path) -> int | None:
         return None
     import ctypes  # here: no command but those that open a cache needs it
 
-    found = ctypes.create_string_buffer(512)  # struct statfs: its first member is f_type, a long, on every 64-bit Linux
+    buffer = ctypes.create_string_buffer(512)  # struct statfs: its first member is f_type, a long, on all 64-bit Linux
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), found) != 0:
+    if libc.statfs(os.fsencode(path), buffer) != 0:
         return None
-    return int.from_bytes(found.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
+    return int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
 
 
 def file_system(path: Path) -> str:

@@ -195,12 +195,12 @@ def resolved(path: Path, option: str) -> Path:
         above, part = at, parts.pop()
         at = above.parent if part == ".." else above / part
         try:
-            found = at.lstat()
-            if not stat.S_ISLNK(found.st_mode):
+            status = at.lstat()
+            if not stat.S_ISLNK(status.st_mode):
                 continue
-            if found.st_uid not in (0, os.geteuid(), above.stat().st_uid):
+            if status.st_uid not in (0, os.geteuid(), above.stat().st_uid):
                 raise UsageError(
-                    f"{option} {str(path)!r} leads over {at}, a link that another user ({found.st_uid}) made;\n"
+                    f"{option} {str(path)!r} leads over {at}, a link that another user ({status.st_uid}) made;\n"
                     "remove that link, or name another place"
                 )
             leads = Path(os.readlink(at))
@@ -229,9 +229,9 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def disk_bytes(found: os.stat_result) -> int:
+def disk_bytes(status: os.stat_result) -> int:
     """What a file takes: allocated or apparent bytes, whichever is more, so that ``du`` in both modes stays below."""
-    return max(found.st_blocks * 512, found.st_size)
+    return max(status.st_blocks * 512, status.st_size)
 
 
 def tree_bytes(folder: Path) -> int:
@@ -295,9 +295,9 @@ class _Tree:
     """All that may be removed below the folder with the descriptor ``root``."""
 
     def __init__(self, root: int) -> None:
-        found = os.fstat(root)
-        self._device, self._mount = found.st_dev, _mount(root)
-        self._owners = {os.geteuid(), found.st_uid}
+        status = os.fstat(root)
+        self._device, self._mount = status.st_dev, _mount(root)
+        self._owners = {os.geteuid(), status.st_uid}
         self._shared = os.environ.get(ALLOW_SHARED) == "1"
 
     def enter(self, parent: int, name: str, path: Path) -> int:
@@ -308,13 +308,13 @@ class _Tree:
             error.filename = str(path)
             raise
         try:
-            found = os.fstat(fd)
-            if found.st_dev != self._device or _mount(fd) != self._mount:
+            status = os.fstat(fd)
+            if status.st_dev != self._device or _mount(fd) != self._mount:
                 raise OSError(errno.EBUSY, "another file system is mounted here, so it is not removed", str(path))
-            if found.st_uid not in self._owners and not self._shared:
+            if status.st_uid not in self._owners and not self._shared:
                 raise OSError(
                     errno.EBUSY,  # not a PermissionError: what to do is not what is done about one
-                    f"it belongs to another user ({found.st_uid}), so it is not removed",
+                    f"it belongs to another user ({status.st_uid}), so it is not removed",
                     str(path),
                 )
         except BaseException:
@@ -337,8 +337,8 @@ class _Tree:
             raise
         try:
             inside = os.listdir(fd)
-            for each in ([first] if first in inside else []) + [each for each in inside if each != first]:
-                self.remove(fd, each, path / each, None, depth + 1)
+            for child in ([first] if first in inside else []) + [child for child in inside if child != first]:
+                self.remove(fd, child, path / child, None, depth + 1)
         finally:
             os.close(fd)
         try:

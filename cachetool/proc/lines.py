@@ -1,6 +1,6 @@
-"""Lines of JSON over pipes between the training process and its feeders.
+"""Lines of JSON, and errors as such lines, over pipes between the training process and its feeders.
 
-Errors on their way from a feeder to the training process: what happened, and where, as text.
+An error on its way from a feeder to the training process is text: what happened, and where.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class Lines:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._rest = b""
+        self._buffer = b""
         self.ended = False
 
     def receive(self) -> None:
         """Read what is there, waiting for at least something."""
         data = os.read(self.fd, 1 << 20)
         self.ended = not data
-        self._rest += data
+        self._buffer += data
 
     def next(self) -> bytes | None:
         """A line that has come whole; None when there is none."""
-        line, found, rest = self._rest.partition(b"\n")
-        if not found:
+        line, newline, remaining = self._buffer.partition(b"\n")
+        if not newline:
             return None
-        self._rest = rest
+        self._buffer = remaining
         return line
 
-    def whole(self) -> bytes:
+    def read_line(self) -> bytes:
         """The next line, waited for."""
         while (line := self.next()) is None:
             self._more()
@@ -46,9 +46,9 @@ class Lines:
 
     def exactly(self, count: int) -> bytes:
         """So many bytes, waited for."""
-        while len(self._rest) < count:
+        while len(self._buffer) < count:
             self._more()
-        data, self._rest = self._rest[:count], self._rest[count:]
+        data, self._buffer = self._buffer[:count], self._buffer[count:]
         return data
 
     def _more(self) -> None:

@@ -147,7 +147,7 @@ def lock_owners(path: Path, *, byte: int | None = None) -> list[int]:
     except OSError:
         return []
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
-    found: dict[bool, list[int]] = {True: [], False: []}
+    pids: dict[bool, list[int]] = {True: [], False: []}
     for line in lines:
         # proc_locks(5): 1: POSIX ADVISORY WRITE 3568 fd:00:2531452 0 EOF
         words = line.split()
@@ -157,5 +157,5 @@ def lock_owners(path: Path, *, byte: int | None = None) -> list[int]:
         first, last = words[6:]
         here = byte is None or (int(first) <= byte and (last == "EOF" or byte <= int(last)))
         if inode == str(status.st_ino) and here and int(words[4]) > 0:
-            found[":".join(where) == device].append(int(words[4]))
-    return found[True] or found[False]  # btrfs and overlays give the kernel's lists another device than stat()
+            pids[":".join(where) == device].append(int(words[4]))
+    return pids[True] or pids[False]  # btrfs and overlays give the kernel's lists another device than stat()

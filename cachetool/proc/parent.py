@@ -133,7 +133,7 @@ class Child:
         self.error: CacheToolError | None = None
         self.asked: list[Message] = []
         """Questions that wait for :meth:`answer`: ask, number."""
-        self._rest = b""
+        self._buffer = b""
         if task is not None:
             self.begin(task)
 
@@ -161,8 +161,8 @@ class Child:
     def receive(self) -> tuple[bool, list[Message]]:
         """Whether the child may still say something, and the messages that came now."""
         data = self.stdout.read1(65536)  # type: ignore[attr-defined]
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
+        lines = (self._buffer + data).split(b"\n")
+        self._buffer = lines.pop()
         messages: list[Message] = []
         for line in lines:
             value: dict[str, Any] = json.loads(line)

@@ -48,7 +48,7 @@ class WorkFolder:
         """Tells it from any other folder: nobody else can read it."""
         self.busy = busy
         """Whether another process works in it."""
-        self._held = [fd, mark]
+        self._descriptors = [fd, mark]
         self.inside = _inside(path, fd)
         """By which processes of this machine reach its files while it is open here."""
 
@@ -87,7 +87,7 @@ class WorkFolder:
         raise PermissionError(errno.EACCES, "somebody else changes what is made there", str(parent))
 
     @classmethod
-    def found(cls, parent: Path, prefix: str, purpose: str) -> Iterator[WorkFolder]:
+    def existing(cls, parent: Path, prefix: str, purpose: str) -> Iterator[WorkFolder]:
         """Those of this user that are there for the same purpose; locked, where no other process works in them."""
         try:
             names = sorted(os.listdir(parent))
@@ -120,13 +120,13 @@ class WorkFolder:
 
     def close(self) -> None:
         """Let it go, and leave it to the next process that needs one like it."""
-        _close(*self._held)
-        self._held = []
+        _close(*self._descriptors)
+        self._descriptors = []
 
     def remove(self) -> None:
         """Delete it and let it go."""
         try:
-            remove_held(self._held[0], self.path)
+            remove_held(self._descriptors[0], self.path)
         finally:
             self.close()
 
@@ -135,7 +135,7 @@ class WorkFolder:
 def scratch(parent: Path, prefix: str) -> Iterator[Path]:
     """A new working folder in ``parent``, deleted at the end, and with it those that killed processes left. Raises
     ``OSError`` when none can be made there."""
-    for left in WorkFolder.found(parent, prefix, prefix):
+    for left in WorkFolder.existing(parent, prefix, prefix):
         with contextlib.suppress(OSError):
             left.close() if left.busy else left.remove()
     work = WorkFolder.make(parent, prefix, prefix)
@@ -192,15 +192,15 @@ def _inside(path: Path, fd: int) -> Path:
     its place, that is a path by its descriptor, on systems that have such."""
     if not any(map(_open_to_others, Path(os.path.realpath(path)).parents)):
         return path
-    held = Path(f"/proc/{os.getpid()}/fd/{fd}")  # not "self": processes started by this one use it, too
+    by_descriptor = Path(f"/proc/{os.getpid()}/fd/{fd}")  # not "self": processes started by this one use it, too
     try:
-        return held if os.path.samestat(os.stat(held), os.fstat(fd)) else path
+        return by_descriptor if os.path.samestat(os.stat(by_descriptor), os.fstat(fd)) else path
     except OSError:
         return path
 
 
 def _open_to_others(folder: Path) -> bool:
-    found = os.stat(folder)
-    if found.st_uid not in (0, os.geteuid()):
+    status = os.stat(folder)
+    if status.st_uid not in (0, os.geteuid()):
         return True
-    return bool(found.st_mode & _OTHERS) and not found.st_mode & stat.S_ISVTX
+    return bool(status.st_mode & _OTHERS) and not status.st_mode & stat.S_ISVTX

@@ -132,16 +132,20 @@ class BackgroundPull:
     def progress(self) -> PullState:
         """How far the pull of this source is, whichever process does it. Reads the catalog."""
         if self._cache.closed:  # the pull has ended; what became of it can still be asked
-            with CacheDir(self._cache.root) as again:
-                return self._progress(again)
+            with CacheDir(self._cache.root) as reopened:
+                return self._progress(reopened)
         return self._progress(self._cache)
 
     def _progress(self, cache: CacheDir) -> PullState:
         with cache.catalog.read() as connection:
-            found = pull_state(connection, cache.layout, self._source)
-        if found is not None:
-            return found
-        return PullState(self._source, self.url, "", 0, STOPPED, *(0,) * 6, 1, 0, cache.max_size, 0, 0.0, None)
+            state = pull_state(connection, cache.layout, self._source)
+        if state is not None:
+            return state
+        return PullState(
+            source=self._source, url=self.url, dataset="", pid=0, phase=STOPPED,
+            listed=0, samples=0, skipped=0, fetched=0, drawn=0, units=0, turn=1,
+            used=0, max_size=cache.max_size, evicted=0, seconds=0.0, error=None,
+        )  # fmt: skip
 
     def _look(self) -> None:
         """Take in what the puller may have said at its end. A forked child has no puller: it sees the catalog alone."""
@@ -196,8 +200,8 @@ class BackgroundPull:
 
 
 def _close_all() -> None:
-    for each in list(_running):
-        each.close()
+    for running in list(_running):
+        running.close()
 
 
 # -- in the puller -----------------------------------------------------------------------------------------------------

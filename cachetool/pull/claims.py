@@ -50,7 +50,7 @@ _Numbers = npt.NDArray[np.int64]
 
 def order_of_pass(source: Source, row: SourceRow, pass_number: int) -> DrawOrder:
     """What the positions of a pass mean, the present one or an earlier one."""
-    units, cuts = next((each[1:] for each in row.past if each[0] == pass_number), (row.units, row.cuts))
+    units, cuts = next((past[1:] for past in row.past if past[0] == pass_number), (row.units, row.cuts))
     if units < row.units:
         cuts = (*cuts, units)  # units that came later were none of it
     return source.order(seed=row.seed, pass_number=pass_number, cuts=cuts, sequential=row.sequential)
@@ -62,19 +62,19 @@ class Cached:
     def __init__(self) -> None:
         self._by_shard: dict[str, _Numbers] = {}
         self._draws: _Numbers = np.zeros(0, dtype=np.int64)
-        self._whole: tuple[int, bool] = 0, False
-        """What :meth:`all_there` found at which version."""
+        self._all_cached: tuple[int, bool] = 0, False
+        """The answer of :meth:`all_there`, and the version that it is of."""
 
     def look(self, connection: Connection, source: Source, row: SourceRow) -> None:
         """Read the catalog, inside a transaction: what earlier passes left. 8 bytes a draw are kept."""
-        found = copies(connection, row.id, but=row.pass_number) + promised(connection, row.id)
-        if self._by_shard.keys() == {copy.shard for copy in found}:
+        shard_copies = copies(connection, row.id, but=row.pass_number) + promised(connection, row.id)
+        if self._by_shard.keys() == {copy.shard for copy in shard_copies}:
             return
         self._by_shard = {
             copy.shard: self._by_shard[copy.shard]
             if copy.shard in self._by_shard
             else order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)]
-            for copy in found
+            for copy in shard_copies
         }
         self._draws = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._by_shard.values()]))
 
@@ -105,12 +105,14 @@ class Cached:
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
         """Whether a further pass would bring nothing: every unit is in a ready shard, or has vanished."""
         version = int(connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0])
-        if self._whole[0] != version:
-            found = copies(connection, row.id)
-            lots = sum(b - a for copy in found for a, b in copy.ranges) + len(source.vanished) >= row.units
-            held = [order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)] for copy in found if lots]
-            self._whole = version, lots and len(np.unique(np.concatenate([source.vanished, *held]))) >= row.units
-        return self._whole[1]
+        if self._all_cached[0] != version:
+            shard_copies = copies(connection, row.id)
+            lots = sum(b - a for copy in shard_copies for a, b in copy.ranges) + len(source.vanished) >= row.units
+            cached = [
+                order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)] for copy in shard_copies if lots
+            ]
+            self._all_cached = version, lots and len(np.unique(np.concatenate([source.vanished, *cached]))) >= row.units
+        return self._all_cached[1]
 
 
 def positions(ranges: tuple[tuple[int, int], ...]) -> _Numbers:
@@ -159,15 +161,15 @@ class Claims(Protocol):
         """The next claim while this one is at its end; None where there is none now, or the source has changed."""
         ...
 
-    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+    def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """Which of a claim's units need no fetch, since an earlier pass brought them and they did not go since."""
         ...
 
-    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+    def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
         """Count positions as done, inside the transaction that commits their samples."""
         ...
 
-    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
         """What was committed just now, and in which shard, for whoever keeps the books of several caches."""
         ...
 
@@ -183,7 +185,7 @@ class Claims(Protocol):
 class Own:
     """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
 
-    ``note`` is called with each claim, inside the transaction that made it. ``again``: where evicted shards come back,
+    ``note`` is called with each claim, inside the transaction that made it. ``redraw``: where evicted shards come back,
     the draws of each claim that were theirs.
     """
 
@@ -199,9 +201,9 @@ class Own:
         lost: bool = False,
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
-        again: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
+        redraw: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
-        self._again = again or {}
+        self._redraw = redraw or {}
         self._cache, self._open, self._job = cache, open, job
         self.most = most
         """Draws of a claim."""
@@ -234,19 +236,19 @@ class Own:
                 if self._row is None or self._row.units != now.units:
                     continue
                 self.cached.look(connection, self.samples, self._row)
-                held = self._claim(connection)
-                if held is not None:
-                    return held
-                rest = self._follow and (
+                claim = self._claim(connection)
+                if claim is not None:
+                    return claim
+                is_idle = self._follow and (
                     self.cached.all_there(connection, self.samples, self._row) or draws.idle(connection, self._source)
                 )
-                if self._follow and not rest:
+                if self._follow and not is_idle:
                     draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
             only = self._lost or self._job.startswith(AGAIN)
             if self._follow or not (self._row.complete or left == 0 or only):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
-                return 2.0 if rest else 0.2
+                return 2.0 if is_idle else 0.2
             return None
         return None
 
@@ -266,14 +268,14 @@ class Own:
     def _claim(self, connection: Connection) -> Claim | None:
         if self._job.startswith(AGAIN):
             return again.take(connection, self._job, holder=self._holder)
-        held = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, stop_at=self._whole, lost=self._lost
+        claim = draws.claim(
+            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, lost=self._lost
         )
-        if held is not None and self._note is not None:
-            self._note(connection, held)
-        return held
+        if claim is not None and self._note is not None:
+            self._note(connection, claim)
+        return claim
 
-    def _whole(self, pass_number: int, start: int, stop: int) -> int:
+    def _claim_end(self, pass_number: int, start: int, stop: int) -> int:
         assert self._row is not None
         assert self.samples is not None
         order = order_of_pass(self.samples, self._row, pass_number)
@@ -281,28 +283,28 @@ class Own:
             return order.unit_end(start, stop)
         return self.cached.reach(order, start, stop, end=self._row.units)
 
-    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+    def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
-        if ranges := self._again.get((held.start, held.stop)):
+        if ranges := self._redraw.get((claim.start, claim.stop)):
             flags = np.ones(len(units), dtype=np.bool_)
             for start, stop in ranges:
-                flags[start - held.start : stop - held.start] = False
+                flags[start - claim.start : stop - claim.start] = False
             return flags
         # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
         return (
             self.cached.among(units)
-            if held.pass_number == held.source.pass_number
+            if claim.pass_number == claim.source.pass_number
             else np.zeros(len(units), dtype=np.bool_)
         )
 
-    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+    def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
         """As :meth:`Claims.finish`."""
         draws.finish(
-            connection, self._job, held, done.upto,
+            connection, self._job, claim, done.upto,
             samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched, gaps=done.gaps,
         )  # fmt: skip
 
-    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
         """The catalog knows."""
 
     def unused(self) -> tuple[int, int]:
@@ -340,41 +342,41 @@ class Handed:
         if "claim" not in answer:
             return answer.get("wait")
         value = answer["claim"]
-        held = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
-        if self.samples is None or self.samples.units != held.source.units:
+        claim = Claim(**{**value, "source": SourceRow.from_json(value["source"])})
+        if self.samples is None or self.samples.units != claim.source.units:
             if self.samples is not None:
                 self.samples.close()  # it has grown
-            self.samples = self._open(held.source)
-        self._tokens[held.id] = token
-        self._there[held.id] = tuple((start, stop) for start, stop in answer["there"])
-        return held
+            self.samples = self._open(claim.source)
+        self._tokens[claim.id] = token
+        self._there[claim.id] = tuple((start, stop) for start, stop in answer["there"])
+        return claim
 
     def ahead(self) -> Claim | None:
         """As :meth:`Claims.ahead`."""
-        held = self.take()
-        return held if isinstance(held, Claim) else None
+        claim = self.take()
+        return claim if isinstance(claim, Claim) else None
 
-    def there(self, held: Claim, units: npt.NDArray[np.int64]) -> _Flags:
+    def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
         flags = np.zeros(len(units), dtype=np.bool_)
-        for start, stop in self._there[held.id]:
-            flags[start - held.start : stop - held.start] = True
+        for start, stop in self._there[claim.id]:
+            flags[start - claim.start : stop - claim.start] = True
         return flags
 
-    def finish(self, connection: Connection, held: Claim, done: Done) -> None:
+    def finish(self, connection: Connection, claim: Claim, done: Done) -> None:
         """As :meth:`Claims.finish`."""
         share.settle(
-            connection, self._job, held, done.upto, done.start,
+            connection, self._job, claim, done.upto, done.start,
             samples=done.draws, skipped=done.skipped, vanished=done.vanished, fetched=done.fetched,
         )  # fmt: skip
 
-    def tell(self, held: Claim, done: Done, shard: str | None, samples: int) -> None:
+    def tell(self, claim: Claim, done: Done, shard: str | None, samples: int) -> None:
         """As :meth:`Claims.tell`."""
         answer = self._channel.ask(
             {
                 "what": "finish",
-                "claim": claim_json(held),
-                "token": self._tokens[held.id],
+                "claim": claim_json(claim),
+                "token": self._tokens[claim.id],
                 "upto": done.upto,
                 "ranges": done.ranges,
                 "draws": done.draws,
@@ -386,8 +388,8 @@ class Handed:
             }
         )
         self._unused = answer["skipped"], answer["drawn"]
-        if done.upto >= held.stop:
-            del self._there[held.id], self._tokens[held.id]
+        if done.upto >= claim.stop:
+            del self._there[claim.id], self._tokens[claim.id]
 
     def unused(self) -> tuple[int, int]:
         """As :meth:`Claims.unused`."""
@@ -401,13 +403,13 @@ class Handed:
             self._channel.ask({"what": "back", "claims": list(self._tokens.items())})
 
 
-def claim_json(held: Claim) -> dict[str, object]:
+def claim_json(claim: Claim) -> dict[str, object]:
     """A claim as plain values, from which it is made again by its fields."""
     return {
-        "id": held.id,
-        "pass_number": held.pass_number,
-        "start": held.start,
-        "stop": held.stop,
-        "source": held.source.to_json(),
-        "lost": held.lost,
+        "id": claim.id,
+        "pass_number": claim.pass_number,
+        "start": claim.start,
+        "stop": claim.stop,
+        "source": claim.source.to_json(),
+        "lost": claim.lost,
     }

@@ -1,11 +1,12 @@
-"""A pull as it is once all is settled, and what it came to: the same wherever its shards go."""
+"""The parameters of one pull, fixed before its workers start, and its result: the same wherever its shards go."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from cachetool.cache import CacheDir, SourceRow
 from cachetool.core.progress import Report
@@ -14,12 +15,145 @@ from cachetool.formats.base import Format
 from cachetool.proc.task import Message, Task
 from cachetool.pull.options import PullOptions
 
-__all__ = ["AT_ITS_END", "Elsewhere", "PullResult", "PullJob", "too_many", "why_ended"]
+__all__ = [
+    "AT_ITS_END",
+    "ListingChange",
+    "NodeCaches",
+    "PrepareArguments",
+    "Prepared",
+    "PullJob",
+    "PullResult",
+    "WorkerArguments",
+    "too_many",
+    "why_ended",
+]
 
 TOLERATED = 0.01
 """Share of draws that ``--on-error skip`` may leave out, once it is more than :data:`TOLERATED_FEW`."""
 TOLERATED_FEW = 10
 AT_ITS_END = "source at its end"
+
+
+@dataclass(frozen=True, slots=True)
+class ListingChange:
+    """What a refresh found beside the listing of before."""
+
+    added: int
+    """Units that are new, or have another content."""
+    vanished: int
+    """Units that are gone, or have another content."""
+    names: tuple[str, ...]
+    """Keys of the first samples that vanished."""
+    units: int
+    """Of the source with the new segment."""
+    identity: str
+    """Of the source with the new segment."""
+    name: str
+    """Of the new segment."""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The change that ``asdict`` described."""
+        return cls(**{**value, "names": tuple(value["names"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the listing and the first samples told."""
+
+    url: str
+    """Redacted."""
+    identity: str
+    units: int
+    samples: int
+    schema: Schema
+    mean_bytes: int
+    """Mean bytes of values of a sample."""
+    per_unit: int
+    """Samples of a unit."""
+    left_out: tuple[tuple[str, str], ...]
+    """What is in no sample, and why."""
+    complete: bool
+    """Whether the listing is: else more segments come."""
+    change: ListingChange | None
+    """What a refresh found."""
+
+    def to_json(self) -> Message:
+        """Plain values."""
+        change = None if self.change is None else asdict(self.change)
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**plain, "schema": self.schema.to_json(), "change": change}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """What :meth:`to_json` described."""
+        change = value["change"]
+        return cls(
+            **{
+                **value,
+                "schema": Schema.from_json(value["schema"]),
+                "left_out": tuple((name, why) for name, why in value["left_out"]),
+                "change": None if change is None else ListingChange.from_json(change),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareArguments:
+    """JSON values for :func:`cachetool.pull.listing.prepare`."""
+
+    url: str
+    listing: str
+    """The folder of the listing; what is listed is written there unless it is there."""
+    options: Message
+    """How samples are made of objects."""
+    order: Message
+    """Arguments of :meth:`Source.order`."""
+    units: int | None
+    """How many the cache knows of."""
+    skip_bad: bool
+    refresh: str | None
+    """A folder for what a new listing finds."""
+    early: int | None
+    """Objects of the first segment, where that is enough."""
+    pace: Message | None
+    """Arguments of :class:`RateLimit`."""
+    looked: str | None
+    """The folder for what is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArguments:
+    """JSON values for :func:`cachetool.pull.worker.draw`."""
+
+    root: str
+    """The folder of the cache."""
+    url: str
+    options: Message
+    """How samples are made of objects."""
+    job: str
+    source: str
+    dataset: str
+    format: str
+    schema: list[Message]
+    shard_bytes: int
+    units_per_shard: int
+    per_unit: int
+    room: Message
+    """Arguments of :class:`~cachetool.cache.Room`."""
+    follow: bool
+    lost: bool
+    skip_bad: bool
+    pace: Message | None
+    """Arguments of :class:`RateLimit`."""
+    redraw: Sequence[tuple[Sequence[tuple[int, int]], str]]
+    """Each claim is one of these shards that were there before: its draws, and its content digest."""
+    first_shard_in: float | None = None
+    """In how many seconds the first shard is closed with what it has by then."""
+    looked: str | None = None
+    """Where that what was fetched before lies."""
+    handed: bool = False
+    """Claims are asked for through the channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +164,13 @@ class PullJob:
     options: PullOptions
     id: str
     """Of the source."""
-    schema: Schema
     kind: Format
     shard_bytes: int
     per_shard: int
     """Draws that make a shard."""
     per_unit: int
     """Samples that one draw brings."""
-    found: Message
+    prepared: Prepared
     """What the listing and the first samples told."""
     pace: Message | None
     began: float
@@ -47,44 +180,47 @@ class PullJob:
     """Whether the dataset has no shard yet."""
 
     @property
+    def schema(self) -> Schema:
+        """Of the samples."""
+        return self.prepared.schema
+
+    @property
     def wanted(self) -> int | None:
         """Draws that were asked for."""
-        if self.options.again:
-            return sum(each.draws for each in self.options.again)
+        if self.options.redraw:
+            return sum(shard.draws for shard in self.options.redraw)
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
 
-    def task(self, root: str, job: str, **more: Any) -> Task:
-        """A sampler for a job of the cache in the folder ``root``."""
+    def task(self, root: str, job: str, **changes: Any) -> Task:
+        """A sampler for a job of the cache in the folder ``root``; ``changes`` are fields of
+        :class:`WorkerArguments`."""
         options = self.options
-        after = options.first_shard_seconds if self.is_new and not options.again else None
-        return Task(
-            "cachetool.pull.worker:draw",
-            {
-                "root": root,
-                "url": self.url,
-                "options": options.source.to_json(),
-                "job": job,
-                "source": self.id,
-                "dataset": options.dataset,
-                "format": self.kind.name,
-                "schema": self.schema.to_json(),
-                "shard_bytes": self.shard_bytes,
-                "units_per_shard": self.per_shard,
-                "per_unit": self.per_unit,
-                "room": asdict(replace(options.room, job=job)),
-                "follow": options.follow,
-                "lost": options.lost,
-                "pace": self.pace,
-                "looked": self.looked,
-                "skip_bad": options.on_error == "skip",
-                "first_shard_in": None if after is None else max(0.0, after - (time.monotonic() - self.began)),
-                "again": [(each.ranges, each.content) for each in options.again],
-                **more,
-            },
+        after = options.first_shard_seconds if self.is_new and not options.redraw else None
+        arguments = WorkerArguments(
+            root=root,
+            url=self.url,
+            options=options.source.to_json(),
+            job=job,
+            source=self.id,
+            dataset=options.dataset,
+            format=self.kind.name,
+            schema=self.schema.to_json(),
+            shard_bytes=self.shard_bytes,
+            units_per_shard=self.per_shard,
+            per_unit=self.per_unit,
+            room=asdict(replace(options.room, job=job)),
+            follow=options.follow,
+            lost=options.lost,
+            skip_bad=options.on_error == "skip",
+            pace=self.pace,
+            redraw=[(shard.ranges, shard.content) for shard in options.redraw],
+            first_shard_in=None if after is None else max(0.0, after - (time.monotonic() - self.began)),
+            looked=self.looked,
         )
+        return Task("cachetool.pull.worker:draw", asdict(replace(arguments, **changes)))
 
 
-class Elsewhere(Protocol):
+class NodeCaches(Protocol):
     """Caches on other nodes, which the shards go to; ``cache`` has the catalog of the whole then."""
 
     cap: int
@@ -92,7 +228,7 @@ class Elsewhere(Protocol):
     format: str | None
     """Of their newest shard."""
 
-    def known(self) -> SourceRow | None:
+    def source(self) -> SourceRow | None:
         """The source as they know it, where they do."""
         ...
 
@@ -104,7 +240,7 @@ class Elsewhere(Protocol):
         """Give the source to a catalog that lost it, where listing it again would not make it what it is there."""
         ...
 
-    def draw(self, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
+    def draw(self, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
         """As a pull into ``cache`` itself does."""
         ...
 
@@ -155,9 +291,9 @@ class PullResult:
         return asdict(self)
 
 
-def too_many(unused: int, drawn: int) -> bool:
+def too_many(unused: int, draw_count: int) -> bool:
     """Whether so many of the draws are more than may be left out."""
-    return unused > max(TOLERATED_FEW, TOLERATED * drawn)
+    return unused > max(TOLERATED_FEW, TOLERATED * draw_count)
 
 
 def why_ended(samples: int, wanted: int | None, *, complete: bool, full: bool) -> str:

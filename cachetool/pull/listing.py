@@ -23,6 +23,7 @@ from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable
 from cachetool.proc.arrays import load_array
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Channel, Message
+from cachetool.pull.job import ListingChange, PrepareArguments, Prepared
 from cachetool.sources import RateLimit, Source, SourceOptions, list_source, open_source
 from cachetool.sources.listing import TABLE_FILE, Listing
 from cachetool.sources.looked import LookedAt
@@ -37,74 +38,63 @@ _AT_ONCE = 2**20
 """Draws that are looked through at once for some that have not vanished."""
 
 
-def prepare(
-    channel: Channel,
-    *,
-    url: str,
-    listing: str,
-    options: Message,
-    order: Message,
-    units: int | None,
-    skip_bad: bool,
-    refresh: str | None,
-    early: int | None,
-    pace: Message | None,
-    looked: str | None,
-) -> Message:
-    """List ``url`` into the folder ``listing`` unless it is there, and find the schema of its first draws.
-
-    ``order`` are the arguments of :meth:`Source.order`, ``units`` how many the cache knows of, ``refresh`` a folder
-    for what a new listing finds, ``pace`` the arguments of :class:`RateLimit`, ``looked`` the folder for what is looked
-    at. Gives url (redacted), identity, units,
-    samples, schema, ``mean``, the mean bytes of values of a sample, ``per_unit``, the samples of a unit,
-    ``left_out``, what is in no sample, ``whole``, whether the listing is, and ``change``, what a refresh found.
-    """
-    folder, parsed = Path(listing), SourceOptions.from_json(options)
-    whole, change = True, None
-
-    def progress(count: int) -> None:
-        channel.send({"listed": count})
-
-    gone: list[int] = []
-    if not (folder / "listing.json").exists():
-        if early is None:
-            list_source(url, folder, parsed, progress=progress)
-        else:
-            with EarlyListing(url, parsed, size=early) as listed:
-                refuse_empty(listed.write(folder, progress=progress))
-                whole = listed.ended
-    elif refresh is not None:
-        if (folder / TABLE_FILE).exists():
-            raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
-        fresh = list_source(url, Path(refresh, "fresh"), parsed, progress=progress)
-        change = _changes(SegmentedListing.open(folder, units=units), fresh, Path(refresh, "segment"))
-        gone = load_array(Path(refresh, "segment", "vanished.npy")).tolist()
-    through = (lambda store: store) if looked is None else LookedAt(Path(looked)).kept_of
-    source = open_source(url, folder, parsed, units=units, pace=pace_of(pace), through=through)
+def prepare(channel: Channel, **arguments: Any) -> Message:
+    """List a source into a folder unless it is there, and find the schema of its first draws. ``arguments`` are the
+    fields of :class:`PrepareArguments`; gives :class:`Prepared` as plain values."""
+    task = PrepareArguments(**arguments)
+    options = SourceOptions.from_json(task.options)
+    complete, change, gone = _list(channel, task, options)
+    folder = Path(task.listing)
+    through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).kept_of
+    source = open_source(task.url, folder, options, units=task.units, pace=pace_of(task.pace), through=through)
     probing = source
     try:
-        probed = _first(source, order, gone)
-        if refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
-            probing = open_source(url, Path(refresh, "segment"), parsed, pace=pace_of(pace))
-            probed = probing.order(**{**order, "cuts": ()})[np.arange(min(probing.units, PROBED))]
+        probed = _first(source, task.order, gone)
+        if task.refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
+            probing = open_source(task.url, Path(task.refresh, "segment"), options, pace=pace_of(task.pace))
+            probed = probing.order(**{**task.order, "cuts": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
-        with naming_skip(skip_bad=skip_bad):
-            probe = probing.probe(probed, skip_bad=skip_bad)
-        return {
-            "url": source.url,
-            "identity": source.identity,
-            "units": source.units,
-            "samples": source.samples,
-            "schema": probe.schema.to_json(),
-            "mean": probe.mean_bytes,
-            "per_unit": probe.per_unit,
-            "left_out": probe.left_out,
-            "whole": whole,
-            "change": change,
-        }
+        with naming_skip(skip_bad=task.skip_bad):
+            probe = probing.probe(probed, skip_bad=task.skip_bad)
+        return Prepared(
+            url=source.url,
+            identity=source.identity,
+            units=source.units,
+            samples=source.samples,
+            schema=probe.schema,
+            mean_bytes=probe.mean_bytes,
+            per_unit=probe.per_unit,
+            left_out=probe.left_out,
+            complete=complete,
+            change=change,
+        ).to_json()
     finally:
         probing.close()
         source.close()
+
+
+def list_on(channel: Channel, *, root: str, url: str, source: str, options: Message, early: int) -> Message:
+    """Go on with a listing that is not whole until it is; each segment can be drawn from at once."""
+    parsed = SourceOptions.from_json(options)
+    with CacheDir(Path(root)) as cache, listing_scratch() as scratch:
+        row = cache.source(source)
+        assert row is not None
+        parts = SegmentedListing.open(cache.listing(source), units=row.units).parts
+        after = last_key(parts[-1].folder)
+        count = len(parts)
+        listed = sum(part.objects for part in parts)
+        with EarlyListing(url, parsed, size=early, after=after) as more:
+            while not row.complete:
+                folder = Path(scratch, segment_name(count))
+                more.write(folder, progress=lambda keys: channel.send({"listed": listed + keys}))
+                grown = [*parts, Listing.open(folder)]
+                identity = SegmentedListing(grown).identity
+                units = sum(part.units for part in grown)
+                row = grow_source(
+                    cache, row, folder, segment_name(count), units=units, identity=identity, complete=more.ended
+                )
+                parts, count = SegmentedListing.open(cache.listing(source), units=row.units).parts, count + 1
+    return {}
 
 
 def pace_of(value: Message | None) -> RateLimit | None:
@@ -126,8 +116,34 @@ def naming_skip(*, skip_bad: bool) -> Iterator[None]:
             ) from error
         if skip_bad or " --" in str(error):  # it says what to do; the name of an object may have such dashes, too
             raise
-        again = "list again with --refresh, or " if isinstance(error, NotFound) else ""
-        raise type(error)(f"{error};\n{again}leave such out, up to 1 % of all, with --on-error skip") from error
+        refresh = "list again with --refresh, or " if isinstance(error, NotFound) else ""
+        raise type(error)(f"{error};\n{refresh}leave such out, up to 1 % of all, with --on-error skip") from error
+
+
+def _list(
+    channel: Channel, task: PrepareArguments, options: SourceOptions
+) -> tuple[bool, ListingChange | None, list[int]]:
+    """List the source where it was not, or is to be listed again. Gives whether the listing is complete, what a refresh
+    found, and the numbers of the units that it did not find any more."""
+    folder = Path(task.listing)
+
+    def progress(count: int) -> None:
+        channel.send({"listed": count})
+
+    if not (folder / "listing.json").exists():
+        if task.early is None:
+            list_source(task.url, folder, options, progress=progress)
+            return True, None, []
+        with EarlyListing(task.url, options, size=task.early) as listed:
+            refuse_empty(listed.write(folder, progress=progress))
+            return listed.ended, None, []
+    if task.refresh is None:
+        return True, None, []
+    if (folder / TABLE_FILE).exists():
+        raise UsageError("--refresh is for folders of objects; draw files that changed into another --dataset")
+    fresh = list_source(task.url, Path(task.refresh, "fresh"), options, progress=progress)
+    change = _changes(SegmentedListing.open(folder, units=task.units), fresh, Path(task.refresh, "segment"))
+    return True, change, load_array(Path(task.refresh, "segment", "vanished.npy")).tolist()
 
 
 def _first(source: Source, order: Message, gone: list[int]) -> Any:
@@ -143,38 +159,14 @@ def _first(source: Source, order: Message, gone: list[int]) -> Any:
         count = min(2 * count, _AT_ONCE)
 
 
-def _changes(old: SegmentedListing, fresh: Listing, folder: Path) -> Message:
-    found = write_changes(folder, old, fresh)
+def _changes(old: SegmentedListing, fresh: Listing, folder: Path) -> ListingChange:
+    changes = write_changes(folder, old, fresh)
     after = SegmentedListing([*old.parts, Listing.open(folder)])
-    return {
-        "added": found.added,
-        "vanished": found.vanished,
-        "names": list(found.names),
-        "units": after.units,
-        "identity": after.identity,
-        "name": segment_name(len(old.parts)),
-    }
-
-
-def list_on(channel: Channel, *, root: str, url: str, source: str, options: Message, early: int) -> Message:
-    """Go on with a listing that is not whole until it is; each segment can be drawn from at once."""
-    parsed = SourceOptions.from_json(options)
-    with CacheDir(Path(root)) as cache, listing_scratch() as scratch:
-        row = cache.source(source)
-        assert row is not None
-        parts = SegmentedListing.open(cache.listing(source), units=row.units).parts
-        after = last_key(parts[-1].folder)
-        count = len(parts)
-        listed = sum(part.objects for part in parts)
-        with EarlyListing(url, parsed, size=early, after=after) as more:
-            while not row.complete:
-                folder = Path(scratch, segment_name(count))
-                more.write(folder, progress=lambda keys: channel.send({"listed": listed + keys}))
-                whole = [*parts, Listing.open(folder)]
-                identity = SegmentedListing(whole).identity
-                units = sum(part.units for part in whole)
-                row = grow_source(
-                    cache, row, folder, segment_name(count), units=units, identity=identity, complete=more.ended
-                )
-                parts, count = SegmentedListing.open(cache.listing(source), units=row.units).parts, count + 1
-    return {}
+    return ListingChange(
+        added=changes.added,
+        vanished=changes.vanished,
+        names=changes.names,
+        units=after.units,
+        identity=after.identity,
+        name=segment_name(len(old.parts)),
+    )

@@ -70,7 +70,7 @@ class PullOptions:
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
     lost: bool = False
     """Only what was there and was lost, which any pull draws first."""
-    again: tuple[Wanted, ...] = ()
+    redraw: tuple[Wanted, ...] = ()
     """Only these shards, which were there before."""
     keep: tuple[str, ...] = ()
     """Shards that do not go for it."""
@@ -83,11 +83,11 @@ class PullOptions:
 
         Raises :class:`UsageError` also for a name that is none.
         """
-        source = {each.name: given.pop(each.name) for each in fields(SourceOptions) if each.name in given}
-        known = [each.name for each in fields(cls) if each.name not in ("source", "lost", "again", "keep")]
-        if unknown := set(given) - set(known):
-            known += [each.name for each in fields(SourceOptions)]
-            raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(known)}")
+        source = {option.name: given.pop(option.name) for option in fields(SourceOptions) if option.name in given}
+        names = [option.name for option in fields(cls) if option.name not in ("source", "lost", "redraw", "keep")]
+        if unknown := set(given) - set(names):
+            names += [option.name for option in fields(SourceOptions)]
+            raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(names)}")
         if source.get("fields") is not None:
             source["fields"] = names_of(source["fields"])
         source["rename"] = {} if source.get("rename") is None else source["rename"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, draws
@@ -26,7 +27,7 @@ from cachetool.formats.base import Format
 from cachetool.formats.shard import samples_within, shard_bound
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Message, Task
-from cachetool.pull.job import too_many
+from cachetool.pull.job import PrepareArguments, Prepared, too_many
 from cachetool.pull.options import PullOptions
 from cachetool.sources.listing import TABLE_FILE
 from cachetool.sources.segments import SEGMENT
@@ -66,10 +67,10 @@ def check_place(url: str) -> None:
     """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
     if not url.strip():
         raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
-    scheme, colon, rest = url.partition(":")
-    if colon and scheme in SCHEMES and not rest.startswith("//") and not Path(url).exists():
+    scheme, colon, address = url.partition(":")
+    if colon and scheme in SCHEMES and not address.startswith("//") and not Path(url).exists():
         slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
-        meant = redact(f"{scheme}:{slashes}{rest.lstrip('/')}")
+        meant = redact(f"{scheme}:{slashes}{address.lstrip('/')}")
         raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
 
 
@@ -83,18 +84,18 @@ def refuse_cache(url: str) -> None:
         )
 
 
-def drawn_as(known: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
+def drawn_as(source: SourceRow | None, options: PullOptions) -> tuple[int, bool]:
     """Seed, and whether sequential, that a source is drawn with. Raises :class:`UsageError` when it is another way."""
     seed, order = options.seed, options.order
-    if known is None:
+    if source is None:
         return seed or 0, order == "sequential"
-    drawn = "sequential" if known.sequential else "random"
-    for name, wanted, have in (("--seed", seed, known.seed), ("--order", order, drawn)):
+    current = "sequential" if source.sequential else "random"
+    for name, wanted, have in (("--seed", seed, source.seed), ("--order", order, current)):
         if wanted is not None and wanted != have:
             raise UsageError(
-                f"{known.url} is drawn with {name} {have} in this cache; leave {name} out, or use another cache"
+                f"{source.url} is drawn with {name} {have} in this cache; leave {name} out, or use another cache"
             )
-    return known.seed, known.sequential
+    return source.seed, source.sequential
 
 
 def drawn_of(cache: CacheDir, source: SourceRow) -> int:
@@ -107,8 +108,8 @@ def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
     """That of a source's present pass more draws could not be used than may be left out, whichever pull met them, and
     what to do about it; both empty when it is not so. As many as a refresh did not find any more count no longer: they
     were mended or taken away, or, where much has vanished that had come, this says nothing."""
-    drawn = drawn_of(cache, source)
-    if not too_many(source.skipped, drawn):
+    draw_count = drawn_of(cache, source)
+    if not too_many(source.skipped, draw_count):
         return "", ""
     unused, listing = source.skipped, cache.listing(source.id)
     advice = "mend the files, and draw them into another --dataset"
@@ -117,9 +118,9 @@ def faults_of(cache: CacheDir, source: SourceRow) -> tuple[str, str]:
 
         unused -= len(SegmentedListing.open(listing, units=source.units).vanished)
         advice = "mend these objects or take them away, and list again with --refresh"
-    if not too_many(unused, drawn):
+    if not too_many(unused, draw_count):
         return "", ""
-    return f"{unused} of {drawn} draws could not be used, more than 1 %", advice
+    return f"{unused} of {draw_count} draws could not be used, more than 1 %", advice
 
 
 def prepare(
@@ -127,14 +128,14 @@ def prepare(
     cache: CacheDir,
     url: str,
     options: PullOptions,
+    *,
     listing: Path,
     order: tuple[int, bool],
-    known: SourceRow | None,
+    source: SourceRow | None,
     scratch: Path,
     report: Report,
-) -> tuple[Schema, Message]:
-    """List and probe in a process of its own; gives the schema to use and what was found, as
-    :func:`cachetool.pull.listing.prepare` has it. What a refresh finds lies in ``scratch / "segment"``."""
+) -> Prepared:
+    """List and probe in a process of its own. What a refresh finds lies in ``scratch / "segment"``."""
 
     def on_message(_: int, message: Message) -> None:
         if "listed" in message:
@@ -143,38 +144,35 @@ def prepare(
             report(Progress("schema", 0, message["probing"]))
 
     has = options.dataset in cache.datasets()
-    task = Task(
-        "cachetool.pull.listing:prepare",
-        {
-            "url": url,
-            "listing": str(listing),
-            "options": options.source.to_json(),
-            "order": {
-                "seed": order[0],
-                "sequential": order[1],
-                "pass_number": known.pass_number if known else 0,
-                "cuts": known.cuts if known else (),
-            },
-            "units": known.units if known else None,
-            # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
-            "skip_bad": options.on_error == "skip" or has,
-            "refresh": str(scratch) if options.refresh and known is not None and known.complete else None,
-            "pace": pace(options, scratch),
-            "looked": looked_at(url, scratch),
-            "early": SEGMENT if options.start_early else None,
+    arguments = PrepareArguments(
+        url=url,
+        listing=str(listing),
+        options=options.source.to_json(),
+        order={
+            "seed": order[0],
+            "sequential": order[1],
+            "pass_number": source.pass_number if source else 0,
+            "cuts": source.cuts if source else (),
         },
+        units=source.units if source else None,
+        # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.
+        skip_bad=options.on_error == "skip" or has,
+        refresh=str(scratch) if options.refresh and source is not None and source.complete else None,
+        early=SEGMENT if options.start_early else None,
+        pace=pace(options, scratch),
+        looked=looked_at(url, scratch),
     )
-    found = engine.run([task], on_message)[0]
-    if found["units"] > _MANY:
+    (message,) = engine.run([Task("cachetool.pull.listing:prepare", asdict(arguments))], on_message)
+    prepared = Prepared.from_json(message)
+    if prepared.units > _MANY:
         engine.dismiss()  # who listed so many names keeps their memory
-    schema = Schema.from_json(found["schema"])
     if has:
-        cache.check_schema(options.dataset, schema)
-    if known is not None and found["identity"] != known.identity:
+        cache.check_schema(options.dataset, prepared.schema)
+    if source is not None and prepared.identity != source.identity:
         raise UsageError(
-            f"the listing of {known.url} was lost and what is there now differs; draw it into another --dataset"
+            f"the listing of {source.url} was lost and what is there now differs; draw it into another --dataset"
         )
-    return schema, found
+    return prepared
 
 
 def pace(options: PullOptions, scratch: Path) -> Message | None:
@@ -190,25 +188,25 @@ def looked_at(url: str, scratch: Path) -> str | None:
 
 
 def source_row(
-    id: Id, options: PullOptions, found: Message, order: tuple[int, bool], known: SourceRow | None
+    id: Id, options: PullOptions, prepared: Prepared, order: tuple[int, bool], source: SourceRow | None
 ) -> SourceRow:
     """The row of a source that is taken in; that of a known one stays."""
-    if known is not None:
-        return known
+    if source is not None:
+        return source
     return SourceRow(
         id=id,
-        url=found["url"],
+        url=prepared.url,
         options=options.source.to_json(),
-        identity=found["identity"],
+        identity=prepared.identity,
         dataset=options.dataset,
-        units=found["units"],
-        samples=found["samples"],
+        units=prepared.units,
+        samples=prepared.samples,
         seed=order[0],
         pass_number=0,
         frontier=0,
         skipped=0,
         sequential=order[1],
-        complete=found["whole"],
+        complete=prepared.complete,
     )
 
 
@@ -225,13 +223,14 @@ def shard_bytes(cap: int, options: PullOptions) -> int:
     return max(1, min(DEFAULT_SHARD, cap // 16))
 
 
-def samples_per_shard(cap: int, options: PullOptions, schema: Schema, kind: Format, found: Message) -> int:
+def samples_per_shard(cap: int, options: PullOptions, kind: Format, prepared: Prepared) -> int:
     """How many samples a shard takes, by the mean size of those probed where they differ; not more than there are."""
-    size, most = schema.fixed_nbytes if schema.is_fixed else found["mean"], shard_bytes(cap, options)
+    schema, most = prepared.schema, shard_bytes(cap, options)
+    size = schema.fixed_nbytes if schema.is_fixed else prepared.mean_bytes
     count = samples_within(kind, schema, most, size) if options.shard_size is None else most // max(1, size)
     limits = [count, *([] if options.samples is None else [options.samples])]
-    if found["whole"]:
-        limits.append(found["units"] * found["per_unit"])
+    if prepared.complete:
+        limits.append(prepared.units * prepared.per_unit)
     return max(1, min(limits))
 
 
@@ -241,10 +240,10 @@ def cap_for_all(
     """About the cap under which a pull that stopped full would hold all its ``samples``, judged by those it has, or by
     those of its dataset; None where there are none."""
     sums = "SELECT sum(samples) AS samples, sum(bytes) AS bytes, sum(payload) AS payload"
-    held = f"{sums} FROM shards WHERE state = 'ready'"
+    totals = f"{sums} FROM shards WHERE state = 'ready'"
     with cache.catalog.read() as connection:
-        own = connection.execute(f"{held} AND job = ?", (job,)).fetchone()
-        alike = connection.execute(f"{held} AND dataset = ?", (options.dataset,)).fetchone()
+        own = connection.execute(f"{totals} AND job = ?", (job,)).fetchone()
+        alike = connection.execute(f"{totals} AND dataset = ?", (options.dataset,)).fetchone()
         growth = asked(connection, cache.layout, 0)
         beside = measure(connection, cache.layout).total - (own["bytes"] or 0)
     seen = own if own["samples"] else alike
@@ -254,22 +253,24 @@ def cap_for_all(
     cap = least = int(beside + seen["bytes"] * samples // seen["samples"] + growth)
     for _ in range(8):  # under a larger cap shards are larger, and each worker reserves a whole one
         nbytes = shard_bytes(cap, options)
-        each = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
-        bound = shard_bound(kind, schema, min(each, samples), nbytes, block) + RANGE_BYTES
+        per_shard = -(-nbytes * seen["samples"] // max(1, seen["payload"]))
+        bound = shard_bound(kind, schema, min(per_shard, samples), nbytes, block) + RANGE_BYTES
         cap = least + options.workers * (bound + folder_bound(schema, bound, block))
     return cap + cap // 50
 
 
 def refuse_small_cap(
-    cache: CacheDir, options: PullOptions, schema: Schema, kind: Format, found: Message, *, listing: Path | None
+    cache: CacheDir, options: PullOptions, kind: Format, prepared: Prepared, *, listing: Path | None
 ) -> None:
     """Raise :class:`CapTooSmall`, with the minimum, when the cap can never hold one shard of this pull, and
     :class:`CapacityError` when the disk of a new cache has no room for one above its floor."""
+    schema = prepared.schema
 
     def one(cap: int) -> tuple[int, int]:
         """Bytes of values in a shard, and the most that it takes."""
-        samples = samples_per_shard(cap, options, schema, kind, found)
-        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else max(shard_bytes(cap, options), found["mean"])
+        samples = samples_per_shard(cap, options, kind, prepared)
+        most = max(shard_bytes(cap, options), prepared.mean_bytes)
+        nbytes = samples * schema.fixed_nbytes if schema.is_fixed else most
         return nbytes, shard_bound(kind, schema, samples, nbytes, cache.layout.disk_block) + RANGE_BYTES
 
     need = refuse_cap(cache, one, schema, kind, listing=listing)

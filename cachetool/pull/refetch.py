@@ -55,7 +55,7 @@ def refetch(channel: Channel, *, root: str, shards: Sequence[Message], keep: Seq
     with open_cache(root, create=False) as cache:
         groups = _alike(shards)
         kept = [*keep, *(id for alike in groups for id in _there(cache, alike).values())]
-        missing = [found for alike in groups if (found := _missing(cache, alike))]
+        missing = [absent for alike in groups if (absent := _missing(cache, alike))]
         for alike in missing:
             _look(cache, alike)
         _refuse_too_many(cache, missing, kept)
@@ -122,8 +122,8 @@ def _there(cache: CacheDir, shards: Sequence[Message]) -> dict[str, str]:
     """Of the contents of these shards, of one dataset, those that are in it, with the ids that they have now."""
     query = "SELECT content, id FROM shards WHERE dataset = ? AND state = 'ready'"
     wanted = {shard["content"] for shard in shards}
-    found = cache.catalog.rows(query, (shards[0]["dataset"],))
-    return {row["content"]: row["id"] for row in found if row["content"] in wanted}
+    rows = cache.catalog.rows(query, (shards[0]["dataset"],))
+    return {row["content"]: row["id"] for row in rows if row["content"] in wanted}
 
 
 def _missing(cache: CacheDir, shards: Sequence[Message]) -> list[Message]:
@@ -159,7 +159,7 @@ def _options(source: SourceRow, shards: Sequence[Message], keep: Sequence[str]) 
         shard_size=max(shard["payload"] for shard in shards) + _SPARE,
         on_error="skip",  # what gave nothing the first time; anything else would make another shard, which is refused
         renew=0,
-        again=tuple(_wanted(shard) for shard in shards),
+        redraw=tuple(_wanted(shard) for shard in shards),
         keep=tuple(keep),
         source=SourceOptions.from_json(source.options),
     )

@@ -1,6 +1,7 @@
-"""What the workers of a pull have reported, and how full that made the cache.
+"""Reports of a pull's workers: what each of them sends, and what they add up to.
 
-What a sampler says of itself beside what it commits: how busy its stores keep it, and for whom it waits.
+The process that watches adds up what the workers have committed, and looks how full that made the cache. Beside that a
+worker says how busy its stores keep it, and for whom it waits.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class WorkerReports:
         self.arrived += message.get("samples", 0)
         self.fetched += message.get("fetched", 0)
         self.shards += "shard" in message
-        for each in message.get("skipped", ()):
+        for example in message.get("skipped", ()):
             self.skipped += 1
             if len(self.examples) < 20:
-                self.examples.append(each)
+                self.examples.append(example)
 
     @property
     def moved(self) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from cachetool.cache import CacheDir, SourceRow, again, draws
 from cachetool.cache.catalog import Connection
@@ -23,6 +24,7 @@ from cachetool.cache.history import edged
 from cachetool.cache.kinds import AGAIN
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
+from cachetool.core.names import Id
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.text import count as counted
 from cachetool.core.units import size_option
@@ -30,7 +32,7 @@ from cachetool.formats import get_format
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import listing_scratch
 from cachetool.proc.task import Message, Task
-from cachetool.pull.job import AT_ITS_END, Elsewhere, PullJob, PullResult, why_ended
+from cachetool.pull.job import AT_ITS_END, NodeCaches, Prepared, PullJob, PullResult, why_ended
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import (
     cap_for_all,
@@ -66,9 +68,9 @@ _FEW = 64
 
 
 def pull(
-    cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent, elsewhere: Elsewhere | None = None
+    cache: CacheDir, url: str, options: PullOptions, *, report: Report = silent, nodes: NodeCaches | None = None
 ) -> PullResult:
-    """Draw samples of ``url`` into ``cache``, or into caches ``elsewhere`` that it has the catalog of.
+    """Draw samples of ``url`` into ``cache``, or into the caches of ``nodes`` that it has the catalog of.
 
     ``report`` receives :class:`Progress` values. Raises :class:`UsageError` for options that do not fit the cache,
     :class:`SourceError` for the remote side, :class:`CapTooSmall` before the first byte when the cap cannot hold one
@@ -83,65 +85,48 @@ def pull(
         # One process lists the source and then draws, as the others do, which load what they need meanwhile.
         engine = stack.enter_context(LocalEngine())
         few = options.samples is not None and options.samples <= _FEW
-        engine.expect(1 if few or elsewhere is not None else options.workers, "cachetool.pull.worker")
-        if elsewhere is not None:
-            elsewhere.refuse(cache, id, url)
+        engine.expect(1 if few or nodes is not None else options.workers, "cachetool.pull.worker")
+        if nodes is not None:
+            nodes.refuse(cache, id, url)
             if cache.source(id) is None:
-                elsewhere.restore(cache, id, stack.enter_context(listing_scratch()))
-        known = cache.source(id)
-        flight = options.source.concurrency
-        plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
-        if known is not None and replace(options.source, concurrency=None) == plain:
-            # Pulled before, and nothing said now: the same fields by the same names.
-            again = SourceOptions.from_json(known.options)
-            options = replace(options, source=replace(again, concurrency=flight))
+                nodes.restore(cache, id, stack.enter_context(listing_scratch()))
+        source = cache.source(id)
+        options = _fields_as_before(options, source)
         # Outside of the cache until its size is known: what is in the cache is charged first.
         scratch = stack.enter_context(listing_scratch())
-        kept = known is not None and (cache.listing(id) / "listing.json").exists()
-        listing = cache.listing(id) if kept else scratch / "listing"
-        new = None if listing == cache.listing(id) else listing
-        if known is not None and new is None and not (known.complete or options.start_early or options.again):
+        is_listed = source is not None and (cache.listing(id) / "listing.json").exists()
+        new_listing = None if is_listed else scratch / "listing"
+        if source is not None and is_listed and not (source.complete or options.start_early or options.redraw):
             engine.run([_listing(cache, url, options, id)], _reported(report))
-            known = cache.source(id)
-        limit = pace(options, scratch)
-        order = drawn_as(known if known is not None or elsewhere is None else elsewhere.known(), options)
-        schema, found = prepare(engine, cache, url, options, listing, order, known, scratch, report)
-        cap, newest = cache.max_size, format_of(cache, options.dataset)
-        if elsewhere is not None:
-            cap, newest = elsewhere.cap, elsewhere.format
-        kind = get_format(options.to or newest or "lmdb")
-        nbytes = shard_bytes(cap, options)
-        per_shard = samples_per_shard(cap, options, schema, kind, found)
-        if elsewhere is None:
-            refuse_small_cap(cache, options, schema, kind, found, listing=new)
-        if known is None:
+            source = cache.source(id)
+        order = drawn_as(source if source is not None or nodes is None else nodes.source(), options)
+        prepared = prepare(
+            engine, cache, url, options,
+            listing=new_listing or cache.listing(id), order=order, source=source, scratch=scratch, report=report,
+        )  # fmt: skip
+        plan = _plan(cache, url, options, prepared, nodes, id=id, scratch=scratch, began=began)
+        if nodes is None:
+            refuse_small_cap(cache, options, plan.kind, prepared, listing=new_listing)
+        if source is None:
             stack.callback(withdraw_unused, cache, options.dataset, id)
-        cache.declare(options.dataset, schema)
-        row, change = source_row(id, options, found, order, known), found["change"]
-        if new is not None:
-            cache.add_source(row, new, new=known is None)
-        elif change is not None and (change["added"] or change["vanished"]):
-            segment = {name: change[name] for name in ("name", "units", "identity")}
-            grow_source(cache, row, scratch / "segment", complete=True, **segment)
-        per_unit = max([found["per_unit"], *(each.per_unit for each in options.again)])
-        per_shard = max(1, per_shard // per_unit)
-        looked, is_new = looked_at(url, scratch) if elsewhere is None else None, newest is None
-        settled = PullJob(
-            url, options, id, schema, kind, nbytes, per_shard, per_unit, found, limit, began, looked, is_new
-        )
-        if elsewhere is None:
-            made = _draw(engine, cache, settled, report)
+        cache.declare(options.dataset, prepared.schema)
+        row, change = source_row(id, options, prepared, order, source), prepared.change
+        if new_listing is not None:
+            cache.add_source(row, new_listing, new=source is None)
+        elif change is not None and (change.added or change.vanished):
+            segment = scratch / "segment"
+            grow_source(cache, row, segment, change.name, units=change.units, identity=change.identity, complete=True)
+        if nodes is None:
+            result = _draw(engine, cache, plan, report)
         else:
             engine.dismiss()
-            made = elsewhere.draw(cache, settled, report)
+            result = nodes.draw(cache, plan, report)
         if not options.lost:
-            made = _checked(cache, id, made)
-        made = replace(made, left_out=tuple((name, why) for name, why in found["left_out"]))
+            result = _checked(cache, id, result)
+        result = replace(result, left_out=prepared.left_out)
         if change is None:
-            return made
-        return replace(
-            made, added=change["added"], vanished=change["vanished"], vanished_examples=tuple(change["names"])
-        )
+            return result
+        return replace(result, added=change.added, vanished=change.vanished, vanished_examples=change.names)
 
 
 def pull_on(
@@ -178,7 +163,7 @@ def pull_and_follow(
 ) -> PullResult:
     """:func:`pull_on` for a command: once samples have come it is waited for the store, and ``notify`` says why."""
     reached = False
-    told = ""
+    last_error = ""
 
     def reported(step: Progress) -> None:
         nonlocal reached
@@ -186,22 +171,65 @@ def pull_and_follow(
         report(step)
 
     def waits(error: CacheToolError) -> None:
-        nonlocal told
-        if str(error) != told:
-            told = str(error)
-            notify(f"warning: {told}\ntrying again until that succeeds or this is stopped")
+        nonlocal last_error
+        if str(error) != last_error:
+            last_error = str(error)
+            notify(f"warning: {last_error}\ntrying again until that succeeds or this is stopped")
 
     return pull_on(cache, url, options, report=reported, may_wait=lambda: reached, waits=waits)
 
 
-def _checked(cache: CacheDir, id: str, made: PullResult) -> PullResult:
+def _fields_as_before(options: PullOptions, source: SourceRow | None) -> PullOptions:
+    """For a source that was pulled before, where nothing is said now: the same fields by the same names."""
+    plain = SourceOptions(stem=options.source.stem, read_as=options.source.read_as)
+    if source is None or replace(options.source, concurrency=None) != plain:
+        return options
+    stored = SourceOptions.from_json(source.options)
+    return replace(options, source=replace(stored, concurrency=options.source.concurrency))
+
+
+def _plan(
+    cache: CacheDir,
+    url: str,
+    options: PullOptions,
+    prepared: Prepared,
+    nodes: NodeCaches | None,
+    *,
+    id: Id,
+    scratch: Path,
+    began: float,
+) -> PullJob:
+    """What is settled before the first sample is drawn; changes nothing."""
+    if nodes is None:
+        cap, newest, looked = cache.max_size, format_of(cache, options.dataset), looked_at(url, scratch)
+    else:
+        cap, newest, looked = nodes.cap, nodes.format, None
+    kind = get_format(options.to or newest or "lmdb")
+    per_unit = max([prepared.per_unit, *(shard.per_unit for shard in options.redraw)])
+    return PullJob(
+        url=url,
+        options=options,
+        id=id,
+        kind=kind,
+        shard_bytes=shard_bytes(cap, options),
+        per_shard=max(1, samples_per_shard(cap, options, kind, prepared) // per_unit),
+        per_unit=per_unit,
+        prepared=prepared,
+        pace=pace(options, scratch),
+        began=began,
+        looked=looked,
+        is_new=newest is None,
+    )
+
+
+def _checked(cache: CacheDir, id: str, result: PullResult) -> PullResult:
     """Raises :class:`BadObject` when a pass is at its end without more samples than may be left out: the pull that met
     them said so, and one that is run again must not call it done."""
     source = cache.source(id)
     faults, advice = ("", "") if source is None else faults_of(cache, source)
-    if faults and made.reason == AT_ITS_END:
+    if faults and result.reason == AT_ITS_END:
         raise BadObject(f"all else was drawn, but {faults};\n{advice}")
-    return replace(made, warning=faults)
+    return replace(result, warning=faults)
 
 
 def _listing(cache: CacheDir, url: str, options: PullOptions, id: str) -> Task:
@@ -216,58 +244,22 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
     return lambda _, message: report(Progress("list", message["listed"]))
 
 
-def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report) -> PullResult:
+def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
     """Open the job, run the workers, close it."""
-    url, options, id, kind, wanted = settled.url, settled.options, settled.id, settled.kind, settled.wanted
-    only = options.again
-    per_shard, per_unit, schema = settled.per_shard, settled.per_unit, settled.schema
-    holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
-
-    def begin(connection: Connection) -> tuple[str, SourceRow]:
-        holder.register(connection)
-        job, source = draws.open_job(
-            connection, id, holder=holder.id, wanted=wanted, seed=options.seed, room=options.room,
-            next_pass=not (options.lost or only), kind=AGAIN if only else "",
-        )  # fmt: skip
-        if only:
-            again.reserve(connection, cache.layout, job, source, only, holder=holder.id)
-        return job, source
-
-    job, source = edged(cache.catalog, cache.layout, begin)
+    options, wanted, redraw = plan.options, plan.wanted, plan.options.redraw
+    job, source = _open_job(cache, plan)
     left = source.units - drawn_of(cache, source)
-    count = left if wanted is None else wanted if only else min(left, wanted)
-    endless = options.follow or not (source.complete or only)
-    workers = options.workers if endless else max(1, min(options.workers, -(-count // per_shard)))
-    task = settled.task(str(cache.root.resolve()), job)
-    tasks = [task] * workers if count or endless else []
-    if not (source.complete or only):
-        tasks.append(_listing(cache, url, options, id))
-    tally = WorkerReports()
-    target = None if endless and wanted is None else (wanted if endless and wanted is not None else count) * per_unit
-
-    fill = CacheFill(cache, job)
-
-    def on_message(worker: int, message: Message) -> None:
-        if "listed" in message:
-            return
-        tally.add(worker, message)
-        fill.look()
-        report(
-            Progress(
-                "pull",
-                tally.arrived,
-                target,
-                tally.moved,
-                note=next(iter(tally.waiting.values()), ""),
-                shards=tally.shards,
-                flying=sum(flying for flying, _ in tally.busy.values()),
-                retries=sum(retries for _, retries in tally.busy.values()),
-                used=fill.used,
-                cap=fill.cap,
-                evicted=fill.evicted,
-            )
-        )
-
+    count = left if wanted is None else wanted if redraw else min(left, wanted)
+    endless = options.follow or not (source.complete or redraw)
+    workers = options.workers if endless else max(1, min(options.workers, -(-count // plan.per_shard)))
+    root = str(cache.root.resolve())
+    tasks = [plan.task(root, job)] * workers if count or endless else []
+    if not (source.complete or redraw):
+        tasks.append(_listing(cache, plan.url, options, plan.id))
+    reports = WorkerReports()
+    goal = wanted if endless else count
+    target = None if goal is None else goal * plan.per_unit
+    on_message = _watched(reports, CacheFill(cache, job), target, report)
     full: list[str] = []
     try:
         report(Progress("pull", 0, target))
@@ -275,8 +267,8 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report
         while more:
             outcomes = engine.run(tasks, on_message, last=True)
             full = [outcome["full"] for outcome in outcomes if outcome.get("full")]
-            tasks = [settled.task(str(cache.root.resolve()), job, first_shard_in=None)] * min(workers, len(tasks))
-            more = not full and ask_for_more(cache, job, tally.samples, options.samples)
+            tasks = [plan.task(root, job, first_shard_in=None)] * min(workers, len(tasks))
+            more = not full and ask_for_more(cache, job, reports.samples, options.samples)
     except Interrupted:
         raise
     except CacheToolError as error:
@@ -284,33 +276,84 @@ def _draw(engine: LocalEngine, cache: CacheDir, settled: PullJob, report: Report
         raise
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
-    source = cache.source(id) or source
-    complete = not only and source.complete and drawn_of(cache, source) >= source.units
-    if full and options.evicts and not complete and (options.samples is None or tally.samples < options.samples):
-        asked = min(source.samples, count * per_unit) if options.samples is None else options.samples
-        cap = cap_for_all(cache, job, options, schema, kind, samples=min(asked, source.samples or asked))
-        larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
-        renewed = "" if options.lost or only else ", or let --follow renew what this cap holds"
-        went = f", for which {counted(ended.evicted, 'older shard')} went" if ended.evicted else ""
-        raise CapBlocked(
-            f"stopped at the cap with {tally.samples} of {asked} samples{went}: {full[0]};\n{larger}{renewed}"
-        )
+    source = cache.source(plan.id) or source
+    complete = not redraw and source.complete and drawn_of(cache, source) >= source.units
+    if full and options.evicts and not complete and (options.samples is None or reports.samples < options.samples):
+        asked = min(source.samples, count * plan.per_unit) if options.samples is None else options.samples
+        samples = min(asked, source.samples or asked)
+        cap = cap_for_all(cache, job, options, plan.schema, plan.kind, samples=samples)
+        raise _stopped(options, f"{reports.samples} of {asked}", full[0], evicted=ended.evicted, cap=cap)
     return PullResult(
         source=source.url,
         dataset=options.dataset,
-        format=kind.name,
+        format=plan.kind.name,
         seed=source.seed,
-        samples=tally.samples,
-        skipped=tally.skipped,
-        skipped_examples=tuple(tally.examples),
-        bytes=tally.payload,
-        fetched=tally.fetched,
-        shards=tally.shards,
+        samples=reports.samples,
+        skipped=reports.skipped,
+        skipped_examples=tuple(reports.examples),
+        bytes=reports.payload,
+        fetched=reports.fetched,
+        shards=reports.shards,
         evicted_shards=ended.evicted,
-        seconds=round(time.monotonic() - settled.began, 3),
+        seconds=round(time.monotonic() - plan.began, 3),
         pass_complete=complete,
-        reason=why_ended(tally.samples, options.samples, complete=complete, full=bool(full)),
+        reason=why_ended(reports.samples, options.samples, complete=complete, full=bool(full)),
     )
+
+
+def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
+    """The id of a new job, and its source as it is then."""
+    options, redraw = plan.options, plan.options.redraw
+    holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
+
+    def begin(connection: Connection) -> tuple[str, SourceRow]:
+        holder.register(connection)
+        job, source = draws.open_job(
+            connection, plan.id, holder=holder.id, wanted=plan.wanted, seed=options.seed, room=options.room,
+            next_pass=not (options.lost or redraw), kind=AGAIN if redraw else "",
+        )  # fmt: skip
+        if redraw:
+            again.reserve(connection, cache.layout, job, source, redraw, holder=holder.id)
+        return job, source
+
+    return edged(cache.catalog, cache.layout, begin)
+
+
+def _watched(
+    reports: WorkerReports, fill: CacheFill, target: int | None, report: Report
+) -> Callable[[int, Message], None]:
+    """For messages of workers: taken into ``reports``, and what they come to told to ``report``."""
+
+    def on_message(worker: int, message: Message) -> None:
+        if "listed" in message:
+            return
+        reports.add(worker, message)
+        fill.look()
+        report(
+            Progress(
+                "pull",
+                reports.arrived,
+                target,
+                reports.moved,
+                note=next(iter(reports.waiting.values()), ""),
+                shards=reports.shards,
+                flying=sum(flying for flying, _ in reports.busy.values()),
+                retries=sum(retries for _, retries in reports.busy.values()),
+                used=fill.used,
+                cap=fill.cap,
+                evicted=fill.evicted,
+            )
+        )
+
+    return on_message
+
+
+def _stopped(options: PullOptions, share: str, why: str, *, evicted: int, cap: int | None) -> CapBlocked:
+    """The error of a pull that came to ``share`` of its samples; ``cap`` would hold all."""
+    larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
+    renewed = "" if options.lost or options.redraw else ", or let --follow renew what this cap holds"
+    went = f", for which {counted(evicted, 'older shard')} went" if evicted else ""
+    return CapBlocked(f"stopped at the cap with {share} samples{went}: {why};\n{larger}{renewed}")
 
 
 def ask_for_more(cache: CacheDir, job: str, samples: int, wanted: int | None) -> bool:

@@ -71,20 +71,20 @@ class WorkerJob:
     per_unit: int
     """About how many samples one draw brings."""
     first: FirstShard
-    again: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    redraw: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
 
 
 class Drawing:
     """One claim on its way into one shard, or into several when samples turn out larger than expected."""
 
-    def __init__(self, cache: CacheDir, claims: Claims, plan: WorkerJob, held: Claim, channel: Channel) -> None:
+    def __init__(self, cache: CacheDir, claims: Claims, plan: WorkerJob, claim: Claim, channel: Channel) -> None:
         source = claims.samples
         assert source is not None
-        self._cache, self._claims, self._source, self._plan, self._held = cache, claims, source, plan, held
-        units = order_of_pass(source, held.source, held.pass_number)[np.arange(held.start, held.stop)]
+        self._cache, self._claims, self._source, self._plan, self._claim = cache, claims, source, plan, claim
+        units = order_of_pass(source, claim.source, claim.pass_number)[np.arange(claim.start, claim.stop)]
         self._is_handed = isinstance(claims, Handed)
-        self._cached = claims.there(held, units)
+        self._cached = claims.there(claim, units)
         vanished = np.isin(units, source.vanished) & ~self._cached
         self._barren = vanished.copy()
         """Positions that give no sample, as far as is known."""
@@ -94,7 +94,7 @@ class Drawing:
         """Positions in the claim whose units are still in the source, and not in the cache."""
         self._units, self._vanished = units[self._there], np.cumsum(vanished)
         self._channel = channel
-        self._from = self._upto = held.start
+        self._from = self._upto = claim.start
         """Positions below the one are committed; of those below the other the samples are in the open shard."""
         self._even = True
         """Whether just these samples are in it: not while some are written."""
@@ -122,7 +122,7 @@ class Drawing:
                     coming, asked = ahead(), True
                 self._take(piece)
             self._even = False
-            self._commit(self._held.stop)
+            self._commit(self._claim.stop)
         except BaseException as error:
             if coming is not None:
                 coming.close()
@@ -146,7 +146,7 @@ class Drawing:
         while len(block):
             fit = self._fitting(block, at)
             if fit == 0:
-                self._commit(self._held.start + int(at[0]))
+                self._commit(self._claim.start + int(at[0]))
                 least = int(np.searchsorted(at, at[0], side="right"))
                 try:
                     self._open(block, least)
@@ -159,7 +159,7 @@ class Drawing:
             self._room = (self._room[0] - fit, self._room[1] - block.slice(0, fit).nbytes)
             block, at = block.slice(fit, len(block)), at[fit:]
         if piece.done:
-            self._upto = self._held.start + int(self._there[piece.done - 1]) + 1
+            self._upto = self._claim.start + int(self._there[piece.done - 1]) + 1
         left = self._plan.first.left()
         if left is not None and left <= 0 and self._files is not None:
             self._commit(self._upto)
@@ -168,10 +168,10 @@ class Drawing:
     def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
         """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
         its record has then. Draws that are lost or come back are counted in one piece."""
-        held, at = self._held, self._there[gaps]
+        claim, at = self._claim, self._there[gaps]
         more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
         fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
-        if not fits or held.lost or self._is_handed or self._plan.again:
+        if not fits or claim.lost or self._is_handed or self._plan.redraw:
             return False
         self._gaps[at] = True
         return True
@@ -198,7 +198,7 @@ class Drawing:
         """Reserve a shard for what is left of the claim, the first ``least`` samples of ``block`` in any case; they may
         be more than a shard."""
         plan = self._plan
-        ahead = len(self._there) - int(np.searchsorted(self._there, self._from - self._held.start))
+        ahead = len(self._there) - int(np.searchsorted(self._there, self._from - self._claim.start))
         samples = max(least, ahead * plan.per_unit)
         nbytes = max(plan.shard_bytes, int(block.sample_nbytes[:least].sum()))
         if plan.schema.is_fixed:
@@ -222,7 +222,7 @@ class Drawing:
         nbytes, keys = block.nbytes, block.columns.get(KEY)
         if nbytes <= self._plan.shard_bytes:
             raise error
-        key = f"draw {self._held.start + at}"
+        key = f"draw {self._claim.start + at}"
         if isinstance(keys, Ragged):
             key = keys[int(np.argmax(block.sample_nbytes))].tobytes().decode("utf-8", "surrogateescape")
         size = format_size(nbytes)
@@ -236,25 +236,28 @@ class Drawing:
 
     def _commit(self, upto: int) -> None:
         """Make everything below position ``upto`` done: the open shard's samples, and what was skipped."""
-        plan, skipped = self._plan, [s for s in self._skipped if self._held.start + s.draw < upto]
+        plan, skipped = self._plan, [s for s in self._skipped if self._claim.start + s.draw < upto]
         files, staging, start = self._files, self._staging, self._from
-        left_out = len(skipped), self._gone(upto) - self._gone(start)
-        drawn = self._ranges(upto)
-        fresh = sum(b - a for a, b in drawn)
-        brought = fresh if self._held.lost else fresh - sum(left_out)
-        gaps = runs(start, self._gaps[start - self._held.start : upto - self._held.start])
-        done = Done(start, upto, drawn, brought, *left_out, self._fetched, gaps)
+        left_out, vanished = len(skipped), self._gone(upto) - self._gone(start)
+        ranges = self._ranges(upto)
+        fresh = sum(b - a for a, b in ranges)
+        brought = fresh if self._claim.lost else fresh - left_out - vanished
+        gaps = runs(start, self._gaps[start - self._claim.start : upto - self._claim.start])
+        done = Done(
+            start, upto, ranges,
+            draws=brought, skipped=left_out, vanished=vanished, fetched=self._fetched, gaps=gaps,
+        )  # fmt: skip
         if files is None or staging is None:
             if upto == start:
                 return
             self._require_same(start, upto, "")
             with self._cache.catalog.write() as connection:
                 self._regain(connection, upto, 0)
-                self._claims.finish(connection, self._held, done)
+                self._claims.finish(connection, self._claim, done)
                 if fresh < upto - start:  # done with no shard to tell of it
                     bump(connection)
                     write_source_record(connection, self._cache.layout, plan.source)
-            self._claims.tell(self._held, done, None, 0)
+            self._claims.tell(self._claim, done, None, 0)
         else:
             facts = files.facts()
             self._files = None
@@ -262,16 +265,16 @@ class Drawing:
 
             def close(connection: Connection) -> None:
                 self._regain(connection, upto, facts.samples)
-                self._claims.finish(connection, self._held, done)
+                self._claims.finish(connection, self._claim, done)
 
             staging.commit(
                 Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files),
-                origin=Origin(plan.source, self._source.url, self._held.pass_number, drawn),
+                origin=Origin(plan.source, self._source.url, self._claim.pass_number, ranges),
                 close=close,
             )
             self._staging = None
             plan.first.closed()
-            self._claims.tell(self._held, done, staging.id, facts.samples)
+            self._claims.tell(self._claim, done, staging.id, facts.samples)
             self._channel.send({"committed": facts.samples, "shard": staging.id, "payload": facts.payload})
         self._from, self._room, self._fetched = upto, (0, 0), 0
         self._skipped = [s for s in self._skipped if s not in skipped]
@@ -282,43 +285,44 @@ class Drawing:
     def _require_same(self, start: int, upto: int, content: str) -> None:
         """Raise :class:`BadObject` when these draws were another shard before: it is not taken in, so that it can be
         tried again with what the source had then."""
-        again = self._plan.again
-        if again and again.get((start, upto)) != content:
+        redraw = self._plan.redraw
+        if redraw and redraw.get((start, upto)) != content:
             last = self._skipped[-1:]
             why = f"; of {last[0].key} it says: {last[0].reason}" if last else ""
             raise BadObject(f"{self._source.url} does not give the same samples any more as for an evicted shard{why}")
 
     def _regain(self, connection: Connection, upto: int, samples: int) -> None:
         """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
-        if not self._held.lost:
+        if not self._claim.lost:
             return
-        part = slice(self._from - self._held.start, upto - self._held.start)
+        part = slice(self._from - self._claim.start, upto - self._claim.start)
         samples += int(np.count_nonzero(self._cached[part]))
         barren = runs(self._from, self._barren[part])
-        regain(connection, self._plan.job, self._held, upto, samples=samples, barren=barren)
+        regain(connection, self._plan.job, self._claim, upto, samples=samples, barren=barren)
 
     def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
         """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
         draws, those that gave none are still open."""
-        part = slice(self._from - self._held.start, upto - self._held.start)
-        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._held.lost))[part])
+        part = slice(self._from - self._claim.start, upto - self._claim.start)
+        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._claim.lost))[part])
 
     def _most_ranges(self) -> int:
         """How many :meth:`_ranges` there will be, whatever turns out to be barren."""
-        count = len(self._ranges(self._held.stop))
-        return count + (self._held.stop - self._from) // 2 if self._held.lost and self._plan.skip_bad else count
+        count = len(self._ranges(self._claim.stop))
+        return count + (self._claim.stop - self._from) // 2 if self._claim.lost and self._plan.skip_bad else count
 
     def _gone(self, upto: int) -> int:
         """How many of the claim's positions below ``upto`` have vanished."""
-        return int(self._vanished[upto - self._held.start - 1]) if upto > self._held.start else 0
+        return int(self._vanished[upto - self._claim.start - 1]) if upto > self._claim.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
-        if self._plan.again:  # they were counted when they were drawn first
+        if self._plan.redraw:  # they were counted when they were drawn first
             return
-        unused, drawn = self._claims.unused()
-        if too_many(unused, drawn):
+        unused, draw_count = self._claims.unused()
+        if too_many(unused, draw_count):
             raise BadObject(
-                f"{unused} of {drawn} draws could not be used, more than 1 %; the last was {last.key}: {last.reason}"
+                f"{unused} of {draw_count} draws could not be used, more than 1 %;"
+                f" the last was {last.key}: {last.reason}"
             )
 
     def _abort(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cachetool.cache import CacheDir, Claim, Room, SourceRow
 from cachetool.core.errors import CapBlocked
@@ -21,6 +22,7 @@ from cachetool.core.schema import Schema
 from cachetool.formats import get_format
 from cachetool.proc.task import Asking, Message
 from cachetool.pull.claims import Claims, Handed, Own
+from cachetool.pull.job import WorkerArguments
 from cachetool.pull.listing import naming_skip, pace_of
 from cachetool.pull.reports import Heartbeat
 from cachetool.pull.shards import Drawing, FirstShard, WorkerJob
@@ -30,81 +32,32 @@ from cachetool.sources.looked import LookedAt
 __all__ = ["draw"]
 
 
-def draw(
-    channel: Asking,
-    *,
-    root: str,
-    url: str,
-    options: Message,
-    job: str,
-    source: str,
-    dataset: str,
-    format: str,
-    schema: list[Message],
-    shard_bytes: int,
-    units_per_shard: int,
-    per_unit: int,
-    room: Message,
-    follow: bool,
-    lost: bool,
-    skip_bad: bool,
-    pace: Message | None,
-    again: Sequence[tuple[Sequence[tuple[int, int]], str]],
-    first_shard_in: float | None = None,
-    looked: str | None = None,
-    handed: bool = False,
-) -> Message:
-    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. With ``handed`` the
-    claims are asked for through ``channel``. With ``again`` each claim is one shard that was there before: its draws,
-    and its content digest. The first shard is closed ``first_shard_in`` seconds from now with what it has by then.
-    What was fetched before lies in ``looked``.
+def draw(channel: Asking, **arguments: Any) -> Message:
+    """Claim, fetch and commit until the job or the source has nothing left, or no room can be had. ``arguments`` are
+    the fields of :class:`WorkerArguments`.
 
     Gives ``{"full": None or why it stopped for lack of room}``.
     """
-    shards = {(ranges[0][0], ranges[-1][1]): (ranges, content) for ranges, content in again}
-    plan = WorkerJob(
-        job,
-        source,
-        dataset,
-        get_format(format),
-        Schema.from_json(schema),
-        shard_bytes,
-        Room(**room),
-        skip_bad,
-        per_unit,
-        FirstShard(first_shard_in),
-        {claim: content for claim, (_, content) in shards.items()},
-    )
-    parsed = SourceOptions.from_json(options)
-    through = (lambda store: store) if looked is None else LookedAt(Path(looked)).over
-    with naming_skip(skip_bad=skip_bad), CacheDir(Path(root)) as cache:
+    task = WorkerArguments(**arguments)
+    plan = _plan(task)
+    with naming_skip(skip_bad=task.skip_bad), CacheDir(Path(task.root)) as cache:
+        claims = _claims(channel, cache, task)
 
-        def opened(row: SourceRow) -> Source:
-            return open_source(url, cache.listing(source), parsed, units=row.units, pace=pace_of(pace), through=through)
+        def drawing_of(claim: Claim | None) -> Drawing | None:
+            return None if claim is None else Drawing(cache, claims, plan, claim, channel)
 
-        claims: Claims
-        if handed:
-            claims = Handed(channel, opened, job=job, most=units_per_shard)
-        else:
-            claims = Own(
-                cache, opened, job=job, source=source, most=units_per_shard, follow=follow, lost=lost,
-                again={claim: ranges for claim, (ranges, _) in shards.items()},
-            )  # fmt: skip
-
-        def drawing_of(held: Claim | None) -> Drawing | None:
-            return None if held is None else Drawing(cache, claims, plan, held, channel)
-
-        pulse, coming = Heartbeat(channel), None
+        heartbeat = Heartbeat(channel)
+        coming: Drawing | None = None
         try:
             while True:
                 if coming is None:
-                    held = claims.take()
-                    if held is None:
+                    claim = claims.take()
+                    if claim is None:
                         break
-                    if not isinstance(held, Claim):
-                        time.sleep(held)
+                    if not isinstance(claim, Claim):
+                        time.sleep(claim)
                         continue
-                    coming = drawing_of(held)
+                    coming = drawing_of(claim)
                     assert coming is not None
                 drawing, coming = coming, None
                 coming = drawing.run(lambda: drawing_of(claims.ahead()))
@@ -112,7 +65,47 @@ def draw(
         except CapBlocked as error:
             return {"full": str(error)}
         finally:
-            pulse.stop()
+            heartbeat.stop()
             if coming is not None:
                 coming.close()
             claims.give_back()
+
+
+def _plan(task: WorkerArguments) -> WorkerJob:
+    """What stays the same for all shards; the time until the first one is closed begins now."""
+    return WorkerJob(
+        job=task.job,
+        source=task.source,
+        dataset=task.dataset,
+        kind=get_format(task.format),
+        schema=Schema.from_json(task.schema),
+        shard_bytes=task.shard_bytes,
+        room=Room(**task.room),
+        skip_bad=task.skip_bad,
+        per_unit=task.per_unit,
+        first=FirstShard(task.first_shard_in),
+        redraw={_claim_of(ranges): content for ranges, content in task.redraw},
+    )
+
+
+def _claims(channel: Asking, cache: CacheDir, task: WorkerArguments) -> Claims:
+    """Where the positions come from: the coordinator, or the catalog of ``cache``."""
+    options = SourceOptions.from_json(task.options)
+    through = (lambda store: store) if task.looked is None else LookedAt(Path(task.looked)).over
+
+    def opened(row: SourceRow) -> Source:
+        return open_source(
+            task.url, cache.listing(task.source), options, units=row.units, pace=pace_of(task.pace), through=through
+        )
+
+    if task.handed:
+        return Handed(channel, opened, job=task.job, most=task.units_per_shard)
+    return Own(
+        cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow, lost=task.lost,
+        redraw={_claim_of(ranges): ranges for ranges, _ in task.redraw},
+    )  # fmt: skip
+
+
+def _claim_of(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The positions that the claim of a shard with these draws goes from and up to."""
+    return ranges[0][0], ranges[-1][1]

@@ -224,7 +224,7 @@ def test_a_line_in_the_address_file_forges_none_in_the_output(alone: pytest.Monk
 
 LOCAL = """
 import json, os, pathlib, ray
-from cachetool.proc import raylink
+from cachetool.cluster import connect as raylink
 
 def listening():
     inodes = {}

@@ -214,7 +214,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a transform, or a program that it runs, finds nothing to read
     os.dup2(2, 1)
-    hello = json.loads(lines.whole())
+    hello = json.loads(lines.read_line())
     if hello.get("do") == "stop":
         return  # the training process was interrupted before it said hello
     settings, rings, answers = Settings.from_json(hello["settings"]), hello["rings"], hello["answers"]
