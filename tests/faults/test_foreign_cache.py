@@ -6,10 +6,11 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,17 @@ import numpy as np
 import pytest
 
 import cachetool
+from cachetool.api import read_sample
 from cachetool.cache import open_cache
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import seal, unseal
-from cachetool.errors import CacheToolError, CatalogError
+from cachetool.errors import CacheToolError, CatalogError, CorruptError
 from cachetool.folders import remove
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+from cachetool.loaders.numpy import Loader
 from cachetool.names import Id, Name
+from cachetool.verify import verify
 
 HERE = Path(__file__).parents[2]
 DEAD = "0" * 16
@@ -344,3 +350,101 @@ def test_what_is_no_id_is_refused(text: Any) -> None:
     with pytest.raises(CatalogError, match="is no name of a shard"):
         Id(text)
     assert not Id.fits(text)
+
+
+FORMATS = {
+    "lmdb": "data.lmdb",
+    "hdf5": "data.h5",
+    "tfrecord": "data.tfrecord",
+    "zarr": "data.zarr/npy/c.0.0",
+    "hdf5:gzip": "data.h5",
+    "tfrecord:gzip": "data.tfrecord",
+    "zarr:zstd": "data.zarr/npy/c.0.0",
+}
+"""Format, and compression; the file of a shard that holds the values."""
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A cache of one shard in each format."""
+    folder = tmp_path_factory.mktemp("caches")
+    (folder / "source").mkdir()
+    for number in range(8):
+        np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
+    for name in FORMATS:
+        kind, _, compression = name.partition(":")
+        with cachetool.open_cache(folder / name, max_size="8MB") as made:
+            made.pull(folder / "source", everything=True, to=kind, workers=1)
+            if compression:
+                made.convert(to=kind, compression=compression, workers=1)
+    return {name: folder / name for name in FORMATS}
+
+
+def _readers(cache: Path) -> Iterator[Callable[[], object]]:
+    """Each way in which the samples of a cache are read."""
+
+    def load(*, verify: bool = False) -> None:
+        with Loader(cache, batch_size=4, workers=0, verify=verify) as loader:
+            list(loader)
+
+    def sample() -> None:
+        with open_cache(cache) as opened:
+            read_sample(opened, opened.shards()[0].id, 0)
+
+    def by_library() -> None:
+        with open_cache(cache) as opened:
+            (shard,) = opened.shards()
+            open_shard(shard.path, get_format(shard.format), shard.schema, library=True).close()
+
+    yield load
+    yield lambda: load(verify=True)
+    yield sample
+    yield by_library
+
+
+def _replaced(path: Path, how: str, aside: Path) -> None:
+    """Put something else in place of a file or folder, which lies ``aside`` then."""
+    aside.parent.mkdir(exist_ok=True)
+    path.rename(aside)
+    if how == "link":
+        path.symlink_to(aside)
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    else:
+        path.mkdir()
+
+
+_SAID = {
+    "link": "is a link, which cachetool never makes",
+    "pipe": "is no plain file",
+    "socket": "is no plain file",
+    "folder": "is no plain file|is not a whole|is not a plain file|not those that were written",
+}
+"""A library says of a folder what it says of any bytes that are not its own."""
+
+
+@pytest.mark.parametrize("how", _SAID)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_a_shard_that_is_none_is_not_read(
+    caches: dict[str, Path], tmp_path: Path, name: str, how: str
+) -> None:
+    """A link in a shard may lead to any file of the user's; a pipe is waited for without end."""
+    plain = ":" not in name
+    beside = ["extents.bin"] if plain else ["checksums.npy"]
+    above = ["data.zarr", "data.zarr/npy", "."] if "zarr" in name else ["."]
+    for number, file in enumerate((FORMATS[name], *beside, *(above if how == "link" else []))):
+        cache = tmp_path / f"{number}" / "cache"
+        shutil.copytree(caches[name], cache)
+        (shard,) = (cache / "shards").iterdir()
+        _replaced(shard / file, how, cache.parent / "aside" / Path(file).name)
+        unread = how == "folder" and file in beside  # by a library, which needs neither
+        for read in list(_readers(cache))[: -1 if unread else None]:
+            with pytest.raises(CorruptError, match=_SAID[how]) as told:
+                read()
+            assert str(shard) in str(told.value)
+            assert len(str(told.value).splitlines()) == 1
+        found = verify(cache)
+        assert [problem for problem in found.problems if problem.shard == shard.name]
