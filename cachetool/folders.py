@@ -155,9 +155,11 @@ def read_json(path: Path, *, links: bool = False) -> bytes:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
         raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no plain file", str(path))
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
         raw = file.read(MAX_JSON + 1)
     if len(raw) > MAX_JSON:
         raise ValueError(f"{path} has more than {MAX_JSON} bytes, and cachetool writes less")

@@ -93,7 +93,8 @@ class View:
             Part(id, format, samples, content, f"{where}/{id}", "", digest)
             for id, format, samples, content, digest in columns
         )
-        return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
+        with snapshot.understood():
+            return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
 
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:
