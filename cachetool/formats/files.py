@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -230,15 +231,18 @@ def missing_is_corrupt(path: Path | str) -> Iterator[None]:
 
 def not_plain(path: Path | str) -> CorruptError:
     """The error of a folder, pipe or device where a file of a shard should be."""
-    return CorruptError(f"{path} is no plain file; {_MEND}")
+    return CorruptError(f"{path} is no plain file{_mend(path)}")
 
 
 def refused_link(path: Path | str) -> CorruptError:
     """The error of a link in a shard of a cache, where cachetool makes none: it may lead to a file of somebody else."""
-    return CorruptError(f"{path} is a link, which cachetool never makes in a shard and does not follow; {_MEND}")
+    return CorruptError(f"{path} is a link, which cachetool never makes in a shard and does not follow{_mend(path)}")
 
 
-_MEND = "a cache is mended with: cachetool verify --repair"
+def _mend(path: Path | str) -> str:
+    """What to do about a file, or the folder, of a shard; nothing is known to do about one outside a cache."""
+    shards = next((above for above in Path(path).absolute().parents if above.name == "shards"), None)
+    return "" if shards is None else f"; run: cachetool verify --repair --cache {shlex.quote(str(shards.parent))}"
 
 
 def refuse_links(folder: str, names: Iterable[str]) -> None:
