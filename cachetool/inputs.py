@@ -211,7 +211,7 @@ class _Stored:
         with open_alone(path) as reader:
             schema, samples = reader.schema, reader.samples
         known = side_folder(path).is_dir()  # it still lies where it was written
-        checksums = (lambda: stored_checksums(side_folder(path), schema)) if known else None
+        checksums = (lambda: stored_checksums(side_folder(path), schema, links=True)) if known else None
         return cls(schema, [_Part(samples, str(path), lambda: open_alone(path), checksums)])
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:

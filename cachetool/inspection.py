@@ -18,6 +18,7 @@ from cachetool.errors import CorruptError
 from cachetool.extents import EXTENTS_FILE
 from cachetool.folders import tree_bytes
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
+from cachetool.formats.files import refused_link
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.schema import Schema
 
@@ -37,6 +38,8 @@ class Fault:
 
 def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``whole`` reads every byte of it."""
+    if folder.is_symlink():
+        return [Fault("data", str(refused_link(folder)))]
     try:
         value = read_shard_json(folder)
     except FileNotFoundError:

@@ -25,6 +25,7 @@ import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.migrations import SCHEMA_VERSION, migrate
 from cachetool.cache.transaction_lock import PATIENCE, TransactionLock
+from cachetool.cache.values import KEYS, foreign_value
 from cachetool.disk import DISK_BLOCK
-from cachetool.errors import CapacityError, CatalogError
+from cachetool.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.names import Id
+from cachetool.text import shown
 
-__all__ = ["Catalog", "Connection", "Row", "allowance", "library_version"]
+__all__ = ["Catalog", "Connection", "Row", "allowance", "foreign", "library_version"]
 
 Connection = sqlite3.Connection
 Row = sqlite3.Row
@@ -48,6 +51,18 @@ FIRST_PAGES = 128
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
 MAX_EVENTS = 1000
 
+_ODD = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    MemoryError,
+)
+"""What comes of a value that cachetool never writes, where rows are read."""
+_used: weakref.WeakSet[Catalog] = weakref.WeakSet()
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What the library raises: the second when a damaged file holds text, or its own message names it, that is none."""
 
@@ -57,9 +72,10 @@ def library_version() -> str:
     return sqlite3.sqlite_version
 
 
-def _limit_pages(connection: Connection) -> None:
-    pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
-    connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+def foreign(error: BaseException) -> CatalogError | None:
+    """What to raise in place of ``error`` where a catalog that this process has used holds a value that is none of
+    cachetool's: :meth:`Catalog.foreign`."""
+    return next((found for each in list(_used) if (found := each.foreign(error)) is not None), None)
 
 
 def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
@@ -83,6 +99,7 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _used.add(self)
         self._pid = 0
         self._file = (0, 0)
         self._among_processes = TransactionLock(path)
@@ -163,6 +180,8 @@ class Catalog:
                 if (foreign := _foreign_part(connection)) is not None:
                     return f"it {foreign}"
                 found = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+                if found == ["ok"] and schema == SCHEMA_VERSION and (value := foreign_value(connection)) is not None:
+                    return value
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
                 for table in ("shards", "sources", "holders"):
                     for row in connection.execute(f"SELECT id FROM {table}"):
@@ -175,7 +194,7 @@ class Catalog:
             raise self._error(error) from error
         if found != ["ok"]:
             return "; ".join(found)
-        lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
+        lacking = set(KEYS) - keys
         return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
     @contextlib.contextmanager
@@ -201,15 +220,16 @@ class Catalog:
 
     def meta(self, key: str) -> int:
         """A number of the table ``meta``: ``version``, ``max_size``, ``min_free``, ``pages``."""
-        row = self.one("SELECT value FROM meta WHERE key = ?", (key,))
-        if row is None:
-            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
-        return int(row["value"])
+        return self._number(key, self.one("SELECT value FROM meta WHERE key = ?", (key,)))
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that only reads, for several statements that must agree with each other."""
-        yield from self._transaction("BEGIN")
+        """A transaction that only reads, for several statements that must agree with each other. Raises what
+        :meth:`understood` does."""
+        try:
+            yield from self._transaction("BEGIN")
+        except _ODD as error:
+            raise self.foreign(error) or error from error
 
     @contextlib.contextmanager
     def write(self, *, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
@@ -218,7 +238,33 @@ class Catalog:
 
         ``BEGIN IMMEDIATE``: a reader that upgrades itself to a writer could fail at once instead of waiting.
         """
-        yield from self._transaction("BEGIN IMMEDIATE", patience)
+        try:
+            yield from self._transaction("BEGIN IMMEDIATE", patience)
+        except _ODD as error:
+            raise self.foreign(error) or error from error
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """For code that makes something of rows outside of a transaction: raises :class:`CatalogError`, naming table,
+        column and value, in place of an error that comes of a value which cachetool never writes."""
+        try:
+            yield
+        except _ODD as error:
+            raise self.foreign(error) or error from error
+
+    def foreign(self, error: BaseException) -> CatalogError | None:
+        """What to raise in place of ``error`` where this catalog holds a value that cachetool never writes; else None:
+        the error is another's. Rows are looked through only now, so that nobody pays for it whose catalog is sound."""
+        if isinstance(error, CacheToolError) or not isinstance(error, _ODD) or self._inside or self._whole is not None:
+            return None  # of a part of a transaction the whole is asked
+        try:
+            with self.turn(), self._look() as connection:
+                found = foreign_value(connection)
+        except (CacheToolError, OSError, *_FAILURES):
+            return None
+        if found is None:
+            return None
+        return CatalogError(f"catalog {self.path}: {found}, which cachetool never writes; {self._mend()}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -245,7 +291,7 @@ class Catalog:
             try:
                 connection = self._begin(begin, held, patience)
                 if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
-                    _limit_pages(connection)
+                    self._limit_pages(connection)
                 yield connection
                 connection.execute("COMMIT")
             except _FAILURES as error:
@@ -358,7 +404,7 @@ class Catalog:
             if (foreign := _foreign_part(connection)) is not None:
                 raise CatalogError(f"catalog {self.path} {foreign}; {self._mend()}")
             if found == SCHEMA_VERSION:
-                _limit_pages(connection)
+                self._limit_pages(connection)
         if found > SCHEMA_VERSION:
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {found}, this one knows"
@@ -371,7 +417,22 @@ class Catalog:
         if found < SCHEMA_VERSION:
             with self._among_processes.held(shared=False, patience=patience):
                 migrate(connection, meta or {})
-                _limit_pages(connection)
+                self._limit_pages(connection)
+
+    def _limit_pages(self, connection: Connection) -> None:
+        row = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {self._number('pages', row)}")
+
+    def _number(self, key: str, row: Row | None) -> int:
+        """A number of the table ``meta``."""
+        if row is None:
+            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
+        if not isinstance(row[0], int) or row[0] < 0:
+            raise CatalogError(
+                f"catalog {self.path}: its table 'meta' has {key} {shown(row[0])}, which cachetool never writes;"
+                f" {self._mend()}"
+            )
+        return row[0]
 
     def _mend(self) -> str:
         """What to do about a file that is no catalog."""

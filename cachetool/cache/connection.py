@@ -121,6 +121,6 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
         )
     if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
         return CapacityError(f"catalog {path}: {error}; is the disk full, failing or read-only?")
-    if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
+    if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT") or str(error) == "integer overflow":
         return CatalogError(f"catalog {path}: {error}; {mend}")
     return CatalogError(f"catalog {path}: {error}")

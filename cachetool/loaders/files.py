@@ -24,6 +24,7 @@ from cachetool.cache.layout import SHARD_FILE, Layout, place_of, root_of
 from cachetool.cache.marker import check
 from cachetool.cache.records import read_shard_json
 from cachetool.errors import CorruptError, UsageError
+from cachetool.folders import read_json
 from cachetool.formats import get_format
 from cachetool.loaders.view import Part, View
 from cachetool.names import Name
@@ -207,7 +208,7 @@ def _dataset(folder: Path) -> tuple[Schema, list[Part]]:
     about = folder / DATASET_FILE
 
     def parse() -> tuple[Schema, list[Part]]:
-        value = json.loads(about.read_bytes())
+        value = json.loads(read_json(about, links=True))
         name = get_format(value["format"]).name
         return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
 
@@ -226,7 +227,8 @@ def _shard(folder: Path) -> tuple[Schema, list[Part]]:
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
         samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
-        part = Part(value["id"], name, samples, content, str(folder), digest=digest)
+        where = folder.resolve() if folder.is_symlink() else folder  # a link that the user named is followed
+        part = Part(value["id"], name, samples, content, str(where), digest=digest)
         return Schema.from_json(value["schema"]), [part]
 
     return _parsed(folder / SHARD_FILE, parse)
@@ -235,5 +237,5 @@ def _shard(folder: Path) -> tuple[Schema, list[Part]]:
 def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[Part]]]) -> tuple[Schema, list[Part]]:
     try:
         return parse()
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise CorruptError(f"{path} is not what cachetool writes: {error}") from error
