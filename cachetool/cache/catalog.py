@@ -31,6 +31,7 @@ import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.schema import SCHEMA_VERSION, migrate
 from cachetool.cache.transaction_lock import PATIENCE, TransactionLock, locked
-from cachetool.core.errors import CapacityError, CatalogError
+from cachetool.cache.values import KEYS, foreign_value
+from cachetool.core.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.core.names import Id
+from cachetool.core.text import shown
 from cachetool.proc.disk import DISK_BLOCK, refused_in
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "allowance",
     "connect",
     "failure",
+    "foreign",
     "library_version",
     "statements",
 ]
@@ -157,7 +161,7 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
         )
     if name.startswith(("SQLITE_IOERR", "SQLITE_CANTOPEN")):
         return CapacityError(f"catalog {path}: {error}; is the disk full, failing or read-only?")
-    if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT"):
+    if name in ("", "SQLITE_NOTADB") or name.startswith("SQLITE_CORRUPT") or str(error) == "integer overflow":
         return CatalogError(f"catalog {path}: {error}; {mend}")
     return CatalogError(f"catalog {path}: {error}")
 
@@ -170,6 +174,18 @@ FIRST_PAGES = 128
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
 MAX_EVENTS = 1000
 
+_ODD = (
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    MemoryError,
+)
+"""What comes of a value that cachetool never writes, where rows are read."""
+_used: weakref.WeakSet[Catalog] = weakref.WeakSet()
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What the library raises: the second when a damaged file holds text, or its own message names it, that is none."""
 
@@ -179,9 +195,10 @@ def library_version() -> str:
     return sqlite3.sqlite_version
 
 
-def _limit_pages(connection: Connection) -> None:
-    pages = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
-    connection.execute(f"PRAGMA max_page_count = {int(pages)}")
+def foreign(error: BaseException) -> CatalogError | None:
+    """What to raise in place of ``error`` where a catalog that this process has used holds a value that is none of
+    cachetool's: :meth:`Catalog.foreign`."""
+    return next((found for each in list(_used) if (found := each.foreign(error)) is not None), None)
 
 
 def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
@@ -205,6 +222,7 @@ class Catalog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _used.add(self)
         self._pid = 0
         self._file = (0, 0)
         self._among_processes = TransactionLock(path)
@@ -285,6 +303,8 @@ class Catalog:
                 if (foreign := _foreign_part(connection)) is not None:
                     return f"it {foreign}"
                 findings = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
+                if findings == ["ok"] and schema == SCHEMA_VERSION and (value := foreign_value(connection)) is not None:
+                    return value
                 keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
                 for table in ("shards", "sources", "holders"):
                     for row in connection.execute(f"SELECT id FROM {table}"):
@@ -297,7 +317,7 @@ class Catalog:
             raise self._error(error) from error
         if findings != ["ok"]:
             return "; ".join(findings)
-        lacking = {"max_size", "min_free", "version", "seq", "pages"} - keys
+        lacking = set(KEYS) - keys
         return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
 
     @contextlib.contextmanager
@@ -323,15 +343,16 @@ class Catalog:
 
     def meta(self, key: str) -> int:
         """A number of the table ``meta``: ``version``, ``max_size``, ``min_free``, ``pages``."""
-        row = self.one("SELECT value FROM meta WHERE key = ?", (key,))
-        if row is None:
-            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
-        return int(row["value"])
+        return self._number(key, self.one("SELECT value FROM meta WHERE key = ?", (key,)))
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that only reads, for several statements that must agree with each other."""
-        yield from self._transaction("BEGIN")
+        """A transaction that only reads, for several statements that must agree with each other. Raises what
+        :meth:`understood` does."""
+        try:
+            yield from self._transaction("BEGIN")
+        except _ODD as error:
+            raise self.foreign(error) or error from error
 
     @contextlib.contextmanager
     def write(self, *, patience: float = PATIENCE) -> Iterator[sqlite3.Connection]:
@@ -340,7 +361,33 @@ class Catalog:
 
         ``BEGIN IMMEDIATE``: a reader that upgrades itself to a writer could fail at once instead of waiting.
         """
-        yield from self._transaction("BEGIN IMMEDIATE", patience)
+        try:
+            yield from self._transaction("BEGIN IMMEDIATE", patience)
+        except _ODD as error:
+            raise self.foreign(error) or error from error
+
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """For code that makes something of rows outside of a transaction: raises :class:`CatalogError`, naming table,
+        column and value, in place of an error that comes of a value which cachetool never writes."""
+        try:
+            yield
+        except _ODD as error:
+            raise self.foreign(error) or error from error
+
+    def foreign(self, error: BaseException) -> CatalogError | None:
+        """What to raise in place of ``error`` where this catalog holds a value that cachetool never writes; else None:
+        the error is another's. Rows are looked through only now, so that nobody pays for it whose catalog is sound."""
+        if isinstance(error, CacheToolError) or not isinstance(error, _ODD) or self._inside or self._outer is not None:
+            return None  # of a part of a transaction the whole is asked
+        try:
+            with self.lock(), self._look() as connection:
+                found = foreign_value(connection)
+        except (CacheToolError, OSError, *_FAILURES):
+            return None
+        if found is None:
+            return None
+        return CatalogError(f"catalog {self.path}: {found}, which cachetool never writes; {self._mend()}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -367,7 +414,7 @@ class Catalog:
             try:
                 connection = self._begin(begin, stack, patience)
                 if begin != "BEGIN":  # another process may have raised the limit, which is this connection's alone
-                    _limit_pages(connection)
+                    self._limit_pages(connection)
                 yield connection
                 connection.execute("COMMIT")
             except _FAILURES as error:
@@ -480,7 +527,7 @@ class Catalog:
             if (foreign := _foreign_part(connection)) is not None:
                 raise CatalogError(f"catalog {self.path} {foreign}; {self._mend()}")
             if version == SCHEMA_VERSION:
-                _limit_pages(connection)
+                self._limit_pages(connection)
         if version > SCHEMA_VERSION:
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {version}, this one knows"
@@ -493,7 +540,22 @@ class Catalog:
         if version < SCHEMA_VERSION:
             with self._among_processes.hold(shared=False, patience=patience):
                 migrate(connection, meta or {})
-                _limit_pages(connection)
+                self._limit_pages(connection)
+
+    def _limit_pages(self, connection: Connection) -> None:
+        row = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {self._number('pages', row)}")
+
+    def _number(self, key: str, row: Row | None) -> int:
+        """A number of the table ``meta``."""
+        if row is None:
+            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
+        if not isinstance(row[0], int) or row[0] < 0:
+            raise CatalogError(
+                f"catalog {self.path}: its table 'meta' has {key} {shown(row[0])}, which cachetool never writes;"
+                f" {self._mend()}"
+            )
+        return row[0]
 
     def _mend(self) -> str:
         """What to do about a file that is no catalog."""

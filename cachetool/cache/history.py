@@ -41,6 +41,7 @@ __all__ = [
 
 MOST_POINTS = 240
 MOST_EPOCHS = 200
+_MOST = 2**63  # what the catalog holds as a whole number
 _AGE_SHARE = 100_000
 """A point is due after this share of the time since the first one."""
 
@@ -166,19 +167,21 @@ def history_of(catalog: Catalog, *, dataset: str | None = None) -> History:
 
 
 def _numbers(text: object) -> dict[str, int]:
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         numbers = json.loads(str(text))
         return {str(name): int(value) for name, value in numbers.items()} if isinstance(numbers, dict) else {}
     return {}
 
 
 def _sound(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, int | float) and math.isfinite(value) and value >= 0)
+    return isinstance(value, dict) or (isinstance(value, int | float) and 0 <= value < _MOST)
 
 
 def _epoch_sound(row: dict[str, Any]) -> bool:
-    values = [value for name, value in row.items() if name not in ("dataset", "run")]
-    return row["ended"] is not None and all(value is None or _sound(value) for value in values)
+    names = ("dataset", "run")
+    values = [value for name, value in row.items() if name not in names]
+    named = all(isinstance(row[name], str | None) for name in names)
+    return named and row["ended"] is not None and all(value is None or _sound(value) for value in values)
 
 
 def restore(connection: Connection, history: History) -> None:

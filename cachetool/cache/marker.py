@@ -21,7 +21,7 @@ from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout, cache_opt
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.proc.disk import permission_denied
-from cachetool.proc.folders import fsync_folder, write_durable
+from cachetool.proc.folders import fsync_folder, read_json, write_durable
 
 __all__ = ["check", "look", "mark", "settings"]
 
@@ -92,7 +92,7 @@ def look(layout: Layout) -> tuple[bool, str | None]:
 
 def _wrong(layout: Layout) -> str | None:
     try:
-        version = json.loads(layout.marker.read_bytes())["layout"]
+        version = json.loads(read_json(layout.marker))["layout"]
         newer = bool(version > LAYOUT_VERSION)
     except IsADirectoryError:
         remedy = f"cachetool verify --repair{cache_option(layout.root)}"
@@ -101,7 +101,7 @@ def _wrong(layout: Layout) -> str | None:
         raise permission_denied(layout.marker, layout.root) from error
     except OSError as error:
         raise CatalogError(f"{layout.marker} cannot be read: {error.strerror}; is the disk failing?") from error
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "is not what cachetool writes"
     if newer:
         raise CatalogError(
@@ -149,8 +149,8 @@ def mark(layout: Layout, **settings: int) -> None:
 def settings(layout: Layout) -> dict[str, int]:
     """What :func:`mark` was last told; as far as it can be read."""
     try:
-        values = json.loads(layout.marker.read_bytes())
-    except (OSError, ValueError):
+        values = json.loads(read_json(layout.marker))
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(values, dict):
         return {}

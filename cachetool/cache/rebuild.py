@@ -31,6 +31,7 @@ from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
 from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
+from cachetool.cache.values import sound_rows
 from cachetool.core.errors import CacheToolError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.schema import Schema
@@ -215,26 +216,31 @@ def _torn(shards: Sequence[Record]) -> list[Id]:
     ]
 
 
+_SALVAGED = {
+    "meta": ("key:TEXT value:INTEGER", "meta WHERE key IN ('max_size', 'min_free') OR key LIKE 'served%'"),
+    "epochs": ("id:TEXT epochs:INTEGER used:REAL", "shards"),
+    "evictions": ("dataset:TEXT reason:TEXT policy:TEXT shards:INTEGER samples:INTEGER bytes:INTEGER", "evictions"),
+    "events": ("at:REAL kind:TEXT subject:TEXT text:TEXT dataset:TEXT", "events ORDER BY id"),
+    "lost": ("source:TEXT turn:INTEGER start:INTEGER stop:INTEGER lost:INTEGER", "claims WHERE lost IS NOT NULL"),
+}
+"""Columns with their kinds, and where they come from. A row with a value that cachetool never writes stays behind."""
+
+
 def _salvage(old: Catalog) -> dict[str, Any]:
     """What only the old catalog knows, as far as it can be read."""
-    queries = {
-        "meta": "SELECT key, value FROM meta WHERE key IN ('max_size', 'min_free') OR key LIKE 'served%'",
-        "epochs": "SELECT id, epochs, used FROM shards",
-        "evictions": "SELECT dataset, reason, policy, shards, samples, bytes FROM evictions",
-        "events": "SELECT at, kind, subject, text, dataset FROM events ORDER BY id",
-        "lost": "SELECT source, turn, start, stop, lost FROM claims WHERE lost IS NOT NULL",
-    }
     read: dict[str, list[tuple[Any, ...]]] = {}
-    for name, query in queries.items():
+    for name, (columns, query) in _SALVAGED.items():
         read[name] = []
         with contextlib.suppress(CacheToolError):
-            read[name] = [tuple(row) for row in old.rows(query)]
+            kinds = dict(each.split(":") for each in columns.split())
+            rows = (tuple(row) for row in old.rows(f"SELECT {', '.join(kinds)} FROM {query}"))
+            read[name] = sound_rows(kinds, rows, optional=("used", "dataset"))
     history = History([], [])
     with contextlib.suppress(CacheToolError):
         history = history_of(old)
     return {
         "history": history,
-        "meta": {key: value for key, value in read["meta"] if isinstance(value, int)},
+        "meta": dict(read["meta"]),
         "epochs": {id: (epochs, used) for id, epochs, used in read["epochs"]},
         "evictions": read["evictions"],
         "events": read["events"],

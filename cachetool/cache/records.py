@@ -22,7 +22,7 @@ from cachetool.cache.catalog import Connection
 from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.core.names import Id, Name
-from cachetool.proc.folders import fsync_folder, write_durable
+from cachetool.proc.folders import fsync_folder, read_json, write_durable
 
 __all__ = [
     "RANGE_BYTES",
@@ -58,11 +58,14 @@ def seal(value: Mapping[str, Any]) -> bytes:
 
 def unseal(path: Path) -> Record:
     """The record in a file. Raises ``ValueError`` when one byte is not what :func:`seal` made, and OSError."""
-    raw = path.read_bytes()
+    raw = read_json(path)
     body = raw[: -len(_checksum(b""))]
     if raw != body + _checksum(body):
         raise ValueError(f"{path} does not match its checksum")
-    value = json.loads(raw)
+    try:
+        value = json.loads(raw)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} is no record")
     del value["checksum"]

@@ -194,7 +194,8 @@ class CacheDir:
         """Schema of a dataset; None means the only one. Raises :class:`UsageError` naming what there is."""
         row = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (self.dataset(dataset),))
         assert row is not None
-        return Schema.from_json(json.loads(row["schema"]))
+        with self.catalog.understood():
+            return Schema.from_json(json.loads(row["schema"]))
 
     def shards(self, dataset: str | None = None, *, version: int | None = None, retiring: bool = False) -> list[Shard]:
         """Shards visible now, or at a leased ``version``, oldest first; with ``retiring`` also those that only older

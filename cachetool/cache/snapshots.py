@@ -164,7 +164,12 @@ class Snapshot:
     @property
     def samples(self) -> int:
         """Number of samples in all its shards."""
-        return sum(row["samples"] for row in self._rows)
+        with self.understood():
+            return sum(row["samples"] for row in self._rows)
+
+    def understood(self) -> contextlib.AbstractContextManager[None]:
+        """:meth:`Catalog.understood` for what is made of its rows."""
+        return self._catalog.understood()
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from cachetool.core.errors import CorruptError
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
+from cachetool.formats.files import refused_link
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.proc.disk import DISK_BLOCK, limit_error
 from cachetool.proc.folders import tree_bytes
@@ -37,6 +38,8 @@ class Fault:
 
 def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``whole`` reads every byte of it."""
+    if folder.is_symlink():
+        return [Fault("data", str(refused_link(folder)))]
     try:
         value = read_shard_json(folder)
     except FileNotFoundError:

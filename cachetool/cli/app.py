@@ -75,7 +75,7 @@ def run(args: Sequence[str]) -> int:
             return _usage(error, args, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
             _trace()
-            known = known_error(error)
+            known = known_error(error) or _foreign(error)
             return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
             return fail_with(
@@ -108,6 +108,15 @@ def _trace() -> None:
         import traceback
 
         traceback.print_exc()
+
+
+def _foreign(error: Exception) -> CacheToolError | None:
+    """What else ``error`` may come of: values in a catalog that cachetool never writes."""
+    if "cachetool.cache.catalog" not in sys.modules:
+        return None
+    from cachetool.cache.catalog import foreign
+
+    return foreign(error)
 
 
 def _bug(error: Exception, *, as_json: bool) -> int:

@@ -210,7 +210,7 @@ class _Stored:
         with open_alone(path) as reader:
             schema, samples = reader.schema, reader.samples
         has_checksums = side_folder(path).is_dir()  # it still lies where it was written
-        checksums = (lambda: stored_checksums(side_folder(path), schema)) if has_checksums else None
+        checksums = (lambda: stored_checksums(side_folder(path), schema, links=True)) if has_checksums else None
         return cls(schema, [_Part(samples, str(path), lambda: open_alone(path), checksums)])
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:

@@ -394,5 +394,5 @@ def _name(number: int, kind: Format) -> Name:
 def _digest(folder: Path, parts: list[Message], schema: Schema) -> str:
     digest = ContentDigest(schema)
     for part in parts:
-        digest.update(stored_checksums(side_folder(folder / part["file"]), schema))
+        digest.update(stored_checksums(side_folder(folder / part["file"]), schema, links=True))
     return digest.hexdigest()

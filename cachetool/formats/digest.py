@@ -26,9 +26,10 @@ import xxhash
 from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.schema import Field, Schema
+from cachetool.formats.files import not_plain, refused_link
 from cachetool.formats.runs import as_bytes
 
-__all__ = ["ContentDigest", "canonical", "checksums", "file_digest", "file_digests", "joined_digest"]
+__all__ = ["ContentDigest", "canonical", "check_plain", "checksums", "file_digest", "file_digests", "joined_digest"]
 
 _CHUNK = 2**20
 
@@ -128,6 +129,14 @@ def file_digests(folder: Path, *, skip: Collection[str] = ("shard.json",)) -> di
     return {name: _digest_file(folder / name) for name in sorted(_files(folder, "")) if name not in skip}
 
 
+def check_plain(folder: Path) -> None:
+    """Raise :class:`CorruptError` where the folder of a shard, or anything in it, is a link, a pipe or a device: a
+    library would open that."""
+    if folder.is_symlink():
+        raise refused_link(folder)
+    _files(folder, "")
+
+
 def joined_digest(files: Mapping[str, str]) -> str:
     """:func:`file_digest` of a folder of which :func:`file_digests` are known."""
     hasher = xxhash.xxh3_128()
@@ -147,8 +156,10 @@ def _files(folder: Path, prefix: str) -> list[str]:
                 names += _files(folder / entry.name, name + "/")
             elif entry.is_file(follow_symlinks=False):
                 names.append(name)
+            elif entry.is_symlink():
+                raise refused_link(folder / entry.name)
             else:
-                raise CorruptError(f"{folder / entry.name} is neither a plain file nor a folder")
+                raise not_plain(folder / entry.name)
     return names
 
 

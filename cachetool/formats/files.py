@@ -11,8 +11,9 @@ import contextlib
 import errno
 import mmap
 import os
+import shlex
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,11 @@ __all__ = [
     "fsync_folder",
     "map_file",
     "missing_is_corrupt",
+    "not_plain",
     "open_plain",
+    "open_read",
+    "refuse_links",
+    "refused_link",
     "start_writeback",
     "write_durably",
 ]
@@ -218,13 +223,55 @@ def missing_is_corrupt(path: Path | str) -> Iterator[None]:
     """Raise :class:`CorruptError` where ``path``, a file of a shard, turns out not to be there, or to be no file."""
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptError(f"{path} is missing") from error
+    except IsADirectoryError as error:
+        raise not_plain(path) from error
 
 
-def open_plain(path: Path | str) -> tuple[int, int]:
-    """A descriptor that reads the file ``path``, and its size. Raises OSError, also for what is no plain file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its other end
+def not_plain(path: Path | str) -> CorruptError:
+    """The error of a folder, pipe or device where a file of a shard should be."""
+    return CorruptError(f"{path} is no plain file{_mend(path)}")
+
+
+def refused_link(path: Path | str) -> CorruptError:
+    """The error of a link in a shard of a cache, where cachetool makes none: it may lead to a file of somebody else."""
+    return CorruptError(f"{path} is a link, which cachetool never makes in a shard and does not follow{_mend(path)}")
+
+
+def _mend(path: Path | str) -> str:
+    """What to do about a file, or the folder, of a shard; nothing is known to do about one outside a cache."""
+    shards = next((above for above in Path(path).absolute().parents if above.name == "shards"), None)
+    return "" if shards is None else f"; run: cachetool verify --repair --cache {shlex.quote(str(shards.parent))}"
+
+
+def refuse_links(folder: str, names: Iterable[str]) -> None:
+    """Raise :class:`CorruptError` where the ``folder`` of a shard, or a folder on the way from it to one of the files
+    ``names``, is a link. Whoever opens the files looks at their last part: ``links=False``."""
+    above = {name[:at] for name in names for at, mark in enumerate(name) if mark == "/"}
+    for path in (folder, *(f"{folder}/{name}" for name in sorted(above))):
+        if os.path.islink(path):
+            raise refused_link(path)
+
+
+def open_read(path: Path | str, *, links: bool) -> int:
+    """A descriptor that reads ``path``, whatever that is. Raises OSError, and :class:`CorruptError` for a link where
+    ``links`` are not followed."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for its other end
+    try:
+        return os.open(path, flags if links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not links:
+            raise refused_link(path) from error
+        if error.errno == errno.ENXIO:  # a socket
+            raise IsADirectoryError(errno.EISDIR, "not a plain file", str(path)) from error
+        raise
+
+
+def open_plain(path: Path | str, *, links: bool = True) -> tuple[int, int]:
+    """A descriptor that reads the file ``path``, and its size. Raises OSError, also for what is no plain file, and
+    :class:`CorruptError` for a link where ``links`` are not followed."""
+    fd = open_read(path, links=links)
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
@@ -232,9 +279,10 @@ def open_plain(path: Path | str) -> tuple[int, int]:
     return fd, status.st_size
 
 
-def map_file(path: Path) -> Bytes:
-    """The bytes of a file as a read-only, shared memory map that lives as long as anything points into it."""
-    fd, size = open_plain(path)
+def map_file(path: Path, *, links: bool = True) -> Bytes:
+    """The bytes of a file as a read-only, shared memory map that lives as long as anything points into it. Raises what
+    :func:`open_plain` does."""
+    fd, size = open_plain(path, links=links)
     try:
         if size == 0:
             return np.empty(0, dtype=np.uint8)  # an empty file cannot be mapped

@@ -18,7 +18,7 @@ from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.extents import EXTENTS_FILE, Extents, FieldExtents
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import checksums
-from cachetool.formats.files import map_file, missing_is_corrupt, write_durably
+from cachetool.formats.files import map_file, missing_is_corrupt, refuse_links, write_durably
 from cachetool.formats.runs import Bytes, Int64s, copy_rows, copy_runs, ends, inside
 
 __all__ = [
@@ -48,9 +48,12 @@ def write_extents(folder: Path, extents: Extents) -> Path:
     return path
 
 
-def load_extents(path: Path, schema: Schema) -> Extents:
-    """The extents in the file ``path``, memory-mapped. Raises :class:`CorruptError` naming it when it is not whole."""
-    return Extents.from_buffer(map_file(path), schema=schema, name=str(path))
+def load_extents(path: Path, schema: Schema, *, links: bool = True) -> Extents:
+    """The extents in the file ``path``, memory-mapped. Raises :class:`CorruptError` naming it when it is not whole, or
+    is a link where ``links`` are not followed."""
+    with missing_is_corrupt(path):
+        buffer = map_file(path, links=links)
+    return Extents.from_buffer(buffer, schema=schema, name=str(path))
 
 
 def field_extents(
@@ -110,10 +113,14 @@ class ExtentsReader:
     """Reads samples of one shard out of memory maps of its files, without the format's library.
 
     ``folder`` is what the names in ``extents.files`` are relative to. ``fields`` leaves the others unread. ``read``
-    gives views of the maps where it can; they keep the maps alive, also after :meth:`close`.
+    gives views of the maps where it can; they keep the maps alive, also after :meth:`close`. Without ``links`` the
+    folder is a shard of a cache, in which none is followed.
     """
 
-    def __init__(self, folder: Path, extents: Extents, schema: Schema) -> None:
+    def __init__(self, folder: Path, extents: Extents, schema: Schema, *, links: bool = True) -> None:
+        if not links:
+            refuse_links(str(folder), extents.files)
+        self._links = links
         self.schema = schema
         self.samples = extents.samples
         self.extents = extents
@@ -133,7 +140,7 @@ class ExtentsReader:
         buffer = self._maps.get(file)
         if buffer is None:
             with missing_is_corrupt(self._paths[file]):
-                buffer = self._maps[file] = map_file(self._paths[file])
+                buffer = self._maps[file] = map_file(self._paths[file], links=self._links)
         return buffer
 
     def _column(self, field: Field, at: Int64s, *, contiguous: bool) -> Column:

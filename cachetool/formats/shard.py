@@ -9,6 +9,7 @@ opens it: a library may die of a damaged file.
 from __future__ import annotations
 
 import io
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar import corrupt_errors
-from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
-from cachetool.formats.files import allocated_bound, fsync_folder, write_durably
+from cachetool.formats.digest import ContentDigest, check_plain, file_digests, joined_digest
+from cachetool.formats.files import allocated_bound, fsync_folder, missing_is_corrupt, refuse_links, write_durably
+from cachetool.formats.files import open_plain as open_file
 from cachetool.formats.reading import (
     ExtentsReader,
     check_values,
@@ -43,6 +45,7 @@ __all__ = [
     "ShardFiles",
     "check_content",
     "check_digest",
+    "check_library",
     "check_samples",
     "open_plain",
     "open_shard",
@@ -169,10 +172,19 @@ def open_shard(
     """Read the shard that :class:`ShardFiles` wrote into ``folder``: by its extents, or where it has none, or with
     ``library``, through the format's own library; before that its bytes are compared with ``digest``, if given.
 
-    Raises :class:`CorruptError` naming the file, or the folder."""
-    if digest is not None and (library or not (folder / EXTENTS_FILE).exists()):
+    Raises :class:`CorruptError` naming the file, or the folder, also for a link in place of either."""
+    if library or not (folder / EXTENTS_FILE).exists():
+        check_library(folder, digest)
+    return _open(folder / f"data{kind.suffix}", folder, kind, schema, library=library, links=False)
+
+
+def check_library(folder: Path, digest: str | None) -> None:
+    """Raise :class:`CorruptError` unless a library may open the shard in ``folder``: a library follows links, waits for
+    pipes, and may die of bytes that are not those of the ``digest``."""
+    with missing_is_corrupt(folder):
+        check_plain(folder)
+    if digest is not None:
         check_digest(folder, digest)
-    return _open(folder / f"data{kind.suffix}", folder, kind, schema, library=library)
 
 
 def check_digest(folder: Path, digest: str) -> None:
@@ -188,25 +200,30 @@ def check_digest(folder: Path, digest: str) -> None:
 
 def open_plain(path: Path, kind: Format, schema: Schema) -> Reader:
     """Read the file that :class:`PlainFile` wrote, in the same way."""
-    return _open(path, side_folder(path), kind, schema, library=False)
+    return _open(path, side_folder(path), kind, schema, library=False, links=True)
 
 
-def _open(path: Path, side: Path, kind: Format, schema: Schema, *, library: bool) -> Reader:
+def _open(path: Path, side: Path, kind: Format, schema: Schema, *, library: bool, links: bool) -> Reader:
     extents = side / EXTENTS_FILE
     if library or not extents.exists():
         return kind.open(path, schema=schema)
-    return ExtentsReader(path.parent, load_extents(extents, schema), schema)
+    return ExtentsReader(path.parent, load_extents(extents, schema, links=links), schema, links=links)
 
 
-def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
-    """Checksums of every value of a file, (fields, samples), as kept in its shard's folder or :func:`side_folder`.
+def stored_checksums(side: Path, schema: Schema, *, links: bool = False) -> npt.NDArray[np.uint64]:
+    """Checksums of every value of a file, (fields, samples), as kept in its shard's folder or :func:`side_folder`, in
+    which ``links`` are followed.
 
     Raises :class:`CorruptError` naming what is missing or damaged.
     """
+    if not links:
+        refuse_links(str(side), ())
     if (side / EXTENTS_FILE).exists():
-        return load_extents(side / EXTENTS_FILE, schema).checksums
+        return load_extents(side / EXTENTS_FILE, schema, links=links).checksums
     path = side / CHECKSUMS_FILE
     with corrupt_errors(f"{path} cannot be read"):
+        with missing_is_corrupt(path):
+            os.close(open_file(path, links=links)[0])  # NumPy would follow a link, and wait for a pipe
         # Mapped: a header that claims more than the file has is an error before anything is allocated for it.
         checksums = load_array(path, mapped=True)
         if checksums.dtype != np.uint64 or checksums.ndim != 2 or len(checksums) != len(schema):
@@ -216,9 +233,9 @@ def stored_checksums(side: Path, schema: Schema) -> npt.NDArray[np.uint64]:
         return np.array(checksums, dtype=np.uint64)
 
 
-def check_content(side: Path, schema: Schema, content: str) -> npt.NDArray[np.uint64]:
+def check_content(side: Path, schema: Schema, content: str, *, links: bool = False) -> npt.NDArray[np.uint64]:
     """:func:`stored_checksums`, which must have the digest ``content``. Raises :class:`CorruptError` naming them."""
-    checksums = stored_checksums(side, schema)
+    checksums = stored_checksums(side, schema, links=links)
     digest = ContentDigest(schema)
     digest.update(checksums)
     if digest.hexdigest() != content:

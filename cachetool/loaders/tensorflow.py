@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 import secrets
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ from cachetool.core.errors import UsageError, without
 from cachetool.core.schema import Field, Schema
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
+from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
 from cachetool.loaders.order import order
 from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
@@ -297,11 +299,22 @@ def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list
     masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(mine, view.starts[1:-1])]
     files = [
         # Only compressed files have no extents.
-        (str(part.folder / (part.file or "data.tfrecord")), "" if part.extents.exists() else "GZIP", mask)
+        (_data_file(part), "" if os.path.exists(part.extents_name) else "GZIP", mask)
         for part, mask in zip(view.parts, masks, strict=False)
         if sides is None or any(mask)
     ]
     return [name for name, _, _ in files], [kind for _, kind, _ in files], [mask for _, _, mask in files]
+
+
+def _data_file(part: ShardFile) -> str:
+    """The file that TensorFlow opens, which would follow a link and wait for a pipe."""
+    path = f"{part.where}/{part.file or 'data.tfrecord'}"
+    if not part.links:
+        refuse_links(part.where, ())
+        if not os.path.isfile(path) or os.path.islink(path):
+            with missing_is_corrupt(path):
+                os.close(open_plain(path, links=False)[0])
+    return path
 
 
 def _record_size(view: View, files: list[str]) -> int:

@@ -52,6 +52,11 @@ class ShardFile(NamedTuple):
         return Path(self.where)
 
     @property
+    def links(self) -> bool:
+        """Whether its files may be links: a user may have made those of a folder outside a cache."""
+        return bool(self.file)
+
+    @property
     def extents(self) -> Path:
         """Its extents; where there is no such file, the format's own library reads it."""
         return Path(self.extents_name)
@@ -88,7 +93,8 @@ class View:
             ShardFile(id, format, samples, content, f"{where}/{id}", "", digest)
             for id, format, samples, content, digest in columns
         )
-        return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
+        with snapshot.understood():
+            return cls(snapshot.version, snapshot.dataset, snapshot.schema, parts)
 
     @classmethod
     def of_shards(cls, version: int, dataset: str, schema: Schema, shards: Iterable[Shard]) -> View:

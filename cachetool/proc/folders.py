@@ -29,6 +29,7 @@ from cachetool.proc.disk import naming_inodes
 
 __all__ = [
     "ALLOW_SHARED",
+    "MAX_JSON",
     "disk_bytes",
     "fsync_folder",
     "make_folder",
@@ -37,6 +38,7 @@ __all__ = [
     "new_file",
     "new_folder",
     "put_in_place",
+    "read_json",
     "remove",
     "remove_held",
     "remove_path",
@@ -51,6 +53,9 @@ __all__ = [
 
 ALLOW_SHARED = "CACHETOOL_ALLOW_SHARED"
 """Environment variable that lets a cache be in a folder that others may write to all the same."""
+
+MAX_JSON = 16 * 2**20
+"""Bytes of a document of JSON that somebody else may have written: in memory it may take 30 times as many."""
 
 _DEEPEST = 64
 """Folders in each other that a removal enters. Ours are four; each that is entered holds a descriptor."""
@@ -137,6 +142,28 @@ def _regular(name: str, path: Path, flags: int, folder: int | None = None) -> in
         os.close(fd)
         raise OSError(errno.EEXIST, "it is no plain file", str(path))
     return fd
+
+
+def read_json(path: Path, *, links: bool = False) -> bytes:
+    """Return the bytes of a file of JSON, which somebody else may have written. ``links`` follows a link that the user
+    made. Raises ``ValueError`` for more than :data:`MAX_JSON` bytes, and ``OSError`` for a link or for what is no plain
+    file."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its other end
+    try:
+        fd = os.open(path, flags if links else flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which is not followed here", str(path)) from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is no plain file", str(path))
+    with open(fd, "rb") as file:
+        raw = file.read(MAX_JSON + 1)
+    if len(raw) > MAX_JSON:
+        raise ValueError(f"{path} has more than {MAX_JSON} bytes, and cachetool writes less")
+    return raw
 
 
 @contextlib.contextmanager

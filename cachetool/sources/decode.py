@@ -32,6 +32,7 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import MAX_RANK, storage_dtype
 from cachetool.core.units import format_size
 from cachetool.proc.arrays import literal
+from cachetool.proc.folders import MAX_JSON
 from cachetool.sources.keys import Part
 from cachetool.sources.npz import directory_of, unpacked
 
@@ -46,10 +47,8 @@ _INT64 = range(-(2**63), 2**63)
 _INFLATED = 64 * 2**20
 _RATIO = 100
 _HEADER = re.compile(rb"\x93NUMPY([\x01-\x03])\x00")
-MAX_JSON = 16 * 2**20
-"""Bytes of a document of JSON: in memory it may take 30 times as many..."""
 _OWN_MEMORY = 2**20
-"""...so that of larger ones than this one thread alone has one."""
+"""A document of JSON may take 30 times its bytes in memory: of larger ones than this one thread alone has one."""
 _LARGE = threading.Lock()
 
 

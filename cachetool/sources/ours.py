@@ -29,6 +29,7 @@ from cachetool.formats.base import Format, Reader
 from cachetool.formats.files import map_file
 from cachetool.formats.lmdb import is_ours as is_our_lmdb
 from cachetool.formats.shard import check_content, open_plain, side_folder, stored_checksums
+from cachetool.proc.folders import read_json
 from cachetool.sources.guard import GuardedFile
 from cachetool.sources.limits import check_allocation, disk_bytes
 from cachetool.sources.readers import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
@@ -181,15 +182,15 @@ class PartFile:
         """What its samples must hash to, (fields, samples). Raises :class:`CorruptError` naming the file."""
         side = side_folder(self.path)
         if self.content is None:
-            return stored_checksums(side, self.schema)
-        return check_content(side, self.schema, self.content)
+            return stored_checksums(side, self.schema, links=True)
+        return check_content(side, self.schema, self.content, links=True)
 
 
 def read_parts(folder: Path) -> tuple[Schema, list[PartFile]]:
     """The schema and the parts of a folder. Raises :class:`CorruptError` when its list of parts cannot be read."""
     about = folder / DATASET_FILE
     try:
-        value = json.loads(about.read_bytes())
+        value = json.loads(read_json(about, links=True))
         layout = int(value.get("layout", LAYOUT))
         if layout > LAYOUT:
             raise CorruptError(f"{about} has layout {layout}, this cachetool reads layout {LAYOUT}; update cachetool")

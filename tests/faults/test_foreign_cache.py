@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,18 @@ import numpy as np
 import pytest
 
 import cachetool
+from cachetool.api import read_sample
 from cachetool.cache import open_cache
 from cachetool.cache.layout import Layout
 from cachetool.cache.records import seal, unseal
-from cachetool.core.errors import CacheToolError, CatalogError
+from cachetool.check.verify import verify
+from cachetool.cli import app
+from cachetool.core.errors import CacheToolError, CatalogError, CorruptError
 from cachetool.core.names import Id, Name
+from cachetool.formats import get_format
+from cachetool.formats.shard import open_shard
+from cachetool.loaders.numpy import Loader
+from cachetool.loaders.view import View
 from cachetool.proc.folders import remove
 from tests.commands import run_command
 
@@ -342,3 +351,242 @@ def test_what_is_no_id_is_refused(text: Any) -> None:
     with pytest.raises(CatalogError, match="is no name of a shard"):
         Id(text)
     assert not Id.fits(text)
+
+
+FORMATS = {
+    "lmdb": "data.lmdb",
+    "hdf5": "data.h5",
+    "tfrecord": "data.tfrecord",
+    "zarr": "data.zarr/npy/c.0.0",
+    "hdf5:gzip": "data.h5",
+    "tfrecord:gzip": "data.tfrecord",
+    "zarr:zstd": "data.zarr/npy/c.0.0",
+}
+"""Format, and compression; the file of a shard that holds the values."""
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A cache of one shard in each format."""
+    folder = tmp_path_factory.mktemp("caches")
+    (folder / "source").mkdir()
+    for number in range(8):
+        np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
+    for name in FORMATS:
+        kind, _, compression = name.partition(":")
+        with cachetool.open_cache(folder / name, max_size="8MB") as made:
+            made.pull(folder / "source", everything=True, to=kind, workers=1)
+            if compression:
+                made.convert(to=kind, compression=compression, workers=1)
+    return {name: folder / name for name in FORMATS}
+
+
+def _readers(cache: Path) -> Iterator[Callable[[], object]]:
+    """Each way in which the samples of a cache are read."""
+
+    def load(*, verify: bool = False) -> None:
+        with Loader(cache, batch_size=4, workers=0, verify=verify) as loader:
+            list(loader)
+
+    def sample() -> None:
+        with open_cache(cache) as opened:
+            read_sample(opened, opened.shards()[0].id, 0)
+
+    def by_library() -> None:
+        with open_cache(cache) as opened:
+            (shard,) = opened.shards()
+            open_shard(shard.path, get_format(shard.format), shard.schema, library=True).close()
+
+    yield load
+    yield lambda: load(verify=True)
+    yield sample
+    yield by_library
+
+
+def _replaced(path: Path, how: str, aside: Path) -> None:
+    """Put something else in place of a file or folder, which lies ``aside`` then."""
+    aside.parent.mkdir(exist_ok=True)
+    path.rename(aside)
+    if how == "link":
+        path.symlink_to(aside)
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "socket":
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    else:
+        path.mkdir()
+
+
+_SAID = {
+    "link": "is a link, which cachetool never makes",
+    "pipe": "is no plain file",
+    "socket": "is no plain file",
+    "folder": "is no plain file|is not a whole|is not a plain file|not those that were written",
+}
+"""A library says of a folder what it says of any bytes that are not its own."""
+
+
+@pytest.mark.parametrize("how", _SAID)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_a_shard_that_is_none_is_not_read(
+    caches: dict[str, Path], tmp_path: Path, name: str, how: str
+) -> None:
+    """A link in a shard may lead to any file of the user's; a pipe is waited for without end."""
+    plain = ":" not in name
+    beside = ["extents.bin"] if plain else ["checksums.npy"]
+    above = ["data.zarr", "data.zarr/npy", "."] if "zarr" in name else ["."]
+    for number, file in enumerate((FORMATS[name], *beside, *(above if how == "link" else []))):
+        cache = tmp_path / f"{number}" / "cache"
+        shutil.copytree(caches[name], cache)
+        (shard,) = (cache / "shards").iterdir()
+        _replaced(shard / file, how, cache.parent / "aside" / Path(file).name)
+        unread = how == "folder" and file in beside  # by a library, which needs neither
+        for read in list(_readers(cache))[: -1 if unread else None]:
+            with pytest.raises(CorruptError, match=_SAID[how]) as told:
+                read()
+            assert str(shard) in str(told.value)
+            assert len(str(told.value).splitlines()) == 1
+        found = verify(cache)
+        assert [problem for problem in found.problems if problem.shard == shard.name]
+
+
+_HOSTILE = ("9e999", "-1", "9223372036854775807", "'x'", "x'ff00'", "NULL", "1e300", f"'{'[' * 100_000}'")
+"""Values in SQL that cachetool writes nowhere, or into few columns."""
+_ROWS = (
+    f"INSERT INTO holders VALUES ('{'1' * 16}', 1, 'host', 'what', 1)",
+    "INSERT INTO jobs SELECT 'job', 'x', id, 5, 0, 0, 1, 0.1, 'oldest', 0, 0, 0, 0 FROM sources",
+    "INSERT INTO claims (source, turn, start, stop, lost) SELECT id, 0, 0, 1, 1 FROM sources",
+    f"INSERT INTO leases VALUES (1, '{'1' * 16}', 'run', 0, 1, 'default', 1)",
+    f"INSERT INTO pullers SELECT id, '{'1' * 16}', 1, 'url', 'default', 'pulling', 0, NULL, 1, 1 FROM sources",
+    "INSERT INTO events VALUES (1, 1, 'error', 'subject', 'text', 'default')",
+    "INSERT INTO evictions VALUES ('default', 'room', 'oldest', 1, 1, 1)",
+    "INSERT INTO epochs VALUES (1, 1, 'default', 'run', 0, 1, 1, 1, 1, 1, 1, 1)",
+    "INSERT INTO nodes VALUES ('node', 1)",
+    f"INSERT INTO placed SELECT '{'2' * 16}', 'node', id, 0, '[[0, 1]]', 1, 'job', 1 FROM sources",
+    "INSERT INTO members SELECT id, 'node', 'job', 'word' FROM sources",
+)
+
+
+class _Odd:
+    """A cache whose catalog gets one value after another, read by every verb that shows it."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        edit(root, *_ROWS)
+        self.root, self.capsys = root, capsys
+        self.catalog = root / "catalog.sqlite3"
+        self.pristine = self.catalog.read_bytes()
+        self.files = sorted((root / "shards").rglob("*"))
+        with contextlib.closing(sqlite3.connect(self.catalog)) as connection:
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+            self.columns = [
+                (table, row[1])
+                for (table,) in tables
+                if not table.startswith("sqlite_")
+                for row in connection.execute(f"PRAGMA table_info({table})")
+            ]
+        verbs = [lambda verb=verb: self.verb(verb) for verb in ("stats", "ls", "doctor", "verify")]
+        self.readers: list[Callable[[], None]] = [*verbs, self.library, self.load]
+
+    def put(self, table: str, column: str, value: str) -> bool:
+        """Write the value into some row; False where no such catalog can be."""
+        self.catalog.write_bytes(self.pristine)
+        self.catalog.with_name("catalog.sqlite3-journal").unlink(missing_ok=True)
+        key = "key = 'max_size'" if (table, column) == ("meta", "value") else "1"
+        try:
+            edit(self.root, f"UPDATE OR REPLACE {table} SET {column} = {value} WHERE {key}")
+        except sqlite3.IntegrityError:
+            return False
+        return True
+
+    def verb(self, verb: str) -> None:
+        code = app.run([verb, "--cache", str(self.root)])
+        said = self.capsys.readouterr().err
+        assert "a bug" not in said
+        assert "Traceback" not in said
+        assert code in (0, 4, 5, 6) or verb == "doctor"
+
+    def library(self) -> None:
+        with contextlib.suppress(CacheToolError), open_cache(self.root) as opened:
+            opened.stats()
+            opened.shards()
+
+    def load(self) -> None:
+        with (
+            contextlib.suppress(CacheToolError),
+            Loader(self.root, batch_size=16, workers=0, wait=0, hold=0) as loader,
+        ):
+            list(loader)
+
+    def look(self) -> None:
+        with open_cache(self.root) as opened:
+            opened.stats()
+            View.of_snapshot(opened.snapshot(peek=True))
+
+    def check(self, table: str, column: str, value: str, readers: list[Callable[[], None]]) -> None:
+        if self.put(table, column, value):
+            for read in readers:
+                try:
+                    read()
+                except Exception as error:  # noqa: BLE001 (whatever it is, it belongs to this value)
+                    pytest.fail(f"{table}.{column} = {value[:20]}: {error!r}")
+            assert sorted((self.root / "shards").rglob("*")) == self.files, (table, column, value[:20])
+
+
+@pytest.fixture
+def odd(cache: Path, victim: Path, capsys: pytest.CaptureFixture[str]) -> _Odd:
+    return _Odd(cache, capsys)
+
+
+def test_values_that_cachetool_never_writes_end_in_one_line(odd: _Odd) -> None:
+    """One value and one reader for each column; all of them below."""
+    for number, (table, column) in enumerate(odd.columns):
+        value = _HOSTILE[number % len(_HOSTILE)]
+        odd.check(table, column, value, [odd.readers[number % len(odd.readers)]])
+
+
+@pytest.mark.soak
+def test_every_value_in_every_column_ends_in_one_line(odd: _Odd) -> None:
+    for table, column in odd.columns:
+        for value in _HOSTILE:
+            odd.check(table, column, value, odd.readers)
+
+
+_SHOWN = (
+    *(("draws", _HOSTILE[-1]), ("epochs", "x'00'"), ("bytes", "'x'")),
+    *(("at", "9e999"), ("run", "x'00'"), ("subject", "x'00'")),
+)
+"""Values that harm nobody who only looks: ``verify`` alone names them."""
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("shards", "bytes", "9e999"),
+        ("shards", "draws", _HOSTILE[-1]),
+        ("shards", "samples", "'x'"),
+        ("shards", "epochs", "x'00'"),
+        ("sources", "options", _HOSTILE[-1]),
+        ("datasets", "schema", _HOSTILE[-1]),
+        ("meta", "value", "'x'"),
+        ("meta", "key", "'x'"),
+        ("events", "subject", "x'00'"),
+        ("events", "at", "9e999"),
+        ("evictions", "bytes", "'x'"),
+        ("pullers", "started", "NULL"),
+        ("epochs", "run", "x'00'"),
+    ],
+)
+def test_such_a_value_is_named_and_a_repair_drops_it(odd: _Odd, table: str, column: str, value: str) -> None:
+    assert odd.put(table, column, value)
+    wrong = verify(odd.root)
+    assert any("cannot be trusted: its table" in problem.what for problem in wrong.problems)
+    if (column, value) not in _SHOWN:
+        said = rf"({table}'|no pages).*verify --repair"
+        with pytest.raises(CatalogError, match=said) as told:
+            odd.look()
+        assert len(str(told.value).splitlines()) == 1
+    assert verify(odd.root, repair=True).sound
+    assert verify(odd.root).problems == []
+    with open_cache(odd.root) as opened:
+        assert json.dumps(opened.stats().as_dict(), allow_nan=False)

@@ -13,6 +13,8 @@ import cachetool
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.loaders.numpy import Loader
+from cachetool.proc.folders import MAX_JSON
+from cachetool.sources.ours import read_parts
 from tests.loaders.conftest import run_script
 from tests.loaders.numbered import EVERY, SMALL, digest, digests, leases, put, sample
 
@@ -155,3 +157,36 @@ def test_batches_larger_than_all_there_will_ever_be_are_refused_at_once(folders:
     loader = Loader(folders["lmdb", None], batch_size=64, drop_last=True, workers=0)
     with loader, pytest.raises(UsageError, match=says):
         iter(loader)
+
+
+@pytest.mark.parametrize("name", ["lmdb", "zarr"])
+def test_links_that_the_user_made_in_a_folder_are_followed(name: str, folders: dict[Any, Path], tmp_path: Path) -> None:
+    """As of files that are kept elsewhere; in a shard of a cache none is."""
+    folder = folders[name, None]
+    for path in (*folder.iterdir(), *(folder / ".extents").rglob("*.bin")):
+        link = tmp_path / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if path.name != ".extents":
+            link.symlink_to(path)
+    with Loader(tmp_path, batch_size=7, workers=0, verify=True) as loader:
+        assert seen(loader) == digests(EVERY, range(40))
+
+
+def test_a_link_to_a_shard_that_the_user_made_is_followed(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(9))
+        folder = cache.shards()[0].path
+    link = tmp_path / "gathered" / folder.name
+    link.parent.mkdir()
+    link.symlink_to(folder)
+    with Loader(link, batch_size=9, workers=0) as loader:
+        assert seen(loader, SMALL) == digests(SMALL, range(9))
+
+
+@pytest.mark.parametrize("text", [b" " * (MAX_JSON + 1) + b"{}", b"[" * 100_000, b"[]", b'{"format": "lmdb"}'])
+def test_a_description_from_elsewhere_costs_one_line(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_bytes(text)
+    for read in (lambda: Loader(tmp_path, batch_size=1), lambda: read_parts(tmp_path)):
+        with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool") as told:
+            read()
+        assert len(str(told.value).splitlines()) == 1

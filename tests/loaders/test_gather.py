@@ -135,7 +135,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, make: Callable[[], Pl
         extents = Extents.from_buffer(places.read_bytes(), schema=view.schema)
         places.write_bytes(replace(extents, files=(name,)).to_bytes())
 
-        with pytest.raises(CorruptError, match="is missing"):
+        with pytest.raises(CorruptError, match=r"is (missing|no plain file)"):
             gathered(view, [19], make())
 
 
@@ -240,3 +240,34 @@ def answer(board: Board, ready: object, answers: object) -> None:
     answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]
     ready.get()  # type: ignore[attr-defined]
     answers.put([board.current, board.fingerprint(9)])  # type: ignore[attr-defined]
+
+
+@each_way
+@pytest.mark.parametrize("name", ["data.h5", "extents.bin"])
+def test_a_link_in_a_shard_is_not_followed(tmp_path: Path, make: Callable[[], Places], name: str) -> None:
+    """In a cache that somebody else made it may lead to any file of the user's."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(20), format="hdf5")
+        view = view_of(cache)
+        file = view.parts[0].folder / name
+        file.rename(tmp_path / name)
+        file.symlink_to(tmp_path / name)
+
+        with pytest.raises(CorruptError, match=f"{name} is a link"):
+            gathered(view, [19], make())
+
+
+@each_way
+def test_a_folder_on_the_way_that_is_a_link_is_not_entered(tmp_path: Path, make: Callable[[], Places]) -> None:
+    """The extents may name a file behind it."""
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        put(cache, range(20), format="hdf5")
+        view = view_of(cache)
+        places = view.parts[0].extents
+        extents = Extents.from_buffer(places.read_bytes(), schema=view.schema)
+        places.write_bytes(replace(extents, files=("more/data.h5",)).to_bytes())
+        (view.parts[0].folder / "data.h5").rename(tmp_path / "data.h5")
+        (view.parts[0].folder / "more").symlink_to(tmp_path)
+
+        with pytest.raises(CorruptError, match="more is a link"):
+            gathered(view, [19], make())

@@ -73,8 +73,8 @@ class Checks:
         known = self._known.get(part.id)
         if known is None:
             side = part.extents.parent
-            stored = check_content(side, view.schema, part.content) if part.content else None
-            known = np.array(stored_checksums(side, view.schema) if stored is None else stored)
+            stored = check_content(side, view.schema, part.content, links=part.links) if part.content else None
+            known = np.array(stored_checksums(side, view.schema, links=part.links) if stored is None else stored)
             if known.shape[1] != part.samples:
                 raise CorruptError(f"{side} has checksums of {known.shape[1]} samples, not of {part.samples}")
             self._known[part.id] = known

@@ -129,7 +129,7 @@ class Memory:
     def look(self) -> None:
         """As of an arena."""
 
-    def map(self, path: Path | str) -> tuple[int, int] | None:
+    def map(self, path: Path | str, *, links: bool = True) -> tuple[int, int] | None:
         """None."""
         return None
 
@@ -197,14 +197,15 @@ class Arena:
         """Look up anew how many maps there may be."""
         self._room = 0
 
-    def map(self, path: Path | str) -> tuple[int, int] | None:
-        """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened.
+    def map(self, path: Path | str, *, links: bool = True) -> tuple[int, int] | None:
+        """Map a file read-only; gives its position and size. Raises OSError when it cannot be opened, and
+        :class:`CorruptError` for a link where ``links`` are not followed.
 
         None when the range is used up (what was unmapped is not used again) or there are too many maps.
         """
         if not self._has_room():
             return None
-        fd, size = open_plain(path)
+        fd, size = open_plain(path, links=links)
         try:
             # Smaller ones side by side, without a gap, which would count as a map: they get no huge page anyway.
             unit = HUGE if size >= HUGE else _SMALLEST

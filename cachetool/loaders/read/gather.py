@@ -28,7 +28,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
 from cachetool.formats.runs import Int64s, as_bytes, copy_rows, copy_runs, ends, inside
-from cachetool.formats.shard import check_digest
+from cachetool.formats.shard import check_library
 from cachetool.loaders.view import ShardFile, View
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def _runs(column: Column, field: Field) -> Runs:
 
 def open_by_library(part: ShardFile, schema: Schema) -> OpenPart:
     """Open a part through its format's own library."""
-    if part.digest and not part.extents.exists():  # a library may die of a damaged file, and this process with it
-        check_digest(part.folder, part.digest)
+    if not part.links:
+        check_library(part.folder, None if part.extents.exists() else part.digest or None)
     kind = get_format(part.format)
     return _LibraryPart(kind.open(part.folder / (part.file or f"data{kind.suffix}"), schema=schema))
 

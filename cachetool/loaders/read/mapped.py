@@ -36,7 +36,7 @@ from cachetool.core.block import Column
 from cachetool.core.errors import CorruptError
 from cachetool.core.extents import Extents
 from cachetool.core.schema import Field, Schema
-from cachetool.formats.files import map_file, missing_is_corrupt, open_plain
+from cachetool.formats.files import map_file, missing_is_corrupt, not_plain, open_plain, refuse_links
 from cachetool.formats.runs import Bytes, Int64s, Rows
 from cachetool.loaders.read.arena import Arena, Memory, open_arena
 from cachetool.loaders.read.gather import (
@@ -323,6 +323,8 @@ class MappedParts:
                     return None
                 raise
             if found is None:
+                if not part.links:
+                    refuse_links(part.where, extents.files)
                 found = _Opened(at, maps=self._maps)
             found.look_at(part, extents, schema, arena)
         names = tuple(extents.files)
@@ -342,16 +344,19 @@ def _values(memory: Bytes, field: Field) -> npt.NDArray[Any]:
 def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Extents, int | None]:
     """The extents of a part, and where they are mapped, if they are. Raises :class:`CorruptError`."""
     at = None
-    fd, size = open_plain(part.extents_name)
+    try:
+        fd, size = open_plain(part.extents_name, links=part.links)
+    except IsADirectoryError as error:
+        raise not_plain(part.extents_name) from error
     try:
         buffer: Any = os.pread(fd, size, 0) if size <= _SMALL else None
     finally:
         os.close(fd)
-    if buffer is None and (place := arena.map(part.extents_name)) is not None:
+    if buffer is None and (place := arena.map(part.extents_name, links=part.links)) is not None:
         at, size = place
         buffer = arena.bytes[at : at + size]
     if buffer is None:
-        buffer = map_file(part.extents)
+        buffer = map_file(part.extents, links=part.links)
     try:
         extents = Extents.from_buffer(buffer, schema=schema, name=part.extents_name)
         if extents.samples != part.samples:
@@ -400,7 +405,7 @@ class _Opened:
                 continue
             path = f"{part.where}/{extents.files[file]}"
             with missing_is_corrupt(path):
-                place = arena.map(path)
+                place = arena.map(path, links=part.links)
             if place is None:
                 return False
             self._maps[file] = place

@@ -11,6 +11,8 @@ kernel must tell all processors each time.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import CorruptError
-from cachetool.formats.files import missing_is_corrupt
+from cachetool.formats.files import missing_is_corrupt, not_plain, open_read
 from cachetool.formats.runs import Bytes, Int64s
 from cachetool.loaders.read.gather import evicted_errors
 from cachetool.loaders.view import ShardFile
@@ -59,7 +61,7 @@ class Descriptors:
             return fds[name], True
         path = f"{part.where}/{name}"
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = open_read(path, links=part.links)
         except OSError:
             with evicted_errors(part), missing_is_corrupt(path):
                 raise
@@ -121,9 +123,10 @@ class Unmapped:
                         has, path = os.fstat(fd).st_size, self._path(i)
                         raise CorruptError(f"{path} is cut short: it has {has} bytes, a value reaches out of them")
                     at, start = at + count, start + count
-        except IsADirectoryError:
-            with missing_is_corrupt(self._path(i)):
-                raise
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ESPIPE):  # a folder, a pipe
+                raise not_plain(self._path(i)) from error
+            raise
 
     def _path(self, i: int) -> str:
         part, name = self._file(int(self._numbers[i]))
@@ -149,7 +152,8 @@ class Unmapped:
             return
         starts_, sizes_ = starts.tolist(), sizes.tolist()
         for i, fd in self._opened():
-            os.posix_fadvise(fd, starts_[i], sizes_[i], os.POSIX_FADV_WILLNEED)
+            with contextlib.suppress(OSError):  # no plain file, as the read says
+                os.posix_fadvise(fd, starts_[i], sizes_[i], os.POSIX_FADV_WILLNEED)
 
     def _file(self, number: int) -> tuple[ShardFile, str]:
         return self._parts[number], self._names[number]

@@ -29,6 +29,7 @@ from cachetool.core.schema import Schema
 from cachetool.core.text import shown
 from cachetool.formats import get_format
 from cachetool.loaders.view import ShardFile, View
+from cachetool.proc.folders import read_json
 
 __all__ = ["DATASET_FILE", "FileSubscription", "is_shards", "located", "shards_at"]
 
@@ -207,7 +208,7 @@ def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
     about = folder / DATASET_FILE
 
     def parse() -> tuple[Schema, list[ShardFile]]:
-        value = json.loads(about.read_bytes())
+        value = json.loads(read_json(about, links=True))
         name = get_format(value["format"]).name
         return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
 
@@ -226,7 +227,8 @@ def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
         value = read_shard_json(folder)
         name = get_format(value["format"]).name
         samples, content, digest = int(value["samples"]), str(value["content"]), str(value["digest"])
-        part = ShardFile(value["id"], name, samples, content, str(folder), digest=digest)
+        where = folder.resolve() if folder.is_symlink() else folder  # a link that the user named is followed
+        part = ShardFile(value["id"], name, samples, content, str(where), digest=digest)
         return Schema.from_json(value["schema"]), [part]
 
     return _parsed(folder / SHARD_FILE, parse)
@@ -235,5 +237,5 @@ def _shard(folder: Path) -> tuple[Schema, list[ShardFile]]:
 def _parsed(path: Path, parse: Callable[[], tuple[Schema, list[ShardFile]]]) -> tuple[Schema, list[ShardFile]]:
     try:
         return parse()
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise CorruptError(f"{path} is not what cachetool writes: {error}") from error
