@@ -35,15 +35,15 @@ BLIND = {
     "report": set(LAYER) - {"core", "cache", "report"},
 }
 
-_TORCH = ("", "_values", "_loader", "_device", "_pages", "_iterable")
+_TORCH = ("", "_values", "_loader", "_device", "_iterable")
 HEAVY = {
     # library: the modules that may import it
     "h5py": {"formats.hdf5", "sources.hdf5"},
     "lmdb": {"formats.lmdb", "sources.lmdb"},
-    "zarr": {"formats.zarr", "sources.zarr", "sources.zarr_store"},
+    "zarr": {"formats.zarr", "sources.zarr"},
     "tfrecord": {"sources.tfrecord"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
-    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_stages", "loaders.tensorflow_values"},
+    "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_stages"},
     "jax": {"loaders.jax"},
     "lightning": {"loaders.lightning"},
     "pytorch_lightning": {"loaders.lightning"},
@@ -55,7 +55,7 @@ HEAVY = {
     "asyncssh": {"stores.sftp"},
     "torch": {"bench.rates", "loaders.huggingface"} | {f"loaders.torch{part}" for part in _TORCH},
     "obstore": {"stores"},
-    "sqlite3": {"cache.catalog", "cache.connection"},
+    "sqlite3": {"cache.catalog"},
     "xxhash": {"formats.digest"},
     "typer": {"cli"},
     "rich": {"cli"},

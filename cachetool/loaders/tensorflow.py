@@ -44,7 +44,7 @@ from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
 from cachetool.loaders.order import order
 from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
-from cachetool.loaders.view import View
+from cachetool.loaders.view import ShardFile, View
 
 try:
     import tensorflow as tf
