@@ -69,33 +69,33 @@ def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
     shards = connection.execute("SELECT id, state, source, turn, draws FROM shards").fetchall()
     rows = {row["id"]: row["state"] for row in shards}
     yield from (f"shard {id} is in the unknown state {state!r}" for id, state in rows.items() if state not in _STATES)
-    found = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
-    kept, _ = without_doubles(found.shards)
+    on_disk = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
+    kept, _ = without_doubles(on_disk.shards)
     yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
-    yield from _meta(connection, found)
+    yield from _meta(connection, on_disk)
     schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
-    for name, (_, schema) in found.schemas.items():
+    for name, (_, schema) in on_disk.schemas.items():
         if schemas.get(name) != schema:
             yield f"dataset {name} has another schema in it than its shards"
     # Of shards whose own file cannot be read, which is found later, the row must do.
-    read = {value["id"] for value in found.shards}
+    read = {value["id"] for value in on_disk.shards}
     unread = [
         {**dict(row), "draws": json.loads(row["draws"])}
         for row in shards
         if row["state"] in ("ready", "retiring") and row["id"] not in read and row["source"] is not None
     ]
-    for _, progress in found.progress.values():
+    for _, progress in on_disk.progress.values():
         yield from _source(connection, progress, kept + unread)
 
 
-def _meta(connection: Connection, found: Found) -> Iterator[str]:
+def _meta(connection: Connection, on_disk: Found) -> Iterator[str]:
     meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
     wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
     yield from (f"{key} is {meta[key]!r}" for key in wrong)
-    newest = max([at[0] for at, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
+    newest = max([at[0] for at, _ in on_disk.progress.values()] + [v["since"] for v in on_disk.shards], default=0)
     if newest > meta["version"]:
         yield f"it is at version {meta['version']}, and version {newest} was committed"
-    if math.floor(max((value["seq"] for value in found.shards), default=0)) > meta["seq"]:
+    if math.floor(max((value["seq"] for value in on_disk.shards), default=0)) > meta["seq"]:
         yield f"it counts {meta['seq']} commits, and there were more"
     if meta["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
         yield f"it is larger than its limit of {meta['pages']} pages"
@@ -120,7 +120,7 @@ def _source(connection: Connection, progress: Record, kept: list[Record]) -> Ite
     claims = connection.execute(
         f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN}", (row["id"], row["turn"])
     ).fetchall()
-    done = without([(0, row["frontier"])], [(each["start"], each["stop"]) for each in claims])
+    done = without([(0, row["frontier"])], [(claim["start"], claim["stop"]) for claim in claims])
     frontier, pending = open_draws(progress, kept)
     committed = without([(0, frontier)], pending)
     if without(committed, done) or (row["skipped"] <= progress["skipped"] and without(done, committed)):
@@ -187,7 +187,7 @@ class Verified:
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong, or nothing any more: every sample that was ever there is, or was evicted."""
-        return not self.missing and not self.quarantine and all(each.action is not None for each in self.problems)
+        return not self.missing and not self.quarantine and all(problem.action is not None for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -210,8 +210,8 @@ def check_own(
     try:
         trouble = catalog.trouble()
         query = "SELECT id FROM shards WHERE state IN ('ready', 'retiring')"
-        known = None if trouble is not None else {row["id"] for row in catalog.rows(query)}
-        _check_names(layout, result, known, repair=repair)
+        catalog_ids = None if trouble is not None else {row["id"] for row in catalog.rows(query)}
+        _check_names(layout, result, catalog_ids, repair=repair)
         if marker is not None and trouble is None and repair:
             _write_marker(layout, catalog, result, marker)
         if trouble is None and layout.shards.is_dir() and (repair or marker is None):
@@ -223,15 +223,15 @@ def check_own(
             result.problems.append(Problem(f"it {marker}", file=layout.marker.name))
         if repair or trouble is None:
             _check_marker(layout, catalog, result, None if repair else marker, cap, repair=repair)
-        result.shards = len(known or ())
+        result.shards = len(catalog_ids or ())
         return repair or (marker is None and trouble is None and layout.shards.is_dir())
     finally:
         catalog.close()
 
 
-def _check_names(layout: Layout, result: Verified, known: set[str] | None, *, repair: bool) -> None:
+def _check_names(layout: Layout, result: Verified, catalog_ids: set[str] | None, *, repair: bool) -> None:
     """Shards that somebody renamed: they say themselves which they are."""
-    for path, value in misnamed(layout, known):
+    for path, value in misnamed(layout, catalog_ids):
         if bad_files(path, value):
             continue  # whatever it is, it is not that shard as it was
         if repair:
@@ -257,16 +257,16 @@ def _rebuild(
             raise CapTooSmall(
                 f"--max-size is {format_size(cap)}, what lies in {layout.root} takes {there} bytes; name a larger one"
             )
-        made = rebuild(layout, max_size=cap)
-        action = f"rebuilt from {made.shards} shards with {made.samples} samples"
-        written = f"made again, with a cap of {format_size(made.max_size)}"
-        for name, why in made.bad:
+        rebuilt = rebuild(layout, max_size=cap)
+        action = f"rebuilt from {rebuilt.shards} shards with {rebuilt.samples} samples"
+        written = f"made again, with a cap of {format_size(rebuilt.max_size)}"
+        for name, why in rebuilt.bad:
             result.problems.append(Problem(why, shard=name, file=SHARD_FILE, action="in quarantine"))
-        for name in made.deleted:
+        for name in rebuilt.deleted:
             result.problems.append(
                 Problem("never committed, or its samples are in a newer shard", shard=name, action="deleted")
             )
-    if marker is not None and not any(each.file == layout.marker.name for each in result.problems):
+    if marker is not None and not any(problem.file == layout.marker.name for problem in result.problems):
         result.problems.insert(0, Problem(f"it {marker}", file=layout.marker.name, action=written))
     result.problems.insert(0, Problem(f"cannot be trusted: {trouble}", file=layout.catalog.name, action=action))
 

@@ -146,7 +146,7 @@ def convert(
         "verify": verify,
         "wait": wait,
     }
-    if api.elsewhere(on, cache, address=address):
+    if api.runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         if source is None:
@@ -174,11 +174,11 @@ def convert(
     )
 
 
-def _show(output: Output, found: Preview) -> None:
+def _show(output: Output, summary: Preview) -> None:
     if output.as_json:
-        output.document(found.as_dict())
+        output.document(summary.as_dict())
         return
-    output.line(f"{found.input}: {count(found.samples, 'sample')}")
-    output.table(["field", "type"], found.schema.items())
-    if found.skipped:
-        output.table(["left out", "why"], found.skipped)
+    output.line(f"{summary.input}: {count(summary.samples, 'sample')}")
+    output.table(["field", "type"], summary.schema.items())
+    if summary.skipped:
+        output.table(["left out", "why"], summary.skipped)
