@@ -79,34 +79,12 @@ class Cache(CacheDir):
         from cachetool.pull.run import pull, pull_and_follow
 
         options = PullOptions.of(
-            to=to,
-            samples=samples,
-            everything=everything,
-            follow=follow,
-            dataset=dataset,
-            seed=seed,
-            order=order,
-            refresh=refresh,
-            start_early=start_early,
-            workers=workers,
-            max_rate=max_rate,
-            shard_size=shard_size,
-            first_shard_after=first_shard_after,
-            policy=policy,
-            min_epochs=min_epochs,
-            on_error=on_error,
-            wait=wait,
-            renew=renew,
-            fields=fields,
-            rename=rename,
-            stem=stem,
-            decode=decode,
-            resize=resize,
-            label_from_folder=label_from_folder,
-            read_as=read_as,
-            key=key,
-            concurrency=concurrency,
-        )
+            to=to, samples=samples, everything=everything, follow=follow, dataset=dataset, seed=seed, order=order,
+            refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate, shard_size=shard_size,
+            first_shard_after=first_shard_after, policy=policy, min_epochs=min_epochs, on_error=on_error, wait=wait,
+            renew=renew, fields=fields, rename=rename, stem=stem, decode=decode, resize=resize,
+            label_from_folder=label_from_folder, read_as=read_as, key=key, concurrency=concurrency,
+        )  # fmt: skip
         source = parse_location(source, what="source=")
         if runs_on_cluster(on, self.root, address=address, placement=placement):
             from cachetool.cluster.pull import pull_over
@@ -147,7 +125,14 @@ class Cache(CacheDir):
         from cachetool.sources.doors import FileOptions
 
         options = conversion.ConvertOptions(
-            to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files)
+            to,
+            dataset=dataset,
+            shard_size=shard_size,
+            compression=compression,
+            workers=workers,
+            verify=verify,
+            wait=wait,
+            files=FileOptions(**files),
         )
         return conversion.convert(
             options, cache=self, source=source, out=conversion.output_folder(out), report=progress
