@@ -192,12 +192,12 @@ def convert(
             raise UsageError(
                 f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
             )
-        plain = {name: options.pop(name) for name in _PLAIN if name in options}
+        plain_options = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         import cachetool.conversion.run as conversion
         from cachetool.sources.doors import FileOptions
 
-        conversion_options = conversion.ConvertOptions(to, files=FileOptions(**options), **plain)
+        conversion_options = conversion.ConvertOptions(to, files=FileOptions(**options), **plain_options)
         return conversion.convert(
             conversion_options, source=source, out=conversion.output_folder(out), report=report, engine=engine
         )

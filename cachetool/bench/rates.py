@@ -1,6 +1,6 @@
-"""How fast batches reach a consumer that touches every page of them. MB/s of values.
+"""Rates at which batches reach a consumer that touches every page of them, and the advice that follows. MB/s of values.
 
-What the numbers mean: which part is the slowest, and what to change. Pure: numbers in, sentences out.
+The advice says which part is the slowest, and what to change. Pure: numbers in, sentences out.
 """
 
 from __future__ import annotations

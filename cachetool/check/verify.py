@@ -179,11 +179,12 @@ def _pull_again(cache: CacheDir, result: Verified, formats: dict[str, str], repo
         while left is not None and more:
             before = left.samples
             try:
-                pulled = _pull_loss(cache, left, formats, report, skip=skip)
-                if pulled.skipped_examples:
-                    last = pulled.skipped_examples[-1]
+                pull_result = _pull_loss(cache, left, formats, report, skip=skip)
+                if pull_result.skipped_examples:
+                    last = pull_result.skipped_examples[-1]
                     why = (
-                        f"of {pulled.skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
+                        f"of {pull_result.skipped} objects that cannot be read,"
+                        f" the last is {last['key']}: {last['reason']}"
                     )
             except CacheToolError as error:
                 why, more = str(error), False

@@ -121,7 +121,6 @@ def convert(
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool import api
-    from cachetool.sources.readers import NOT_ASKED
 
     output = Output(as_json=as_json, quiet=quiet)
     file_options: dict[str, Any] = {
@@ -161,15 +160,18 @@ def convert(
             result = api.convert(
                 source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **file_options
             )
-    if lost := left_out([skip for skip in result.skipped if skip[1] != NOT_ASKED], "--dry-run lists them"):
-        output.note(lost)
-    if as_json:
-        output.document(result.as_dict())
-    else:
-        _print(output, result, source)
+    _print(output, result, source)
 
 
 def _print(output: Output, result: ConvertResult, source: str | None) -> None:
+    """The result, as text or as JSON, after a note on what was left out."""
+    from cachetool.sources.readers import NOT_ASKED
+
+    if lost := left_out([skip for skip in result.skipped if skip[1] != NOT_ASKED], "--dry-run lists them"):
+        output.note(lost)
+    if output.as_json:
+        output.document(result.as_dict())
+        return
     if result.present and not result.samples:
         output.line(f"all {count(result.present, 'sample')} of {source} are in the cache already")
         return
