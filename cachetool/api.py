@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cachetool.conversion.run import ConvertResult
     from cachetool.pull.run import PullResult
 
-__all__ = ["Cache", "convert", "elsewhere", "find_shard", "open_cache", "read_sample"]
+__all__ = ["Cache", "convert", "find_shard", "open_cache", "read_sample", "runs_on_cluster"]
 
 
 class Cache(CacheDir):
@@ -79,36 +79,14 @@ class Cache(CacheDir):
         from cachetool.pull.run import pull, pull_and_follow
 
         options = PullOptions.of(
-            to=to,
-            samples=samples,
-            everything=everything,
-            follow=follow,
-            dataset=dataset,
-            seed=seed,
-            order=order,
-            refresh=refresh,
-            start_early=start_early,
-            workers=workers,
-            max_rate=max_rate,
-            shard_size=shard_size,
-            first_shard_after=first_shard_after,
-            policy=policy,
-            min_epochs=min_epochs,
-            on_error=on_error,
-            wait=wait,
-            renew=renew,
-            fields=fields,
-            rename=rename,
-            stem=stem,
-            decode=decode,
-            resize=resize,
-            label_from_folder=label_from_folder,
-            read_as=read_as,
-            key=key,
-            concurrency=concurrency,
-        )
+            to=to, samples=samples, everything=everything, follow=follow, dataset=dataset, seed=seed, order=order,
+            refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate, shard_size=shard_size,
+            first_shard_after=first_shard_after, policy=policy, min_epochs=min_epochs, on_error=on_error, wait=wait,
+            renew=renew, fields=fields, rename=rename, stem=stem, decode=decode, resize=resize,
+            label_from_folder=label_from_folder, read_as=read_as, key=key, concurrency=concurrency,
+        )  # fmt: skip
         source = parse_location(source, what="source=")
-        if elsewhere(on, self.root, address=address, placement=placement):
+        if runs_on_cluster(on, self.root, address=address, placement=placement):
             from cachetool.cluster.pull import pull_over
 
             notify = self.asked["notify"] or (lambda line: None)
@@ -147,7 +125,14 @@ class Cache(CacheDir):
         from cachetool.sources.doors import FileOptions
 
         options = conversion.ConvertOptions(
-            to, dataset, shard_size, compression, workers, verify, wait, FileOptions(**files)
+            to,
+            dataset=dataset,
+            shard_size=shard_size,
+            compression=compression,
+            workers=workers,
+            verify=verify,
+            wait=wait,
+            files=FileOptions(**files),
         )
         return conversion.convert(
             options, cache=self, source=source, out=conversion.output_folder(out), report=progress
@@ -168,7 +153,7 @@ def open_cache(
     return cache
 
 
-def elsewhere(on: str, cache: str | Path | None, **only: object) -> bool:
+def runs_on_cluster(on: str, cache: str | Path | None, **only: object) -> bool:
     """Whether a verb is to run on the nodes of a cluster; ``only`` are options that have a sense there alone. Raises
     :class:`UsageError` for what goes with neither."""
     parse_choice(on, ("local", "ray"), what="--on")
@@ -207,13 +192,15 @@ def convert(
             raise UsageError(
                 f"{name} has no part in INPUT with --out, which makes plain files of it; leave one of the two out"
             )
-        known = {name: options.pop(name) for name in _PLAIN if name in options}
+        plain_options = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         import cachetool.conversion.run as conversion
         from cachetool.sources.doors import FileOptions
 
-        made = conversion.ConvertOptions(to, files=FileOptions(**options), **known)
-        return conversion.convert(made, source=source, out=conversion.output_folder(out), report=report, engine=engine)
+        conversion_options = conversion.ConvertOptions(to, files=FileOptions(**options), **plain_options)
+        return conversion.convert(
+            conversion_options, source=source, out=conversion.output_folder(out), report=report, engine=engine
+        )
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
     with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:
@@ -226,14 +213,14 @@ _PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait")
 def find_shard(cache: CacheDir, name: str) -> Shard:
     """The shard with this id or the only one whose id begins so. Raises :class:`UsageError`."""
     name = parse_text(name, what="shard=")
-    found = [shard for shard in cache.shards() if shard.id.startswith(name)]
-    if len(found) != 1:
-        what = "no shard" if not found else f"{len(found)} shards"
+    matches = [shard for shard in cache.shards() if shard.id.startswith(name)]
+    if len(matches) != 1:
+        what = "no shard" if not matches else f"{len(matches)} shards"
         raise UsageError(
             f"cache {cache.root} has {what} with an id that begins with {shown(name)};"
             f" see: cachetool ls{cache_option(cache.root)}"
         )
-    return found[0]
+    return matches[0]
 
 
 def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
@@ -241,18 +228,18 @@ def read_sample(cache: CacheDir, shard: str, index: int) -> dict[str, Any]:
 
     Raises :class:`UsageError`, and :class:`CorruptError` naming file, sample and field.
     """
-    found, index = find_shard(cache, shard), parse_whole(index, what="index=")
-    if not 0 <= index < found.samples:
-        raise UsageError(f"shard {found.id} has samples 0 to {found.samples - 1}, not {index}")
+    target, index = find_shard(cache, shard), parse_whole(index, what="index=")
+    if not 0 <= index < target.samples:
+        raise UsageError(f"shard {target.id} has samples 0 to {target.samples - 1}, not {index}")
     import numpy as np
 
     from cachetool.formats import get_format
     from cachetool.formats.reading import check_values
     from cachetool.formats.shard import check_content, open_shard
 
-    with cache.snapshot(dataset=found.dataset, peek=True):
-        expected, at = check_content(found.path, found.schema, found.content), np.array([index])
-        with open_shard(found.path, get_format(found.format), found.schema, digest=found.digest) as reader:
+    with cache.snapshot(dataset=target.dataset, peek=True):
+        expected, at = check_content(target.path, target.schema, target.content), np.array([index])
+        with open_shard(target.path, get_format(target.format), target.schema, digest=target.digest) as reader:
             block = reader.take(at)
-            check_values(block, expected[:, at], name=str(found.data), indices=at)
+            check_values(block, expected[:, at], name=str(target.data), indices=at)
             return block.sample(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import cachetool.bench.ceilings as ceilings
 import cachetool.bench.rates as rates
-from cachetool.bench.rates import Found, advice
+from cachetool.bench.rates import Measurements, advice
 from cachetool.bench.samples import Trial, files_of, made_up, of_cache, of_files, written
 from cachetool.cache import open_cache
 from cachetool.core.errors import CacheToolError, to_json
@@ -33,8 +33,8 @@ def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     workers, seconds = int(options["workers"]), float(options["seconds"])
     about = f"{trial.block.samples} samples of {format_size(trial.mean)} on average, in batches of {trial.batch}"
     yield {"note": f"{trial.what}: {about}"}
-    found: dict[str, Any] = {"memory": ceilings.memory(trial, seconds)}
-    yield _row("memory", "copies shuffled samples", found["memory"])
+    limits: dict[str, Any] = {"memory": ceilings.memory(trial, seconds)}
+    yield _row("memory", "copies shuffled samples", limits["memory"])
     warm: dict[str, float] = {}
     busy: dict[str, float] = {}
     cold: dict[str, float] = {}
@@ -42,12 +42,14 @@ def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
     own = trial.format or names[0]
     window = None
     by_workers: dict[int, float] = {}
-    for name in sorted(names, key=lambda each: each != own):
+    for name in sorted(names, key=lambda candidate: candidate != own):
         with written(trial, name, folder) as cache:
             if not cold:
-                found["in_order"], found["at_random"] = ceilings.disk(files_of(cache), min(trial.mean, 2**20), seconds)
-                yield _row("disk", "in order", found["in_order"])
-                yield _row("disk", f"{format_size(min(trial.mean, 2**20))} at random, 16 at once", found["at_random"])
+                limits["in_order"], limits["at_random"] = ceilings.disk(
+                    files_of(cache), min(trial.mean, 2**20), seconds
+                )
+                yield _row("disk", "in order", limits["in_order"])
+                yield _row("disk", f"{format_size(min(trial.mean, 2**20))} at random, 16 at once", limits["at_random"])
             cold[name] = rates.cold(cache, trial, workers=workers, shuffle="full")
             warm[name], busy[name] = rates.warm(cache, trial, workers=workers, seconds=seconds)
             yield _row(name, "Loader, from memory", warm[name])
@@ -70,8 +72,8 @@ def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
                     yield _row(name, what, speed)
     yield {
         "advice": advice(
-            Found(
-                whole=trial.whole,
+            Measurements(
+                total_bytes=trial.total_bytes,
                 available=ceilings.available(),
                 mean=trial.mean,
                 batch=trial.batch,
@@ -82,7 +84,7 @@ def measure(options: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
                 window=window,
                 by_workers=by_workers,
                 workers=workers,
-                **found,
+                **limits,
             )
         )
     }
@@ -108,8 +110,8 @@ def main() -> int:
     os.dup2(2, 1)  # what a library prints must not mix with the lines
     try:
         with scratch(Path(options["folder"]), "cachetool-bench-") as folder:
-            for each in measure(options, folder):
-                out.write(json.dumps(each) + "\n")
+            for message in measure(options, folder):
+                out.write(json.dumps(message) + "\n")
     except CacheToolError as error:
         out.write(json.dumps({"error": to_json(error)}) + "\n")
         return error.exit_code

@@ -25,14 +25,14 @@ def available() -> int:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
         return 0
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable")]
-    return int(found[0]) * 1024 if found else 0
+    sizes = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable")]
+    return int(sizes[0]) * 1024 if sizes else 0
 
 
 def memory(trial: Trial, seconds: float) -> float:
     """Shuffled samples copied within memory into a batch that is used again: no loader can be much faster."""
-    columns = [each.values if isinstance(each, Ragged) else each for each in trial.block.columns.values()]
-    column = max(columns, key=lambda each: each.nbytes)
+    columns = [stored.values if isinstance(stored, Ragged) else stored for stored in trial.block.columns.values()]
+    column = max(columns, key=lambda values: values.nbytes)
     batch = max(1, min(trial.batch, len(column)))
     out = {"x": np.empty((batch, *column.shape[1:]), dtype=column.dtype)}
     rng = np.random.default_rng(0)
@@ -62,11 +62,11 @@ def disk(paths: list[Path], size: int, seconds: float) -> tuple[float, float]:
     chosen = [places[i] for i in rng.permutation(len(places)).tolist()]
     end = time.perf_counter() + seconds
 
-    def read(mine: list[tuple[Path, int]]) -> int:
+    def read(assigned: list[tuple[Path, int]]) -> int:
         memory, total = memoryview(bytearray(size)), 0
         fds: dict[Path, int] = {}
         try:
-            for path, at in mine:
+            for path, at in assigned:
                 if time.perf_counter() > end:
                     break
                 fd = fds.setdefault(path, -1)

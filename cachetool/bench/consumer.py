@@ -92,5 +92,5 @@ def epoch(
     if not busy:
         return {"MB/s": rate(lambda: touched(batches, pace, seconds))}
     with Spinner() as spinner:
-        found = rate(lambda: touched(batches, pace, seconds))
-    return {"MB/s": found, "blocked": spinner.blocked}
+        speed = rate(lambda: touched(batches, pace, seconds))
+    return {"MB/s": speed, "blocked": spinner.blocked}

@@ -1,6 +1,6 @@
-"""How fast batches reach a consumer that touches every page of them. MB/s of values.
+"""Rates at which batches reach a consumer that touches every page of them, and the advice that follows. MB/s of values.
 
-What the numbers mean: which part is the slowest, and what to change. Pure: numbers in, sentences out.
+The advice says which part is the slowest, and what to change. Pure: numbers in, sentences out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cachetool.cache import CacheDir
 from cachetool.core.units import format_size
 from cachetool.loaders.numpy import Loader
 
-__all__ = ["Found", "advice", "cold", "frameworks", "gil_left", "warm"]
+__all__ = ["Measurements", "advice", "cold", "frameworks", "gil_left", "warm"]
 
 
 _ALONE: dict[str, Any] = {"rank": 0, "world_size": 1}
@@ -60,20 +60,20 @@ def gil_left(cache: CacheDir, trial: Trial, *, workers: int, seconds: float, mos
     with Loader(cache, batch_size=trial.batch, workers=workers, **_ALONE) as loader:
         touched(loader)
         with Spinner() as spinner:
-            found = rate(lambda: touched(loader, pace, seconds))
-    return found, 1 - spinner.blocked
+            speed = rate(lambda: touched(loader, pace, seconds))
+    return speed, 1 - spinner.blocked
 
 
 def frameworks(cache: CacheDir, trial: Trial, *, workers: int, seconds: float) -> list[tuple[str, float]]:
     """The loaders for PyTorch and, of a cache of TFRecords, for TensorFlow, where they are installed."""
-    found: list[tuple[str, Callable[[], float]]] = []
+    measures: list[tuple[str, Callable[[], float]]] = []
     fixed = trial.block.schema.is_fixed
     if find_spec("torch") is not None and fixed:
-        found.append(("torch Loader", lambda: _torch_loader(cache, trial, workers, seconds)))
-        found.append(("torch DataLoader over CacheDataset", lambda: _torch_dataset(cache, trial, workers, seconds)))
+        measures.append(("torch Loader", lambda: _torch_loader(cache, trial, workers, seconds)))
+        measures.append(("torch DataLoader over CacheDataset", lambda: _torch_dataset(cache, trial, workers, seconds)))
     if find_spec("tensorflow") is not None and fixed:
-        found.append(("TensorFlow make_dataset", lambda: _tensorflow(cache, trial, seconds)))
-    return [(name, measure()) for name, measure in found]
+        measures.append(("TensorFlow make_dataset", lambda: _tensorflow(cache, trial, seconds)))
+    return [(name, measure()) for name, measure in measures]
 
 
 def _arrays(batches: Iterable[Any]) -> Iterable[dict[str, Any]]:
@@ -133,10 +133,10 @@ _FASTER = 1.25
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurements:
     """What was measured. Rates are MB/s."""
 
-    whole: int
+    total_bytes: int
     """Bytes of all the samples, of which some were measured."""
     available: int
     """Bytes of memory that the page cache may take; 0 when unknown."""
@@ -160,45 +160,47 @@ class Found:
     compressed: bool = False
 
 
-def advice(found: Found) -> str:
+def advice(measured: Measurements) -> str:
     """One sentence: what sets the pace, and what would change it."""
-    fits = not found.available or found.whole < 0.8 * found.available
-    warm, cold = found.warm[found.own], found.cold[found.own]
+    fits = not measured.available or measured.total_bytes < 0.8 * measured.available
+    warm, cold = measured.warm[measured.own], measured.cold[measured.own]
     if not fits:
-        return _disk(found, cold)
-    fastest = max(found.warm, key=lambda name: found.warm[name])
-    pace = f"All {format_size(found.whole)} fit into memory ({format_size(found.available)} left), so from the second"
+        return _disk(measured, cold)
+    fastest = max(measured.warm, key=lambda name: measured.warm[name])
+    total, available = format_size(measured.total_bytes), format_size(measured.available)
+    pace = f"All {total} fit into memory ({available} left), so from the second"
     pace += f" epoch on batches come from there, at {warm:,.0f} MB/s"
-    best = max(found.by_workers, key=lambda count: found.by_workers[count])
-    if found.by_workers[best] > _FASTER * found.by_workers.get(found.workers, warm):
-        return f"{pace}; the feeders set the pace: workers={best} gives {found.by_workers[best]:,.0f} MB/s."
-    if found.warm[fastest] > _FASTER * warm:
+    best = max(measured.by_workers, key=lambda count: measured.by_workers[count])
+    if measured.by_workers[best] > _FASTER * measured.by_workers.get(measured.workers, warm):
+        return f"{pace}; the feeders set the pace: workers={best} gives {measured.by_workers[best]:,.0f} MB/s."
+    if measured.warm[fastest] > _FASTER * warm:
         change = f"cachetool convert --to {fastest}"
-        return f"{pace}; the format sets the pace: {fastest} gives {found.warm[fastest]:,.0f} MB/s ({change})."
-    step = found.batch * found.mean / warm / 1e3
+        return f"{pace}; the format sets the pace: {fastest} gives {measured.warm[fastest]:,.0f} MB/s ({change})."
+    step = measured.batch * measured.mean / warm / 1e3
     return (
-        f"{pace}: a training step of {step:.2g} ms or more for {found.batch} samples sets the pace and never waits;"
+        f"{pace}: a training step of {step:.2g} ms or more for {measured.batch} samples sets the pace and never waits;"
         " nothing needs to change."
     )
 
 
-def _disk(found: Found, cold: float) -> str:
-    pace = f"The {format_size(found.whole)} of samples do not fit into the {format_size(found.available)} of memory"
+def _disk(measured: Measurements, cold: float) -> str:
+    total, available = format_size(measured.total_bytes), format_size(measured.available)
+    pace = f"The {total} of samples do not fit into the {available} of memory"
     pace += f" left, so epochs read the disk, at {cold:,.0f} MB/s"
-    if found.window is not None and found.window > _FASTER * cold:
-        better = f'shuffle="window" gives {found.window:,.0f} MB/s'
-        return f"{pace}; samples of {format_size(found.mean)} one by one are slow: {better}."
-    fastest = max(found.cold, key=lambda name: found.cold[name])
-    if found.cold[fastest] > _FASTER * cold:
+    if measured.window is not None and measured.window > _FASTER * cold:
+        better = f'shuffle="window" gives {measured.window:,.0f} MB/s'
+        return f"{pace}; samples of {format_size(measured.mean)} one by one are slow: {better}."
+    fastest = max(measured.cold, key=lambda name: measured.cold[name])
+    if measured.cold[fastest] > _FASTER * cold:
         return (
-            f"{pace}; the format sets the pace: {fastest} gives {found.cold[fastest]:,.0f} MB/s"
+            f"{pace}; the format sets the pace: {fastest} gives {measured.cold[fastest]:,.0f} MB/s"
             f" (cachetool convert --to {fastest})."
         )
-    limit = max(found.at_random, found.in_order)
-    if cold > 0.7 * found.at_random:
+    limit = max(measured.at_random, measured.in_order)
+    if cold > 0.7 * measured.at_random:
         return (
             f"{pace}, {100 * cold / limit:.0f} % of what it gives: the disk sets the pace; a cap below"
-            f" {format_size(int(0.8 * found.available))} (--max-size) would keep the epochs in memory."
+            f" {format_size(int(0.8 * measured.available))} (--max-size) would keep the epochs in memory."
         )
-    more = f"more workers keep more requests in flight (workers={found.workers * 2})"
+    more = f"more workers keep more requests in flight (workers={measured.workers * 2})"
     return f"{pace}, of {limit:,.0f} MB/s that it gives; {more}."

@@ -36,7 +36,7 @@ class Trial:
     format: str | None
     """In which most of the whole is stored; None outside a cache."""
     block: Block
-    whole: int
+    total_bytes: int
     """Bytes of values of the whole."""
 
     @property
@@ -70,19 +70,19 @@ def of_cache(cache: CacheDir, dataset: str | None) -> Trial:
             charged[shard.format] = charged.get(shard.format, 0) + shard.bytes
         own = max(charged, key=lambda name: charged[name])
         place = {"kind": "cache", "root": str(cache.root), "dataset": snapshot.dataset, "version": snapshot.version}
-        with closing(open_input(place)) as found:
-            block = _some(found.blocks(0, found.samples))
+        with closing(open_input(place)) as opened:
+            block = _some(opened.blocks(0, opened.samples))
         where = f"dataset {snapshot.dataset!r} of the cache {cache.root}"
         return Trial(where, own, block, sum(shard.payload for shard in shards))
 
 
 def of_files(path: Path) -> Trial:
     """The first samples of a file or folder that ``convert`` reads. Raises what opening it raises."""
-    with closing(open_input(describe(path, FileOptions()))) as found:
-        if not found.samples:
+    with closing(open_input(describe(path, FileOptions()))) as opened:
+        if not opened.samples:
             raise NotFound(f"{path}: no samples in it")
-        block = _some(found.blocks(0, found.samples))
-        return Trial(str(path), None, block, found.samples * (block.nbytes // block.samples))
+        block = _some(opened.blocks(0, opened.samples))
+        return Trial(str(path), None, block, opened.samples * (block.nbytes // block.samples))
 
 
 def _some(blocks: Iterator[Block]) -> Block:

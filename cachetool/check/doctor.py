@@ -49,11 +49,11 @@ def examine(root: str | Path | None = None) -> list[Finding]:
     path = place_of(root_of(root))
     layout = Layout(path)
     exists, wrong = look(layout)
-    found = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]
+    findings = [Finding("cache", "ok" if exists else "note", f"{path}{'' if exists else ': not made yet'}")]
     if wrong is not None:
-        found.append(Finding(layout.marker.name, "bad", f"it {wrong}; {_mended(layout)}"))
+        findings.append(Finding(layout.marker.name, "bad", f"it {wrong}; {_mended(layout)}"))
     if exists:
-        found += [
+        findings += [
             Finding("folder", "bad", f"{folder.name}/ is missing; {_mended(layout)}")
             if folder == layout.shards
             else Finding("folder", "note", f"{folder.name}/ is missing; the next command makes it again")
@@ -62,15 +62,15 @@ def examine(root: str | Path | None = None) -> list[Finding]:
     if (why := loose(layout.root)) is not None:
         allowed = os.environ.get(ALLOW_SHARED) == "1"
         text = f"{why}; {ALLOW_SHARED}=1 allows it" if allowed else f"refused: {why}, or set {ALLOW_SHARED}=1"
-        found.append(Finding("owner", "note" if allowed else "bad", text))
-    found += _place(layout)
+        findings.append(Finding("owner", "note" if allowed else "bad", text))
+    findings += _place(layout)
     if not exists:
-        return found
+        return findings
     if (denied := _denied(layout)) is not None:
-        found.append(Finding("permission", "bad", str(denied)))
+        findings.append(Finding("permission", "bad", str(denied)))
     if denied is None or denied.readable:
-        found += _catalog(layout)
-    return found
+        findings += _catalog(layout)
+    return findings
 
 
 def _denied(layout: Layout) -> CatalogError | None:
@@ -161,7 +161,7 @@ def _catalog(layout: Layout) -> list[Finding]:
     finally:
         catalog.close()
     sizes = [format_size(path.stat().st_size) for path in (layout.catalog, _journal(layout)) if path.exists()]
-    found = [
+    findings = [
         Finding("catalog", "ok", f"sound, schema {schema}, version {meta['version']}, {' + '.join(sizes)}"),
         Finding("SQLite", "ok" if mode == "persist" else "bad", f"{library_version()}, journal mode {mode}"),
         Finding(
@@ -173,35 +173,37 @@ def _catalog(layout: Layout) -> list[Finding]:
     ]
     if copied:
         text = f"the cache came from a disk with other blocks; {_NEXT_COUNTS}"
-        found.append(Finding("cap", "note", text))
+        findings.append(Finding("cap", "note", text))
     states = lock_states(layout.holders)
     for row in holders:
         alive = states.pop(row["id"], False)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["started"]))
         text = f"pid {row['pid']} on {row['host']} ({row['what']}) since {since}"
-        found.append(Finding("holder", "ok" if alive else "note", text if alive else f"{text}: dead; {_NEXT}"))
-    found += [
+        findings.append(Finding("holder", "ok" if alive else "note", text if alive else f"{text}: dead; {_NEXT}"))
+    findings += [
         Finding("holder", "note", f"lock file of a dead process; {_NEXT}") for live in states.values() if not live
     ]
-    found += [Finding("lease", "ok", text) for text in leases]
+    findings += [Finding("lease", "ok", text) for text in leases]
     if left:
         size = format_size(sum(stray.bytes for stray in left))
-        found.append(Finding("left over", "bad", f"{len(left)} files or folders, {size}; {_mended(layout)}"))
+        findings.append(Finding("left over", "bad", f"{len(left)} files or folders, {size}; {_mended(layout)}"))
     if aside:
-        size = format_size(sum(each["bytes"] for each in aside))
+        size = format_size(sum(shard["bytes"] for shard in aside))
         option = cache_option(layout.root)
         text = f"{len(aside)} shards, {size}; see: cachetool verify{option}; to delete them: --repair --purge"
-        found.append(Finding("quarantine", "note", text))
-    found += [Finding("missing", "bad", f"{each.samples} samples of {each.url}; {_mended(layout)}") for each in missing]
+        findings.append(Finding("quarantine", "note", text))
+    findings += [
+        Finding("missing", "bad", f"{loss.samples} samples of {loss.url}; {_mended(layout)}") for loss in missing
+    ]
     said = settings(layout)
     if any(meta[name] != value for name, value in said.items()):
         text = f"{layout.marker.name} says {said}, the catalog, which decides, another cap; {_mended(layout)}"
-        found.append(Finding(layout.marker.name, "bad", text))
-    found += [
+        findings.append(Finding(layout.marker.name, "bad", text))
+    findings += [
         Finding("last error", "note", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
         for row in errors
     ]
-    return found
+    return findings
 
 
 _NEXT_COUNTS = "the next command that uses it counts its bytes as they are here"

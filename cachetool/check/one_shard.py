@@ -36,8 +36,8 @@ class Fault:
     file: str | None = None
 
 
-def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
-    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``whole`` reads every byte of it."""
+def faults_of(folder: Path, row: Row, *, every_byte: bool) -> list[Fault]:
+    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``every_byte`` reads all of it."""
     if folder.is_symlink():
         return [Fault("data", str(refused_link(folder)))]
     try:
@@ -53,7 +53,7 @@ def faults_of(folder: Path, row: Row, *, whole: bool) -> list[Fault]:
     real = tree_bytes(folder)
     miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
     # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
-    faults = bad_files(folder, value) if whole or miscounted else []
+    faults = bad_files(folder, value) if every_byte or miscounted else []
     if not faults and miscounted:
         faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
     if wrong := mend.row_differs(row, value):
@@ -65,23 +65,23 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
     """Read every byte of a shard and compare it with what was written."""
     wanted: dict[str, str] = value["files"]
     try:
-        found = file_digests(folder)
+        digests = file_digests(folder)
     except PermissionError:  # says nothing of the bytes: they are not to be pulled again for it
         raise
     except (OSError, CorruptError) as error:
         if limit_error(error) is not None:
             raise
         return [Fault("data", str(error))]
-    if not wanted and joined_digest(found) == value["digest"]:
+    if not wanted and joined_digest(digests) == value["digest"]:
         return []  # of a time before the digests of single files were kept
-    missing = [Fault("data", "it is missing", name) for name in wanted if name not in found]
+    missing = [Fault("data", "it is missing", name) for name in wanted if name not in digests]
     more = [
-        Fault("data", "it was not there when the shard was committed", name) for name in found if name not in wanted
+        Fault("data", "it was not there when the shard was committed", name) for name in digests if name not in wanted
     ]
     other = [
         Fault("data", "its bytes are not those that were written", name)
         for name, digest in wanted.items()
-        if found.get(name, digest) != digest
+        if digests.get(name, digest) != digest
     ]
     return missing + more + other or _bad_checksums(folder, value)
 

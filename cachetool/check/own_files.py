@@ -1,4 +1,4 @@
-"""What a verification finds in the cache's own files, and mends before shards are looked at.
+"""The cache's own files: what a verification finds in them, and mends before shards are looked at.
 
 ::
 
@@ -37,94 +37,6 @@ from cachetool.core.units import format_size, parse_size
 from cachetool.proc.folders import tree_bytes
 
 __all__ = ["Missing", "Problem", "Verified", "check_own", "contradiction"]
-
-
-_TABLES = (
-    *("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions"),
-    *("pullers", "nodes", "placed"),
-)
-_STATES = ("staging", "ready", "retiring", "trash", "quarantine")
-_FIXED = ("url", "identity", "dataset", "units", "samples", "seed")
-"""Of a source; the rest changes while it is drawn."""
-
-
-def contradiction(catalog: Catalog, layout: Layout) -> str | None:
-    """The first thing in which a catalog that is sound as a file disagrees with the shards; None when there is none.
-
-    What single rows say of single shards is left to :func:`cachetool.cache.repair.row_differs`: that can be corrected.
-    """
-    try:
-        with catalog.write() as connection:
-            return next(_differences(connection, layout), None)
-    except CatalogError as error:  # text that cannot be decoded, a page that is only read now
-        return str(error)
-    except (ValueError, TypeError, KeyError) as error:
-        return f"a row cannot be read: {error}"
-
-
-def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
-    for table in _TABLES:
-        for _ in connection.execute(f"SELECT * FROM {table}"):
-            pass
-    shards = connection.execute("SELECT id, state, source, turn, draws FROM shards").fetchall()
-    rows = {row["id"]: row["state"] for row in shards}
-    yield from (f"shard {id} is in the unknown state {state!r}" for id, state in rows.items() if state not in _STATES)
-    found = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
-    kept, _ = without_doubles(found.shards)
-    yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
-    yield from _meta(connection, found)
-    schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
-    for name, (_, schema) in found.schemas.items():
-        if schemas.get(name) != schema:
-            yield f"dataset {name} has another schema in it than its shards"
-    # Of shards whose own file cannot be read, which is found later, the row must do.
-    read = {value["id"] for value in found.shards}
-    unread = [
-        {**dict(row), "draws": json.loads(row["draws"])}
-        for row in shards
-        if row["state"] in ("ready", "retiring") and row["id"] not in read and row["source"] is not None
-    ]
-    for _, progress in found.progress.values():
-        yield from _source(connection, progress, kept + unread)
-
-
-def _meta(connection: Connection, found: Found) -> Iterator[str]:
-    meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
-    wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
-    yield from (f"{key} is {meta[key]!r}" for key in wrong)
-    newest = max([at[0] for at, _ in found.progress.values()] + [v["since"] for v in found.shards], default=0)
-    if newest > meta["version"]:
-        yield f"it is at version {meta['version']}, and version {newest} was committed"
-    if math.floor(max((value["seq"] for value in found.shards), default=0)) > meta["seq"]:
-        yield f"it counts {meta['seq']} commits, and there were more"
-    if meta["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
-        yield f"it is larger than its limit of {meta['pages']} pages"
-
-
-def _source(connection: Connection, progress: Record, kept: list[Record]) -> Iterator[str]:
-    """Draws that were committed must be done in the catalog, and no others, but for some that were skipped since."""
-    row: Mapping[str, Any] | None = connection.execute(
-        "SELECT * FROM sources WHERE id = ?", (progress["id"],)
-    ).fetchone()
-    name = f"source {progress['id']}"
-    if row is None:
-        yield f"{name} is not in it"
-        return
-    yield from (f"{key} of {name} is {row[key]!r}" for key in _FIXED if row[key] != progress[key])
-    if json.loads(row["options"]) != progress["options"]:
-        yield f"options of {name} are others"
-    if row["turn"] != progress["turn"]:
-        if row["turn"] < progress["turn"]:
-            yield f"{name} is in pass {row['turn'] + 1}, and pass {progress['turn'] + 1} was begun"
-        return
-    claims = connection.execute(
-        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN}", (row["id"], row["turn"])
-    ).fetchall()
-    done = without([(0, row["frontier"])], [(each["start"], each["stop"]) for each in claims])
-    frontier, pending = open_draws(progress, kept)
-    committed = without([(0, frontier)], pending)
-    if without(committed, done) or (row["skipped"] <= progress["skipped"] and without(done, committed)):
-        yield f"{name} has other draws done in it than were committed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +99,7 @@ class Verified:
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong, or nothing any more: every sample that was ever there is, or was evicted."""
-        return not self.missing and not self.quarantine and all(each.action is not None for each in self.problems)
+        return not self.missing and not self.quarantine and all(problem.action is not None for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -210,8 +122,8 @@ def check_own(
     try:
         trouble = catalog.trouble()
         query = "SELECT id FROM shards WHERE state IN ('ready', 'retiring')"
-        known = None if trouble is not None else {row["id"] for row in catalog.rows(query)}
-        _check_names(layout, result, known, repair=repair)
+        catalog_ids = None if trouble is not None else {row["id"] for row in catalog.rows(query)}
+        _check_names(layout, result, catalog_ids, repair=repair)
         if marker is not None and trouble is None and repair:
             _write_marker(layout, catalog, result, marker)
         if trouble is None and layout.shards.is_dir() and (repair or marker is None):
@@ -223,15 +135,15 @@ def check_own(
             result.problems.append(Problem(f"it {marker}", file=layout.marker.name))
         if repair or trouble is None:
             _check_marker(layout, catalog, result, None if repair else marker, cap, repair=repair)
-        result.shards = len(known or ())
+        result.shards = len(catalog_ids or ())
         return repair or (marker is None and trouble is None and layout.shards.is_dir())
     finally:
         catalog.close()
 
 
-def _check_names(layout: Layout, result: Verified, known: set[str] | None, *, repair: bool) -> None:
+def _check_names(layout: Layout, result: Verified, catalog_ids: set[str] | None, *, repair: bool) -> None:
     """Shards that somebody renamed: they say themselves which they are."""
-    for path, value in misnamed(layout, known):
+    for path, value in misnamed(layout, catalog_ids):
         if bad_files(path, value):
             continue  # whatever it is, it is not that shard as it was
         if repair:
@@ -257,16 +169,16 @@ def _rebuild(
             raise CapTooSmall(
                 f"--max-size is {format_size(cap)}, what lies in {layout.root} takes {there} bytes; name a larger one"
             )
-        made = rebuild(layout, max_size=cap)
-        action = f"rebuilt from {made.shards} shards with {made.samples} samples"
-        written = f"made again, with a cap of {format_size(made.max_size)}"
-        for name, why in made.bad:
+        rebuilt = rebuild(layout, max_size=cap)
+        action = f"rebuilt from {rebuilt.shards} shards with {rebuilt.samples} samples"
+        written = f"made again, with a cap of {format_size(rebuilt.max_size)}"
+        for name, why in rebuilt.bad:
             result.problems.append(Problem(why, shard=name, file=SHARD_FILE, action="in quarantine"))
-        for name in made.deleted:
+        for name in rebuilt.deleted:
             result.problems.append(
                 Problem("never committed, or its samples are in a newer shard", shard=name, action="deleted")
             )
-    if marker is not None and not any(each.file == layout.marker.name for each in result.problems):
+    if marker is not None and not any(problem.file == layout.marker.name for problem in result.problems):
         result.problems.insert(0, Problem(f"it {marker}", file=layout.marker.name, action=written))
     result.problems.insert(0, Problem(f"cannot be trusted: {trouble}", file=layout.catalog.name, action=action))
 
@@ -292,3 +204,91 @@ def _check_marker(
         what = f"{name} is {said.get(name, 'not')} in it, and {real[name]} in the catalog, which decides"
         action = "written again" if repair else None
         result.problems.append(Problem(what, file=layout.marker.name, action=action))
+
+
+_TABLES = (
+    *("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions"),
+    *("pullers", "nodes", "placed"),
+)
+_STATES = ("staging", "ready", "retiring", "trash", "quarantine")
+_FIXED = ("url", "identity", "dataset", "units", "samples", "seed")
+"""Of a source; the rest changes while it is drawn."""
+
+
+def contradiction(catalog: Catalog, layout: Layout) -> str | None:
+    """The first thing in which a catalog that is sound as a file disagrees with the shards; None when there is none.
+
+    What single rows say of single shards is left to :func:`cachetool.cache.repair.row_differs`: that can be corrected.
+    """
+    try:
+        with catalog.write() as connection:
+            return next(_differences(connection, layout), None)
+    except CatalogError as error:  # text that cannot be decoded, a page that is only read now
+        return str(error)
+    except (ValueError, TypeError, KeyError) as error:
+        return f"a row cannot be read: {error}"
+
+
+def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
+    for table in _TABLES:
+        for _ in connection.execute(f"SELECT * FROM {table}"):
+            pass
+    shards = connection.execute("SELECT id, state, source, turn, draws FROM shards").fetchall()
+    rows = {row["id"]: row["state"] for row in shards}
+    yield from (f"shard {id} is in the unknown state {state!r}" for id, state in rows.items() if state not in _STATES)
+    on_disk = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
+    kept, _ = without_doubles(on_disk.shards)
+    yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
+    yield from _meta(connection, on_disk)
+    schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
+    for name, (_, schema) in on_disk.schemas.items():
+        if schemas.get(name) != schema:
+            yield f"dataset {name} has another schema in it than its shards"
+    # Of shards whose own file cannot be read, which is found later, the row must do.
+    read = {value["id"] for value in on_disk.shards}
+    unread = [
+        {**dict(row), "draws": json.loads(row["draws"])}
+        for row in shards
+        if row["state"] in ("ready", "retiring") and row["id"] not in read and row["source"] is not None
+    ]
+    for _, progress in on_disk.progress.values():
+        yield from _source(connection, progress, kept + unread)
+
+
+def _meta(connection: Connection, on_disk: Found) -> Iterator[str]:
+    meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+    wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
+    yield from (f"{key} is {meta[key]!r}" for key in wrong)
+    newest = max([at[0] for at, _ in on_disk.progress.values()] + [v["since"] for v in on_disk.shards], default=0)
+    if newest > meta["version"]:
+        yield f"it is at version {meta['version']}, and version {newest} was committed"
+    if math.floor(max((value["seq"] for value in on_disk.shards), default=0)) > meta["seq"]:
+        yield f"it counts {meta['seq']} commits, and there were more"
+    if meta["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
+        yield f"it is larger than its limit of {meta['pages']} pages"
+
+
+def _source(connection: Connection, progress: Record, kept: list[Record]) -> Iterator[str]:
+    """Draws that were committed must be done in the catalog, and no others, but for some that were skipped since."""
+    row: Mapping[str, Any] | None = connection.execute(
+        "SELECT * FROM sources WHERE id = ?", (progress["id"],)
+    ).fetchone()
+    name = f"source {progress['id']}"
+    if row is None:
+        yield f"{name} is not in it"
+        return
+    yield from (f"{key} of {name} is {row[key]!r}" for key in _FIXED if row[key] != progress[key])
+    if json.loads(row["options"]) != progress["options"]:
+        yield f"options of {name} are others"
+    if row["turn"] != progress["turn"]:
+        if row["turn"] < progress["turn"]:
+            yield f"{name} is in pass {row['turn'] + 1}, and pass {progress['turn'] + 1} was begun"
+        return
+    claims = connection.execute(
+        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN}", (row["id"], row["turn"])
+    ).fetchall()
+    done = without([(0, row["frontier"])], [(claim["start"], claim["stop"]) for claim in claims])
+    frontier, pending = open_draws(progress, kept)
+    committed = without([(0, frontier)], pending)
+    if without(committed, done) or (row["skipped"] <= progress["skipped"] and without(done, committed)):
+        yield f"{name} has other draws done in it than were committed"

@@ -88,8 +88,8 @@ def verify(
         with cache.catalog.read() as connection:
             result.quarantine = list(quarantined(connection))
             result.missing += [
-                Missing(each.url, each.dataset, each.samples, failed.get(each.source), each.why)
-                for each in losses(connection)
+                Missing(loss.url, loss.dataset, loss.samples, failed.get(loss.source), loss.why)
+                for loss in losses(connection)
             ]
     return result
 
@@ -116,7 +116,7 @@ def _check_shards(cache: CacheDir, result: Verified, *, repair: bool, sample: fl
     opened: dict[str, int] = {}
     for row in rows:
         folder = cache.layout.shard(Id(row["id"]))
-        faults = faults_of(folder, row, whole=row["id"] in chosen)
+        faults = faults_of(folder, row, every_byte=row["id"] in chosen)
         gone = any(fault.kind == "gone" for fault in faults)
         if faults and _still_ready(cache, row["id"]):  # else it was evicted while it was looked at
             _handle(cache, result, row, faults, opened, repair=repair)
@@ -179,10 +179,13 @@ def _pull_again(cache: CacheDir, result: Verified, formats: dict[str, str], repo
         while left is not None and more:
             before = left.samples
             try:
-                made = _pull_loss(cache, left, formats, report, skip=skip)
-                if made.skipped_examples:
-                    last = made.skipped_examples[-1]
-                    why = f"of {made.skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
+                pull_result = _pull_loss(cache, left, formats, report, skip=skip)
+                if pull_result.skipped_examples:
+                    last = pull_result.skipped_examples[-1]
+                    why = (
+                        f"of {pull_result.skipped} objects that cannot be read,"
+                        f" the last is {last['key']}: {last['reason']}"
+                    )
             except CacheToolError as error:
                 why, more = str(error), False
             left = _still_missing(cache, loss)
@@ -197,7 +200,7 @@ def _pull_again(cache: CacheDir, result: Verified, formats: dict[str, str], repo
 
 def _still_missing(cache: CacheDir, loss: Loss) -> Loss | None:
     with cache.catalog.read() as connection:
-        return next((each for each in losses(connection) if each.source == loss.source), None)
+        return next((current for current in losses(connection) if current.source == loss.source), None)
 
 
 def _pull_loss(cache: CacheDir, loss: Loss, formats: dict[str, str], report: Report, *, skip: bool) -> PullResult:

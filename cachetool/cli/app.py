@@ -75,8 +75,10 @@ def run(args: Sequence[str]) -> int:
             return _usage(error, args, as_json=as_json)
         except Exception as error:  # noqa: BLE001 (the last stop: what is no disk's fault is a bug, and said to be one)
             _trace()
-            known = known_error(error) or _foreign(error)
-            return _bug(error, as_json=as_json) if known is None else fail_with(known, as_json=as_json)
+            cachetool_error = known_error(error) or _foreign(error)
+            if cachetool_error is None:
+                return _bug(error, as_json=as_json)
+            return fail_with(cachetool_error, as_json=as_json)
         if code == Interrupted.exit_code:  # Typer turns KeyboardInterrupt into this
             return fail_with(
                 Interrupted("interrupted: what was committed stays, and the same command goes on"), as_json=as_json

@@ -62,12 +62,12 @@ def bench(
     ):
         assert child.stdout is not None
         for line in child.stdout:
-            found = json.loads(line)
-            if "row" in found:
-                rows.append(found["row"])
-                what, how, number, unit = found["row"]
+            message = json.loads(line)
+            if "row" in message:
+                rows.append(message["row"])
+                what, how, number, unit = message["row"]
                 out.note(f"{what}: {how}: {number:,} {unit}")
-            said |= found
+            said |= message
         if "error" in said:
             raise from_json(said["error"])
         if child.wait():

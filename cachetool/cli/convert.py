@@ -18,6 +18,7 @@ from cachetool.cli.options import (
     QuietOption,
     RenameOption,
     ResizeOption,
+    RoomWaitOption,
     StemOption,
     WorkersOption,
     field_names,
@@ -28,75 +29,81 @@ from cachetool.core.errors import UsageError
 from cachetool.core.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from cachetool.conversion.run import Preview
+    from cachetool.conversion.run import ConvertResult
 
 __all__ = ["convert"]
 
+_SourceArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="INPUT",
+        help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, a folder, or a URL. Default: the cache.",
+    ),
+]
+_OutOption = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
+]
+_MaxSizeOption = Annotated[
+    str | None,
+    typer.Option("--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."),
+]
+_DatasetOption = Annotated[
+    str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
+]
+_ValueFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--value-format",
+        metavar="KIND",
+        help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
+    ),
+]
+_ShardSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shard-size",
+        metavar="SIZE",
+        help="Most bytes of values in one shard or file; without INPUT shards are cut or merged.",
+    ),
+]
+_CompressionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compression", metavar="NAME", help="gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord)."
+    ),
+]
+_VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
+]
+_DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show the samples and fields of INPUT, and what of it is left out.")
+]
+
 
 def convert(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="INPUT",
-            help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, a folder, or a URL. Default: the cache.",
-        ),
-    ] = None,
+    source: _SourceArgument = None,
     *,
     to: FormatOption,
-    out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="DIR", help="Write plain files into this new folder instead of the cache."),
-    ] = None,
+    out: _OutOption = None,
     cache: CacheOption = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(
-            "--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
-    ] = None,
+    max_size: _MaxSizeOption = None,
+    dataset: _DatasetOption = None,
     fields: FieldsOption = None,
     rename: RenameOption = None,
     stem: StemOption = "first",
     decode: DecodeOption = None,
     resize: ResizeOption = None,
     key: KeyOption = True,
-    value_format: Annotated[
-        str | None,
-        typer.Option(
-            "--value-format",
-            metavar="KIND",
-            help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
-        ),
-    ] = None,
-    shard_size: Annotated[
-        str | None,
-        typer.Option(
-            "--shard-size",
-            metavar="SIZE",
-            help="Most bytes of values in one shard or file; without INPUT shards are cut or merged.",
-        ),
-    ] = None,
-    compression: Annotated[
-        str | None,
-        typer.Option(
-            "--compression", metavar="NAME", help="gzip or lzf (hdf5); zstd, blosc or gzip (zarr); gzip (tfrecord)."
-        ),
-    ] = None,
+    value_format: _ValueFormatOption = None,
+    shard_size: _ShardSizeOption = None,
+    compression: _CompressionOption = None,
     workers: WorkersOption = 2,
     on: OnOption = "local",
     address: AddressOption = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every shard back through its own library and compare checksums.")
-    ] = False,
-    wait: Annotated[
-        str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
-    ] = "60s",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the samples and fields of INPUT, and what of it is left out.")
-    ] = False,
+    verify: _VerifyOption = False,
+    wait: RoomWaitOption = "60s",
+    dry_run: _DryRunOption = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -114,10 +121,9 @@ def convert(
       cachetool convert s3://bucket/volumes.h5 --to zarr --out ./volumes-zarr
     """
     from cachetool import api
-    from cachetool.sources.readers import NOT_ASKED
 
     output = Output(as_json=as_json, quiet=quiet)
-    made: dict[str, Any] = {
+    file_options: dict[str, Any] = {
         "fields": field_names(fields),
         "rename": renames(rename),
         "stem": stem,
@@ -129,12 +135,7 @@ def convert(
     if source is None and (dry_run or any((fields, rename, decode, resize, value_format))):
         raise UsageError("--dry-run, --fields, --rename, --decode, --resize and --value-format go with an INPUT")
     if source is not None and dry_run:
-        from cachetool.conversion.run import preview
-        from cachetool.sources.doors import FileOptions
-
-        with output.progress() as report:
-            found = preview(source, FileOptions(**made), report=report)
-        _show(output, found)
+        _show_preview(output, source, file_options)
         return
     asked: dict[str, Any] = {
         "to": to,
@@ -146,21 +147,29 @@ def convert(
         "verify": verify,
         "wait": wait,
     }
-    if api.elsewhere(on, cache, address=address):
+    if api.runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         if source is None:
             nodes.convert_caches(output, cache, asked | {"max_size": max_size}, address)
             return
-        result = nodes.convert_files(output, source, asked | made | {"cache": cache, "max_size": max_size}, address)
+        arguments = asked | file_options | {"cache": cache, "max_size": max_size}
+        result = nodes.convert_files(output, source, arguments, address)
     else:
         with output.progress() as report:
             result = api.convert(
-                source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **made
+                source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **file_options
             )
-    if lost := left_out([each for each in result.skipped if each[1] != NOT_ASKED], "--dry-run lists them"):
+    _print(output, result, source)
+
+
+def _print(output: Output, result: ConvertResult, source: str | None) -> None:
+    """The result, as text or as JSON, after a note on what was left out."""
+    from cachetool.sources.readers import NOT_ASKED
+
+    if lost := left_out([skip for skip in result.skipped if skip[1] != NOT_ASKED], "--dry-run lists them"):
         output.note(lost)
-    if as_json:
+    if output.as_json:
         output.document(result.as_dict())
         return
     if result.present and not result.samples:
@@ -174,11 +183,17 @@ def convert(
     )
 
 
-def _show(output: Output, found: Preview) -> None:
+def _show_preview(output: Output, source: str, file_options: dict[str, Any]) -> None:
+    """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
+    from cachetool.conversion.run import preview
+    from cachetool.sources.doors import FileOptions
+
+    with output.progress() as report:
+        summary = preview(source, FileOptions(**file_options), report=report)
     if output.as_json:
-        output.document(found.as_dict())
+        output.document(summary.as_dict())
         return
-    output.line(f"{found.input}: {count(found.samples, 'sample')}")
-    output.table(["field", "type"], found.schema.items())
-    if found.skipped:
-        output.table(["left out", "why"], found.skipped)
+    output.line(f"{summary.input}: {count(summary.samples, 'sample')}")
+    output.table(["field", "type"], summary.schema.items())
+    if summary.skipped:
+        output.table(["left out", "why"], summary.skipped)

@@ -71,8 +71,8 @@ def demo(
 @contextmanager
 def _workplace(folder: Path | None) -> Iterator[Path]:
     if folder is None:
-        with scratch(Path(tempfile.gettempdir()), "cachetool-demo-") as made:
-            yield made
+        with scratch(Path(tempfile.gettempdir()), "cachetool-demo-") as temporary_folder:
+            yield temporary_folder
         return
     try:
         make_missing(folder.parent)

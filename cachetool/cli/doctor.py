@@ -25,11 +25,11 @@ def doctor(cache: CacheOption = None, as_json: JsonOption = False, quiet: QuietO
     from cachetool.check.doctor import examine
 
     out = Output(as_json=as_json, quiet=quiet)
-    found = examine(cache)
-    bad = any(finding.state == "bad" for finding in found)
+    findings = examine(cache)
+    bad = any(finding.state == "bad" for finding in findings)
     if as_json:
-        out.document({"findings": [finding.as_dict() for finding in found], "well": not bad})
+        out.document({"findings": [finding.as_dict() for finding in findings], "well": not bad})
     else:
-        out.table(["what", "state", "found"], [(f.what, f.state, f.text) for f in found])
+        out.table(["what", "state", "found"], [(f.what, f.state, f.text) for f in findings])
     if bad:
         raise typer.Exit(CatalogError.exit_code)

@@ -56,11 +56,11 @@ def evict(
       cachetool evict --max-size 20GB
       cachetool evict --max-size 20GB --policy most-used --dry-run
     """
-    from cachetool.api import elsewhere, open_cache
+    from cachetool.api import open_cache, runs_on_cluster
 
     out = Output(as_json=as_json, quiet=quiet)
     seconds = parse_duration(wait, what="--wait")
-    if elsewhere(on, cache, address=address):
+    if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         arguments = {
@@ -112,7 +112,7 @@ def _print(out: Output, removal: Removal, *, dry_run: bool) -> None:
         f" the cache takes {format_size(removal.used)} now"
     )
     if removal.retiring_shards:
-        held = f"{count(removal.retiring_shards, 'shard')}, {format_size(removal.retiring_bytes)}"
-        out.line(f"{held}, {'would go' if dry_run else 'go'} when their readers end:")
+        retiring = f"{count(removal.retiring_shards, 'shard')}, {format_size(removal.retiring_bytes)}"
+        out.line(f"{retiring}, {'would go' if dry_run else 'go'} when their readers end:")
         for reader in removal.blocked:
             out.line(f"  {reader}")

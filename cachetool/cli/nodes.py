@@ -30,16 +30,16 @@ def stats(out: Output, cache: str | None, dataset: str | None, address: str | No
     from cachetool.cache.stats import newest_pass
     from cachetool.cluster.verbs import on_nodes, sources
 
-    found = on_nodes("stats", cache, {"dataset": dataset}, address=address, notify=out.note)
-    drawn = sources(cache, dataset)
+    nodes = on_nodes("stats", cache, {"dataset": dataset}, address=address, notify=out.note)
+    source_rows = sources(cache, dataset)
     if out.as_json:
-        value = found.as_dict()
-        value["sum"]["sources"] = drawn
-        _end(out, found, value)
+        value = nodes.as_dict()
+        value["sum"]["sources"] = source_rows
+        _end(out, nodes, value)
         return
     _table(
         out,
-        found,
+        nodes,
         [">shards", ">samples", ">bytes", ">used", ">of", ">retiring", ">evicted"],
         lambda row: (
             row["shards"],
@@ -49,45 +49,45 @@ def stats(out: Output, cache: str | None, dataset: str | None, address: str | No
             row["evicted"],
         ),
     )
-    if drawn:
-        rows = [(each["url"], each["dataset"], *_drawn(newest_pass(each)), each["units"]) for each in drawn]
+    if source_rows:
+        rows = [(row["url"], row["dataset"], *_pass_cells(newest_pass(row)), row["units"]) for row in source_rows]
         out.table(["source", "dataset", ">drawn", ">coverage", ">pass", ">of units"], rows)
-    _end(out, found)
+    _end(out, nodes)
 
 
-def _drawn(found: tuple[int, float, int]) -> tuple[int, str, int]:
-    units, coverage, turn = found
-    return units, f"{100 * coverage:.1f} %", turn
+def _pass_cells(newest: tuple[int, float, int]) -> tuple[int, str, int]:
+    units, coverage, pass_number = newest
+    return units, f"{100 * coverage:.1f} %", pass_number
 
 
 def evict(out: Output, cache: str | None, arguments: Mapping[str, Any], address: str | None) -> None:
     """Make the cache of each node smaller."""
     from cachetool.cluster.verbs import on_nodes
 
-    found = on_nodes("evict", cache, arguments, address=address, notify=out.note)
+    nodes = on_nodes("evict", cache, arguments, address=address, notify=out.note)
     planned = bool(arguments["dry_run"])
 
     def cells(row: Mapping[str, Any]) -> Sequence[object]:
         victims = row["plan"] if planned else []
         shards = len(victims) if planned else row["removed_shards"]
-        samples = sum(each["samples"] for each in victims) if planned else row["removed_samples"]
-        freed = sum(each["bytes"] for each in victims) if planned else row["freed"]
+        samples = sum(victim["samples"] for victim in victims) if planned else row["removed_samples"]
+        freed = sum(victim["bytes"] for victim in victims) if planned else row["freed"]
         return shards, samples, format_size(freed), format_size(row["used"]), row["retiring_shards"]
 
-    unreached = [(node, each["unreached"]) for node, each in found.results.items() if each["unreached"]]
+    unreached = [(node, result["unreached"]) for node, result in nodes.results.items() if result["unreached"]]
     if out.as_json:
-        _end(out, found, found.as_dict())
+        _end(out, nodes, nodes.as_dict())
     else:
-        total = {"plan": [victim for each in found.results.values() for victim in each["plan"]]}
+        total = {"plan": [victim for result in nodes.results.values() for victim in result["plan"]]}
         evicted = ">would evict" if planned else ">evicted"
-        _table(out, found, [evicted, ">samples", ">bytes", ">used", ">retiring"], cells, total)
-        for outcome in found.outcomes:
+        _table(out, nodes, [evicted, ">samples", ">bytes", ">used", ">retiring"], cells, total)
+        for outcome in nodes.outcomes:
             if outcome.done:
                 out.line(f"node {outcome.node}: {outcome.done}")
-        for node, each in found.results.items():
-            for reader in each["blocked"]:
+        for node, result in nodes.results.items():
+            for reader in result["blocked"]:
                 out.line(f"  node {node}: {reader}")
-        _end(out, found)
+        _end(out, nodes)
     if unreached:
         node, why = unreached[0]
         raise typer.Exit(fail("CapacityError", f"node {node}: {why}", CapacityError.exit_code, as_json=False))
@@ -98,7 +98,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
     from cachetool.cluster.verbs import on_nodes
 
     with out.progress() as report:
-        found = on_nodes("verify", cache, arguments, address=address, report=report, notify=out.note)
+        nodes = on_nodes("verify", cache, arguments, address=address, report=report, notify=out.note)
 
     def cells(row: Mapping[str, Any]) -> Sequence[object]:
         # The sum has numbers where a node has lists.
@@ -109,16 +109,16 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
         return read, row["samples"], format_size(row["bytes"]), problems, missing, "yes" if row["sound"] else "no"
 
     if not out.as_json:
-        _table(out, found, [">read", ">samples", ">bytes", ">problems", ">missing", "sound"], cells)
+        _table(out, nodes, [">read", ">samples", ">bytes", ">problems", ">missing", "sound"], cells)
         rows = [
-            (node, each["shard"] or "", each["file"] or "", each["what"], each["action"] or "nothing")
-            for node, result in found.results.items()
-            for each in result["problems"]
+            (node, problem["shard"] or "", problem["file"] or "", problem["what"], problem["action"] or "nothing")
+            for node, result in nodes.results.items()
+            for problem in result["problems"]
         ]
         if rows:
             out.table(["node", "shard", "file", "what is wrong", "what was done"], rows)
-    _end(out, found, found.as_dict() if out.as_json else None)
-    if not found.total()["sound"]:
+    _end(out, nodes, nodes.as_dict() if out.as_json else None)
+    if not nodes.total()["sound"]:
         if not out.as_json and not arguments["repair"]:
             out.note(f"run: cachetool verify --repair --on ray{'' if cache is None else f' --cache {cache}'}")
         raise typer.Exit(CorruptError.exit_code)
@@ -136,15 +136,15 @@ def convert_caches(out: Output, cache: str | None, arguments: Mapping[str, Any],
         )
     given = {**arguments, "out": None if folder is None else os.path.abspath(folder)}
     with out.progress() as report:
-        found = on_nodes("convert", cache, given, address=address, report=report, notify=out.note)
+        nodes = on_nodes("convert", cache, given, address=address, report=report, notify=out.note)
     if not out.as_json:
         _table(
             out,
-            found,
+            nodes,
             [">shards", ">samples", ">bytes", "content digest"],
             lambda row: (row["shards"], row["samples"], format_size(row["bytes"]), row.get("digest", "")[:16]),
         )
-    _end(out, found, found.as_dict() if out.as_json else None)
+    _end(out, nodes, nodes.as_dict() if out.as_json else None)
 
 
 def convert_files(out: Output, source: str, arguments: Mapping[str, Any], address: str | None) -> ConvertResult:
@@ -164,26 +164,26 @@ def convert_files(out: Output, source: str, arguments: Mapping[str, Any], addres
 
 
 def _table(
-    out: Output, found: NodeResults, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
+    out: Output, nodes: NodeResults, columns: Sequence[str], cells: Cells, more: Mapping[str, Any] | None = None
 ) -> None:
     """A row a node and their sum; the last column tells errors, where there are any."""
-    failed = found.error is not None
+    failed = nodes.error is not None
     rows: list[list[object]] = []
-    for each in found.outcomes:
-        if each.result is not None:
-            rows.append([each.node, *cells(each.result), *([""] if failed else [])])
+    for outcome in nodes.outcomes:
+        if outcome.result is not None:
+            rows.append([outcome.node, *cells(outcome.result), *([""] if failed else [])])
         else:
-            rows.append([each.node, *([""] * len(columns)), " ".join(str(each.error).split())])
-    results = found.results
+            rows.append([outcome.node, *([""] * len(columns)), " ".join(str(outcome.error).split())])
+    results = nodes.results
     if results:
-        total = found.total() | dict(more or {})
+        total = nodes.total() | dict(more or {})
         rows.append([count(len(results), "node"), *cells(total), *([""] if failed else [])])
     out.table(["node", *columns, *(["error"] if failed else [])], rows)
 
 
-def _end(out: Output, found: NodeResults, value: Mapping[str, Any] | None = None) -> None:
+def _end(out: Output, nodes: NodeResults, value: Mapping[str, Any] | None = None) -> None:
     """Print the document, if there is one; end with the first error, if there is one."""
     if value is not None:
         out.document(value)
-    if (error := found.error) is not None:
+    if (error := nodes.error) is not None:
         raise typer.Exit(fail(type(error).__name__, str(error), error.exit_code, as_json=False))

@@ -23,6 +23,7 @@ __all__ = [
     "QuietOption",
     "RenameOption",
     "ResizeOption",
+    "RoomWaitOption",
     "ShardSizeOption",
     "StemOption",
     "WorkersOption",
@@ -90,6 +91,9 @@ PolicyOption = Annotated[
 MinEpochsOption = Annotated[
     int,
     typer.Option("--min-epochs", min=0, metavar="K", help="Keep a shard until K epochs of training used it."),
+]
+RoomWaitOption = Annotated[
+    str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
 ]
 WorkersOption = Annotated[
     int,

@@ -97,9 +97,9 @@ class Output:
             table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=number)
         for row in rows:
             table.add_row(*(Text(plain(cell)) for cell in row))
-        with _writing(), console.capture() as drawn:  # its end flushes the stream
+        with _writing(), console.capture() as capture:  # its end flushes the stream
             console.print(table)
-        _write("\n" + "\n".join(text.rstrip() for text in drawn.get().splitlines()) + "\n")
+        _write("\n" + "\n".join(text.rstrip() for text in capture.get().splitlines()) + "\n")
 
     def progress(self) -> AbstractContextManager[Report]:
         """While it is entered: something to call with each ``Progress`` of a verb."""
@@ -130,11 +130,11 @@ def left_out(skipped: Iterable[tuple[str, str]], more: str) -> str:
     """What was not taken although nobody said so, names and reasons, in a line that ends with ``more`` where there are
     too many; empty for nothing."""
     # Rows that are lost before single values.
-    lost = sorted(skipped, key=lambda each: not each[1].startswith("its first dimension"))
+    lost = sorted(skipped, key=lambda skip: not skip[1].startswith("its first dimension"))
     if not lost:
         return ""
-    rest = f"; and {len(lost) - _SHOWN} more; {more}" if len(lost) > _SHOWN else ""
-    return f"left out: {'; '.join(f'{name} ({why})' for name, why in lost[:_SHOWN])}{rest}"
+    remaining = f"; and {len(lost) - _SHOWN} more; {more}" if len(lost) > _SHOWN else ""
+    return f"left out: {'; '.join(f'{name} ({why})' for name, why in lost[:_SHOWN])}{remaining}"
 
 
 def wants_json(args: Sequence[str]) -> bool:
@@ -162,9 +162,9 @@ def drop_stdout() -> None:
 def _finite(value: Any) -> Any:
     """``value`` with null for each number that JSON has no word for."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from cachetool.cli.options import (
     QuietOption,
     RenameOption,
     ResizeOption,
+    RoomWaitOption,
     ShardSizeOption,
     StemOption,
     WorkersOption,
@@ -29,127 +30,145 @@ from cachetool.cli.options import (
 from cachetool.cli.output import Output, count, left_out
 from cachetool.core.units import format_duration, format_size
 
+if TYPE_CHECKING:
+    from cachetool.pull.run import PullResult
+
 __all__ = ["pull"]
 
 _SHOWN_SKIPS = 5
 _AT_ITS_END = "source at its end"
 
+_SourceArgument = Annotated[
+    str,
+    typer.Argument(metavar="SOURCE", help="A folder, a file, or s3://, gs://, az://, https://, sftp://, hf://."),
+]
+_ToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="Format of the shards: lmdb (default for a new dataset), hdf5, zarr or tfrecord.",
+        autocompletion=complete_format,
+    ),
+]
+_SamplesOption = Annotated[
+    int | None, typer.Option("--samples", metavar="N", help="Draw N samples that were not drawn before.")
+]
+_EverythingOption = Annotated[bool, typer.Option("--all", help="Draw all that is left of the source.")]
+_FollowOption = Annotated[
+    bool, typer.Option("--follow", help="Keep drawing until stopped; once the cache is full old shards go.")
+]
+_MaxSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-size",
+        metavar="SIZE",
+        help="Most that the cache may ever take; kept for later runs. Default of a new one: half of the free disk.",
+    ),
+]
+_MinFreeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--min-free",
+        metavar="SIZE",
+        help="Leave at least this much of the disk free; kept for later runs. Default of a new one: 0.",
+    ),
+]
+_DatasetOption = Annotated[str, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset.")]
+_SeedOption = Annotated[
+    int | None, typer.Option("--seed", metavar="N", help="Decides the order of the draw. Default: 0.")
+]
+_OrderOption = Annotated[
+    str | None,
+    typer.Option("--order", metavar="random|sequential", help="Draw at random (default), or in order of names."),
+]
+_RefreshOption = Annotated[
+    bool, typer.Option("--refresh", help="List SOURCE again: what is new is drawn too, what is gone is named.")
+]
+_StartEarlyOption = Annotated[
+    bool,
+    typer.Option("--start-early", help="Draw while a long listing goes on, 2^20 names at a time (s3, gs, az)."),
+]
+_ConcurrencyOption = Annotated[
+    int | None, typer.Option("--concurrency", min=1, metavar="N", help="Requests in flight in each worker.")
+]
+_MaxRateOption = Annotated[
+    str | None,
+    typer.Option("--max-rate", metavar="RATE", help="Most bytes a second of all workers together, as 200MB/s."),
+]
+_FirstShardAfterOption = Annotated[
+    str,
+    typer.Option(
+        "--first-shard-after",
+        metavar="TIME",
+        help="Close the first shard of a new dataset after TIME with what it has, so that training can begin;"
+        " none: when it is full. Replicas, which must be alike, close it when it is full.",
+    ),
+]
+_LabelFromFolderOption = Annotated[
+    bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
+]
+_ReadAsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--read-as",
+        metavar="objects|files",
+        help="Objects are a sample each, or files of many samples. Default: by what is there.",
+    ),
+]
+_OnErrorOption = Annotated[
+    str,
+    typer.Option("--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."),
+]
+_RenewOption = Annotated[
+    str,
+    typer.Option("--renew", metavar="SHARE", help="Share of a full cache that each epoch gives up for new samples."),
+]
+_PlacementOption = Annotated[
+    str | None,
+    typer.Option(
+        "--placement",
+        metavar="split|replicate",
+        help="With --on ray: each sample on one node (default), or the same samples on every node.",
+    ),
+]
+
 
 def pull(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SOURCE", help="A folder, a file, or s3://, gs://, az://, https://, sftp://, hf://."),
-    ],
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            help="Format of the shards: lmdb (default for a new dataset), hdf5, zarr or tfrecord.",
-            autocompletion=complete_format,
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", metavar="N", help="Draw N samples that were not drawn before.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Draw all that is left of the source.")] = False,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Keep drawing until stopped; once the cache is full old shards go.")
-    ] = False,
+    source: _SourceArgument,
+    to: _ToOption = None,
+    samples: _SamplesOption = None,
+    everything: _EverythingOption = False,
+    follow: _FollowOption = False,
     cache: CacheOption = None,
-    max_size: Annotated[
-        str | None,
-        typer.Option(
-            "--max-size",
-            metavar="SIZE",
-            help="Most that the cache may ever take; kept for later runs. Default of a new one: half of the free disk.",
-        ),
-    ] = None,
-    min_free: Annotated[
-        str | None,
-        typer.Option(
-            "--min-free",
-            metavar="SIZE",
-            help="Leave at least this much of the disk free; kept for later runs. Default of a new one: 0.",
-        ),
-    ] = None,
+    max_size: _MaxSizeOption = None,
+    min_free: _MinFreeOption = None,
     policy: PolicyOption = "oldest",
-    dataset: Annotated[str, typer.Option("--dataset", metavar="NAME", help="Put them into this dataset.")] = "default",
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Decides the order of the draw. Default: 0.")
-    ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option("--order", metavar="random|sequential", help="Draw at random (default), or in order of names."),
-    ] = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="List SOURCE again: what is new is drawn too, what is gone is named.")
-    ] = False,
-    start_early: Annotated[
-        bool,
-        typer.Option("--start-early", help="Draw while a long listing goes on, 2^20 names at a time (s3, gs, az)."),
-    ] = False,
+    dataset: _DatasetOption = "default",
+    seed: _SeedOption = None,
+    order: _OrderOption = None,
+    refresh: _RefreshOption = False,
+    start_early: _StartEarlyOption = False,
     workers: WorkersOption = 2,
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, metavar="N", help="Requests in flight in each worker.")
-    ] = None,
-    max_rate: Annotated[
-        str | None,
-        typer.Option("--max-rate", metavar="RATE", help="Most bytes a second of all workers together, as 200MB/s."),
-    ] = None,
+    concurrency: _ConcurrencyOption = None,
+    max_rate: _MaxRateOption = None,
     shard_size: ShardSizeOption = None,
-    first_shard_after: Annotated[
-        str,
-        typer.Option(
-            "--first-shard-after",
-            metavar="TIME",
-            help="Close the first shard of a new dataset after TIME with what it has, so that training can begin;"
-            " none: when it is full. Replicas, which must be alike, close it when it is full.",
-        ),
-    ] = "10s",
+    first_shard_after: _FirstShardAfterOption = "10s",
     fields: FieldsOption = None,
     rename: RenameOption = None,
     stem: StemOption = "first",
     decode: DecodeOption = None,
     resize: ResizeOption = None,
-    label_from_folder: Annotated[
-        bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
-    ] = False,
-    read_as: Annotated[
-        str | None,
-        typer.Option(
-            "--read-as",
-            metavar="objects|files",
-            help="Objects are a sample each, or files of many samples. Default: by what is there.",
-        ),
-    ] = None,
+    label_from_folder: _LabelFromFolderOption = False,
+    read_as: _ReadAsOption = None,
     key: KeyOption = True,
-    on_error: Annotated[
-        str,
-        typer.Option(
-            "--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."
-        ),
-    ] = "error",
-    renew: Annotated[
-        str,
-        typer.Option(
-            "--renew", metavar="SHARE", help="Share of a full cache that each epoch gives up for new samples."
-        ),
-    ] = "10%",
+    on_error: _OnErrorOption = "error",
+    renew: _RenewOption = "10%",
     min_epochs: MinEpochsOption = 0,
-    wait: Annotated[
-        str, typer.Option("--wait", metavar="TIME", help="How long to wait for room that readers hold.")
-    ] = "60s",
+    wait: RoomWaitOption = "60s",
     on: OnOption = "local",
     address: AddressOption = None,
-    placement: Annotated[
-        str | None,
-        typer.Option(
-            "--placement",
-            metavar="split|replicate",
-            help="With --on ray: each sample on one node (default), or the same samples on every node.",
-        ),
-    ] = None,
+    placement: _PlacementOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -175,46 +194,24 @@ def pull(
         out.progress() as report,
     ):
         result = opened.pull(
-            source,
-            to=to,
-            samples=samples,
-            everything=everything,
-            follow=follow,
-            dataset=dataset,
-            seed=seed,
-            order=order,
-            refresh=refresh,
-            start_early=start_early,
-            workers=workers,
-            max_rate=max_rate,
-            shard_size=shard_size,
-            first_shard_after=first_shard_after,
-            policy=policy,
-            fields=field_names(fields),
-            rename=renames(rename),
-            stem=stem,
-            decode=decode,
-            resize=resize,
-            label_from_folder=label_from_folder,
-            read_as=read_as,
-            key=key,
-            on_error=on_error,
-            renew=renew,
-            min_epochs=min_epochs,
-            wait=wait,
-            concurrency=concurrency,
-            on=on,
-            address=address,
-            placement=placement,
-            progress=report,
-        )
+            source, to=to, samples=samples, everything=everything, follow=follow, dataset=dataset, seed=seed,
+            order=order, refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate,
+            shard_size=shard_size, first_shard_after=first_shard_after, policy=policy, fields=field_names(fields),
+            rename=renames(rename), stem=stem, decode=decode, resize=resize, label_from_folder=label_from_folder,
+            read_as=read_as, key=key, on_error=on_error, renew=renew, min_epochs=min_epochs, wait=wait,
+            concurrency=concurrency, on=on, address=address, placement=placement, progress=report,
+        )  # fmt: skip
     if lost := left_out(result.left_out, "--json lists them"):
         out.note(lost)
     if result.warning:
         out.note(f"warning: {result.warning}")
     if as_json:
         out.document(result.as_dict())
-        return
+    else:
+        _print(out, result)
+
+
+def _print(out: Output, result: PullResult) -> None:
     out.line(
         f"pulled {count(result.samples, 'sample')}, {format_size(result.bytes)}, in {format_duration(result.seconds)}"
         f" into {count(result.shards, f'{result.format} shard')} of dataset {result.dataset!r}"

@@ -45,17 +45,17 @@ def show(
     prefix, colon, number = shard.partition(":")
     index = _index(number) if colon else None
     with open_cache(cache, create=False, notify=out.note) as opened:
-        found = find_shard(opened, prefix)
-        values = None if index is None else read_sample(opened, found.id, index)
+        target = find_shard(opened, prefix)
+        values = None if index is None else read_sample(opened, target.id, index)
     if values is None:
-        _show_shard(out, found)
+        _show_shard(out, target)
     elif as_json:
-        fields = {field.name: _json_value(values[field.name]) for field in found.schema}
-        out.document({"id": found.id, "dataset": found.dataset, "index": index, "fields": fields}, indent=None)
+        fields = {field.name: _json_value(values[field.name]) for field in target.schema}
+        out.document({"id": target.id, "dataset": target.dataset, "index": index, "fields": fields}, indent=None)
     else:
         out.table(
             ["field", "type", "value"],
-            [(field.name, field.describe(), _abbreviated(field, values[field.name])) for field in found.schema],
+            [(field.name, field.describe(), _abbreviated(field, values[field.name])) for field in target.schema],
         )
 
 
@@ -109,8 +109,8 @@ def _numbers(value: Any) -> Any:
     if np.isfinite(value).all():
         return value.tolist()
     out = np.asarray(value).astype(object)
-    for found, text in ((np.isnan(value), "NaN"), (np.isposinf(value), "Infinity"), (np.isneginf(value), "-Infinity")):
-        out[found] = text
+    for mask, text in ((np.isnan(value), "NaN"), (np.isposinf(value), "Infinity"), (np.isneginf(value), "-Infinity")):
+        out[mask] = text
     return out.tolist()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +54,7 @@ def stats(
       cachetool stats --cache /data/cache --json
       cachetool stats --html report.html
     """
-    from cachetool.api import elsewhere, open_cache
+    from cachetool.api import open_cache, runs_on_cluster
 
     if watch and (as_json or html is not None):
         raise UsageError(
@@ -63,7 +64,7 @@ def stats(
         raise UsageError("the name of the file to write is empty; name one with --html")
     html = None if html is None else parse_location(html, what="--html")
     out = Output(as_json=as_json, quiet=quiet)
-    if elsewhere(on, cache, address=address):
+    if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         if watch or html is not None:
@@ -78,11 +79,11 @@ def stats(
 
             watch_cache(opened, dataset, out)
             return
-        found = opened.stats(dataset).as_dict() if html is None else _write_page(opened, dataset, Path(html))
+        figures = opened.stats(dataset).as_dict() if html is None else _write_page(opened, dataset, Path(html))
     if as_json:
-        out.document(found)
+        out.document(figures)
     elif html is None:
-        _print(out, found)
+        _print(out, figures)
     else:
         out.line(f"wrote {html}")
 
@@ -95,15 +96,15 @@ def _write_page(cache: CacheDir, dataset: str | None, path: Path) -> dict[str, A
 
     target = _plain_file(path)
     refuse_in_cache(target, "--html")
-    found = figures(cache, dataset)
+    page_figures = figures(cache, dataset)
     try:
         with replacing(target, durable=False) as file:
-            file.write(page(found).encode())
+            file.write(page(page_figures).encode())
     except OSError as error:
         if disk_error(error) is not None:
             raise
         raise UsageError(f"cannot write --html {str(path)!r}: {error.strerror}") from error
-    return {**found.stats, "html": str(path)}
+    return {**page_figures.stats, "html": str(path)}
 
 
 def _plain_file(path: Path) -> Path:
@@ -123,95 +124,131 @@ def _plain_file(path: Path) -> Path:
     return resolved(path, "--html")
 
 
-def _print(out: Output, found: dict[str, Any]) -> None:
+def _print(out: Output, figures: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
-    from cachetool.cache.layout import cache_option
-    from cachetool.cache.stats import newest_pass
+    _print_fill(out, figures)
+    _print_datasets(out, figures["datasets"])
+    _print_sources(out, figures["sources"])
+    _print_pulls(out, figures["pulls"])
+    _print_evictions(out, figures["evictions"])
+    if figures["reuse"] is not None and figures["served"]:
+        fetched, served = format_size(figures["fetched"]), format_size(figures["served"])
+        out.line(f"{fetched} fetched, {served} served to epochs: each byte {figures['reuse']:.1f} times")
+    _print_damage(out, figures)
+    _print_processes(out, figures["leases"], figures["holders"])
 
-    share = 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
-    out.line(f"cache {os.path.abspath(found['root'])}")
-    out.line(f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({share:.0f} %){_reserved(found)}")
-    out.line(f"{count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}{_retiring(found)}")
-    floor = f", {format_size(found['min_free'])} stay so (--min-free)" if found["min_free"] else ""
+
+def _print_fill(out: Output, figures: dict[str, Any]) -> None:
+    """How full the cache and its disk are."""
+    share = 100 * figures["used"] / figures["max_size"] if figures["max_size"] else 0.0
+    used, max_size = format_size(figures["used"]), format_size(figures["max_size"])
+    out.line(f"cache {os.path.abspath(figures['root'])}")
+    out.line(f"{used} of {max_size} used ({share:.0f} %){_reserved(figures)}")
+    out.line(f"{count(figures['samples'], 'sample')} in {count(figures['shards'], 'shard')}{_retiring(figures)}")
+    floor = f", {format_size(figures['min_free'])} stay so (--min-free)" if figures["min_free"] else ""
     out.line(
-        f"{count(found['evicted'], 'shard')} evicted so far, {format_size(found['free_disk'])} of disk free{floor}"
+        f"{count(figures['evicted'], 'shard')} evicted so far, {format_size(figures['free_disk'])} of disk free{floor}"
     )
+
+
+def _print_datasets(out: Output, datasets: Sequence[Mapping[str, Any]]) -> None:
     out.table(
         ["dataset", "format", ">shards", ">samples", ">bytes", ">retiring", ">epochs"],
         [
             (
                 row["name"],
                 name,
-                each["shards"],
-                each["samples"],
-                format_size(each["bytes"]),
-                each["retiring"],
+                totals["shards"],
+                totals["samples"],
+                format_size(totals["bytes"]),
+                totals["retiring"],
                 _epochs(row["epochs"]),
             )
-            for row in found["datasets"]
-            for name, each in (
+            for row in datasets
+            for name, totals in (
                 row["formats"] or {"": dict.fromkeys(("shards", "retiring", "samples", "bytes"), 0)}
             ).items()
         ],
     )
-    if found["sources"]:
-        out.table(
-            ["source", "dataset", ">drawn", ">of units", ">coverage", ">skipped", ">pass", ">seed"],
-            [
-                (
-                    row["url"],
-                    row["dataset"],
-                    drawn,
-                    row["units"],
-                    f"{100 * coverage:.1f} %",
-                    row["skipped"],
-                    turn,
-                    row["seed"],
-                )
-                for row in found["sources"]
-                for drawn, coverage, turn in (newest_pass(row),)
-            ],
-        )
-    if found["pulls"]:
-        out.table(
-            ["background pull", "dataset", "by", "state", ">samples", "since"],
-            [
-                (
-                    row["url"],
-                    row["dataset"],
-                    f"pid {row['pid']}",
-                    row["phase"],
-                    row["samples"],
-                    time.strftime("%H:%M:%S", time.localtime(time.time() - row["seconds"])),
-                )
-                for row in found["pulls"]
-            ],
-        )
-    if found["evictions"]:
-        out.table(
-            ["dataset", "evicted for", "policy", ">shards", ">samples", ">bytes"],
-            [
-                (row["dataset"], row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
-                for row in found["evictions"]
-            ],
-        )
-    if found["reuse"] is not None and found["served"]:
-        fetched, served = format_size(found["fetched"]), format_size(found["served"])
-        out.line(f"{fetched} fetched, {served} served to epochs: each byte {found['reuse']:.1f} times")
-    for row in found["quarantine"]:
+
+
+def _print_sources(out: Output, sources: Sequence[Mapping[str, Any]]) -> None:
+    from cachetool.cache.stats import newest_pass
+
+    if not sources:
+        return
+    out.table(
+        ["source", "dataset", ">drawn", ">of units", ">coverage", ">skipped", ">pass", ">seed"],
+        [
+            (
+                row["url"],
+                row["dataset"],
+                units_drawn,
+                row["units"],
+                f"{100 * coverage:.1f} %",
+                row["skipped"],
+                pass_number,
+                row["seed"],
+            )
+            for row in sources
+            for units_drawn, coverage, pass_number in (newest_pass(row),)
+        ],
+    )
+
+
+def _print_pulls(out: Output, pulls: Sequence[Mapping[str, Any]]) -> None:
+    if not pulls:
+        return
+    out.table(
+        ["background pull", "dataset", "by", "state", ">samples", "since"],
+        [
+            (
+                row["url"],
+                row["dataset"],
+                f"pid {row['pid']}",
+                row["phase"],
+                row["samples"],
+                time.strftime("%H:%M:%S", time.localtime(time.time() - row["seconds"])),
+            )
+            for row in pulls
+        ],
+    )
+
+
+def _print_evictions(out: Output, evictions: Sequence[Mapping[str, Any]]) -> None:
+    if not evictions:
+        return
+    out.table(
+        ["dataset", "evicted for", "policy", ">shards", ">samples", ">bytes"],
+        [
+            (row["dataset"], row["reason"], row["policy"], row["shards"], row["samples"], format_size(row["bytes"]))
+            for row in evictions
+        ],
+    )
+
+
+def _print_damage(out: Output, figures: dict[str, Any]) -> None:
+    """Shards in quarantine, what is missing, and the last error."""
+    from cachetool.cache.layout import cache_option
+
+    for row in figures["quarantine"]:
         size = format_size(row["bytes"])
         out.line(f"in quarantine: shard {row['id']}, {count(row['samples'], 'sample')}, {size}: {row['why']}")
-    if found["quarantine"]:
-        size = format_size(sum(row["bytes"] for row in found["quarantine"]))
+    if figures["quarantine"]:
+        size = format_size(sum(row["bytes"] for row in figures["quarantine"]))
         out.line(f"what is in quarantine takes {size}; cachetool verify --repair --purge deletes it")
-    if found["gone"]:
-        repair = f"cachetool verify --repair{cache_option(Path(found['root']))}"
-        out.line(f"{count(found['gone'], 'shard')} missing on disk; run: {repair}")
-    for row in found["missing"]:
+    if figures["gone"]:
+        repair = f"cachetool verify --repair{cache_option(Path(figures['root']))}"
+        out.line(f"{count(figures['gone'], 'shard')} missing on disk; run: {repair}")
+    for row in figures["missing"]:
         out.line(f"{count(row['samples'], 'sample')} of {row['url']} are missing; cachetool verify --repair pulls them")
-    for row in found["errors"][:1]:
+    for row in figures["errors"][:1]:
         out.line(f"last error, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
-    if found["leases"]:
+
+
+def _print_processes(out: Output, leases: Sequence[Mapping[str, Any]], holders: Sequence[Mapping[str, Any]]) -> None:
+    """Who reads the cache, and who else has it open."""
+    if leases:
         out.table(
             ["reader", "program", "dataset", ">version", "since"],
             [
@@ -222,22 +259,24 @@ def _print(out: Output, found: dict[str, Any]) -> None:
                     row["version"],
                     time.strftime("%H:%M:%S", time.localtime(row["taken"])),
                 )
-                for row in found["leases"]
+                for row in leases
             ],
         )
-    reading = {row["pid"] for row in found["leases"]}
-    others = [f"pid {row['pid']} ({row['what']})" for row in found["holders"] if row["pid"] not in reading]
+    reading = {row["pid"] for row in leases}
+    others = [f"pid {row['pid']} ({row['what']})" for row in holders if row["pid"] not in reading]
     if others:
         out.line(f"other processes: {', '.join(others)}")
 
 
-def _reserved(found: dict[str, Any]) -> str:
-    return f", {format_size(found['reserved'])} of it reserved for shards being written" if found["reserved"] else ""
+def _reserved(figures: dict[str, Any]) -> str:
+    return (
+        f", {format_size(figures['reserved'])} of it reserved for shards being written" if figures["reserved"] else ""
+    )
 
 
-def _retiring(found: dict[str, Any]) -> str:
-    size = format_size(found["retiring_bytes"])
-    return f" ({found['retiring']} of them, {size}, go when their readers end)" if found["retiring"] else ""
+def _retiring(figures: dict[str, Any]) -> str:
+    size = format_size(figures["retiring_bytes"])
+    return f" ({figures['retiring']} of them, {size}, go when their readers end)" if figures["retiring"] else ""
 
 
 def _epochs(served: list[int]) -> str:

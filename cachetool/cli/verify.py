@@ -62,54 +62,56 @@ def verify(
       cachetool verify --repair
       cachetool verify --repair --purge
     """
-    from cachetool.api import elsewhere
+    from cachetool.api import runs_on_cluster
     from cachetool.check.verify import verify as check
 
     out = Output(as_json=as_json, quiet=quiet)
     share = parse_fraction(sample, what="--sample")
-    if elsewhere(on, cache, address=address):
+    if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         arguments = {"repair": repair, "repull": repull, "purge": purge, "max_size": max_size, "sample": share}
         nodes.verify(out, cache, arguments, address)
         return
     with out.progress() as report:
-        found = check(cache, repair=repair, repull=repull, purge=purge, max_size=max_size, sample=share, report=report)
+        result = check(cache, repair=repair, repull=repull, purge=purge, max_size=max_size, sample=share, report=report)
     if as_json:
-        out.document(found.as_dict())
+        out.document(result.as_dict())
     else:
-        if found.problems:
-            out.table(
-                ["shard", "file", "what is wrong", "what was done"],
-                [(p.shard or "", p.file or "", p.what, p.action or "nothing") for p in found.problems],
-            )
-        if found.quarantine:
-            out.table(
-                ["in quarantine", "dataset", ">samples", ">bytes", "why"],
-                [(q["id"], q["dataset"], q["samples"], format_size(q["bytes"]), q["why"]) for q in found.quarantine],
-            )
-        for url, draws in found.reopened.items():
-            out.line(f"{draws} draws of {url} are open again")
-        if found.repulled:
-            earlier = f"{count(found.repulled, 'sample')} that were missing since an earlier repair"
-            out.line(f"{found.repulled if found.reopened else earlier} pulled again")
-        if found.purged is not None:
-            samples, freed = count(found.purged["samples"], "sample"), format_size(found.purged["bytes"])
-            out.line(f"purged {count(found.purged['shards'], 'shard')} with {samples}, {freed}")
-        for text in (*(f"not of cachetool, left alone: {name}" for name in found.foreign), *found.notes):
-            out.line(text)
-        for each in found.missing:
-            out.line(_missing(each))
-        gone = f", {found.gone} missing" if found.gone else ""
-        out.line(
-            f"read {found.checked} of {found.shards} shards{gone}, {found.samples} samples, {format_size(found.bytes)}:"
-            f" {_verdict(found)}"
-        )
-    if not found.sound:
+        _print(out, result)
+    if not result.sound:
         if not as_json:
-            for hint in _hints(found, cache, repair=repair):
+            for hint in _hints(result, cache, repair=repair):
                 out.note(hint)
         raise typer.Exit(CorruptError.exit_code)
+
+
+def _print(out: Output, result: Verified) -> None:
+    if result.problems:
+        out.table(
+            ["shard", "file", "what is wrong", "what was done"],
+            [(p.shard or "", p.file or "", p.what, p.action or "nothing") for p in result.problems],
+        )
+    if result.quarantine:
+        out.table(
+            ["in quarantine", "dataset", ">samples", ">bytes", "why"],
+            [(q["id"], q["dataset"], q["samples"], format_size(q["bytes"]), q["why"]) for q in result.quarantine],
+        )
+    for url, draws in result.reopened.items():
+        out.line(f"{draws} draws of {url} are open again")
+    if result.repulled:
+        earlier = f"{count(result.repulled, 'sample')} that were missing since an earlier repair"
+        out.line(f"{result.repulled if result.reopened else earlier} pulled again")
+    if result.purged is not None:
+        samples, freed = count(result.purged["samples"], "sample"), format_size(result.purged["bytes"])
+        out.line(f"purged {count(result.purged['shards'], 'shard')} with {samples}, {freed}")
+    for text in (*(f"not of cachetool, left alone: {name}" for name in result.foreign), *result.notes):
+        out.line(text)
+    for missing in result.missing:
+        out.line(_missing(missing))
+    gone = f", {result.gone} missing" if result.gone else ""
+    read = f"{result.checked} of {result.shards} shards{gone}, {result.samples} samples, {format_size(result.bytes)}"
+    out.line(f"read {read}: {_verdict(result)}")
 
 
 def _missing(what: Missing) -> str:
@@ -119,30 +121,30 @@ def _missing(what: Missing) -> str:
     return f"{line}; the last error of that source: {what.last_error}" if what.last_error else line
 
 
-def _verdict(found: Verified) -> str:
-    if found.sound and not found.problems:
+def _verdict(result: Verified) -> str:
+    if result.sound and not result.problems:
         return "all as it was written"
-    wrong = sum(problem.action is None for problem in found.problems)
+    wrong = sum(problem.action is None for problem in result.problems)
     said = [(wrong, f"{count(wrong, 'thing')} wrong")]
-    mended = len(found.problems) - wrong
+    mended = len(result.problems) - wrong
     said.append((mended, f"{count(mended, 'thing')} repaired"))
-    missing = sum(each.samples for each in found.missing)
+    missing = sum(loss.samples for loss in result.missing)
     said.append((missing, f"{count(missing, 'sample')} missing"))
-    said.append((len(found.quarantine), f"{count(len(found.quarantine), 'shard')} in quarantine"))
+    said.append((len(result.quarantine), f"{count(len(result.quarantine), 'shard')} in quarantine"))
     return ", ".join(text for number, text in said if number)
 
 
-def _hints(found: Verified, cache: str | None, *, repair: bool) -> list[str]:
+def _hints(result: Verified, cache: str | None, *, repair: bool) -> list[str]:
     """What to do next."""
     from cachetool.cache.layout import cache_option
 
     line = "cachetool verify --repair" + ("" if cache is None else cache_option(Path(cache)))
-    if not repair and (found.missing or any(each.action is None for each in found.problems)):
+    if not repair and (result.missing or any(problem.action is None for problem in result.problems)):
         return [f"run: {line}"]
     hints = []
-    if found.missing:
+    if result.missing:
         hints.append(f"the next pull of that source draws them, and so does: {line}; to give them up: {line} --purge")
-    if found.quarantine:
-        size = format_size(sum(each["bytes"] for each in found.quarantine))
+    if result.quarantine:
+        size = format_size(sum(shard["bytes"] for shard in result.quarantine))
         hints.append(f"the quarantine takes {size} of the cap and nobody reads it; to delete it: {line} --purge")
     return hints

@@ -19,10 +19,11 @@ from cachetool.core.units import format_duration, format_size
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     from cachetool.cache import CacheDir
 
-__all__ = ["Look", "Rates", "drawn", "look", "told", "watch"]
+__all__ = ["Look", "Rates", "look", "one_line", "rendered", "watch"]
 
 _EVERY = 1.0
 _EVERY_LINE = 2.0
@@ -45,15 +46,15 @@ class Rates:
         """Bytes fetched a second at each look."""
         self.fetched = self.samples = 0.0
 
-    def add(self, found: Look, now: float) -> None:
+    def add(self, figures: Look, now: float) -> None:
         """Take a look in."""
-        came = found["samples"] + sum(row["samples"] for row in found["evictions"])
-        self._seen.append((now, found["fetched"], came))
+        came = figures["samples"] + sum(row["samples"] for row in figures["evictions"])
+        self._seen.append((now, figures["fetched"], came))
         while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW:
             self._seen.popleft()
         began, fetched, samples = self._seen[0]
         passed = now - began
-        self.fetched = max(0.0, (found["fetched"] - fetched) / passed) if passed else 0.0
+        self.fetched = max(0.0, (figures["fetched"] - fetched) / passed) if passed else 0.0
         self.samples = max(0.0, (came - samples) / passed) if passed else 0.0
         self.history.append(self.fetched)
 
@@ -72,9 +73,9 @@ def watch(cache: CacheDir, dataset: str | None, out: Output) -> None:
     try:
         if not sys.stdout.isatty():
             while True:
-                found = look(cache, dataset)
-                rates.add(found, time.monotonic())
-                out.line(told(found, rates))
+                figures = look(cache, dataset)
+                rates.add(figures, time.monotonic())
+                out.line(one_line(figures, rates))
                 time.sleep(_EVERY_LINE)
         from rich.console import Console
         from rich.live import Live
@@ -82,116 +83,125 @@ def watch(cache: CacheDir, dataset: str | None, out: Output) -> None:
         console = Console(file=sys.stdout, highlight=False)
         with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
             while True:
-                found = look(cache, dataset)
-                rates.add(found, time.monotonic())
-                live.update(drawn(found, rates, console.width), refresh=True)
+                figures = look(cache, dataset)
+                rates.add(figures, time.monotonic())
+                live.update(rendered(figures, rates, console.width), refresh=True)
                 time.sleep(_EVERY)
     except KeyboardInterrupt:
         if sys.stdout.isatty():
-            out.line(told(look(cache, dataset), rates))
+            out.line(one_line(look(cache, dataset), rates))
 
 
-def told(found: Look, rates: Rates) -> str:
+def one_line(figures: Look, rates: Rates) -> str:
     """A look as one line."""
     parts = [
         time.strftime("%H:%M:%S"),
-        f"{format_size(found['used'])} of {format_size(found['max_size'])} used ({_percent(found):.0f} %)",
-        f"{count(found['samples'], 'sample')} in {count(found['shards'], 'shard')}",
+        f"{format_size(figures['used'])} of {format_size(figures['max_size'])} used ({_percent(figures):.0f} %)",
+        f"{count(figures['samples'], 'sample')} in {count(figures['shards'], 'shard')}",
         f"pulling {format_size(int(rates.fetched))}/s",
-        f"{count(found['evicted'], 'shard')} evicted",
-        count(len(found["leases"]), "reader"),
+        f"{count(figures['evicted'], 'shard')} evicted",
+        count(len(figures["leases"]), "reader"),
     ]
-    if found["epochs"]:
-        parts.append(f"last epoch {_epoch(found['epochs'][-1])}")
+    if figures["epochs"]:
+        parts.append(f"last epoch {_epoch(figures['epochs'][-1])}")
     return ", ".join(parts)
 
 
-def drawn(found: Look, rates: Rates, width: int) -> Group:
+def rendered(figures: Look, rates: Rates, width: int) -> Group:
     """A look as tables, ``width`` columns wide."""
     from rich.console import Group
     from rich.text import Text
 
-    from cachetool.cache.stats import newest_pass
+    cells: list[Any] = _head(figures, rates, width)
+    for table in _tables(figures):
+        cells += [Text(""), table] if table is not None else []
+    for row in figures["errors"][:1]:
+        at = time.strftime("%H:%M:%S", time.localtime(row["at"]))
+        cells += [Text(""), _text(f"last error, {at}: {row['text']}")]
+    return Group(*cells)
 
-    def row(text: str, style: str = "") -> Text:
-        return Text(plain(text), style=style, overflow="ellipsis", no_wrap=True)
 
-    size = f"{format_size(found['used'])} of {format_size(found['max_size'])} ({_percent(found):.0f} %)"
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(plain(text), style=style, overflow="ellipsis", no_wrap=True)
+
+
+def _head(figures: Look, rates: Rates, width: int) -> list[Text]:
+    """The lines above the tables: the fill, the pull rate, and who has the cache open without reading it."""
+    size = f"{format_size(figures['used'])} of {format_size(figures['max_size'])} ({_percent(figures):.0f} %)"
     bar = max(10, width - len(size) - 12)
-    filled = round(bar * min(100.0, _percent(found)) / 100)
+    filled = round(bar * min(100.0, _percent(figures)) / 100)
     rate = f"{format_size(int(rates.fetched))}/s, {rates.samples:.1f} samples/s"
-    cells: list[Any] = [
-        row(f"{time.strftime('%H:%M:%S')}  cache {os.path.abspath(found['root'])}, until Ctrl-C", "bold"),
-        row(f"{'fill':9} {'█' * filled}{'░' * (bar - filled)}  {size}"),
-        row(f"{'pull':9} {_spark(list(rates.history), max(10, width - len(rate) - 12))}  {rate}"),
-        row(
-            f"{'held':9} {count(found['samples'], 'sample')} in {count(found['shards'], 'shard')},"
-            f" {found['retiring']} retiring, {count(found['evicted'], 'shard')} evicted so far"
+    lines = [
+        _text(f"{time.strftime('%H:%M:%S')}  cache {os.path.abspath(figures['root'])}, until Ctrl-C", "bold"),
+        _text(f"{'fill':9} {'█' * filled}{'░' * (bar - filled)}  {size}"),
+        _text(f"{'pull':9} {_spark(list(rates.history), max(10, width - len(rate) - 12))}  {rate}"),
+        _text(
+            f"{'held':9} {count(figures['samples'], 'sample')} in {count(figures['shards'], 'shard')},"
+            f" {figures['retiring']} retiring, {count(figures['evicted'], 'shard')} evicted so far"
         ),
-        row(
-            f"{'room':9} {format_size(found['reserved'])} reserved for shards being written,"
-            f" {format_size(found['free_disk'])} of disk free"
+        _text(
+            f"{'room':9} {format_size(figures['reserved'])} reserved for shards being written,"
+            f" {format_size(figures['free_disk'])} of disk free"
         ),
     ]
-    reading = {each["pid"] for each in found["leases"]}
-    others = [f"pid {each['pid']} ({each['what']})" for each in found["holders"] if each["pid"] not in reading]
-    cells += [row(f"{'others':9} {', '.join(others)}")] if others else []
-    tables = [
+    reading = {row["pid"] for row in figures["leases"]}
+    others = [f"pid {row['pid']} ({row['what']})" for row in figures["holders"] if row["pid"] not in reading]
+    if others:
+        lines.append(_text(f"{'others':9} {', '.join(others)}"))
+    return lines
+
+
+def _tables(figures: Look) -> list[Table | None]:
+    """One table for each kind of row, None for a kind without rows."""
+    return [
         _table(
             ["dataset", "format", ">shards", ">samples", ">bytes"],
             [
-                (each["name"], name, kind["shards"], kind["samples"], format_size(kind["bytes"]))
-                for each in found["datasets"]
-                for name, kind in each["formats"].items()
+                (row["name"], name, totals["shards"], totals["samples"], format_size(totals["bytes"]))
+                for row in figures["datasets"]
+                for name, totals in row["formats"].items()
             ],
         ),
         _table(
-            ["source", ">coverage", ">pass", ">fetched", ">reuse"],
-            [
-                (
-                    each["url"],
-                    f"{100 * coverage:.1f} %",
-                    turn,
-                    format_size(each["fetched"]),
-                    "" if each["reuse"] is None else f"{each['reuse']:.1f} x",
-                )
-                for each in found["sources"]
-                for _, coverage, turn in (newest_pass(each),)
-            ],
+            ["source", ">coverage", ">pass", ">fetched", ">reuse"], [_source_cells(row) for row in figures["sources"]]
         ),
-        _table(
-            ["pull", "state", ">samples"], [(each["url"], each["phase"], each["samples"]) for each in found["pulls"]]
-        ),
+        _table(["pull", "state", ">samples"], [(row["url"], row["phase"], row["samples"]) for row in figures["pulls"]]),
         _table(
             ["epoch", ">samples", ">batches", ">took", "waited"],
-            [
-                (
-                    each["dataset"] if each["epoch"] is None else f"{each['dataset']} {each['epoch']}",
-                    each["samples"],
-                    "" if each["batches"] is None else each["batches"],
-                    "" if each["seconds"] is None else format_duration(each["seconds"]),
-                    _waited(each),
-                )
-                for each in reversed(found["epochs"][-_MOST:])
-            ],
+            [_epoch_cells(row) for row in reversed(figures["epochs"][-_MOST:])],
         ),
         _table(
             ["evicted for", "policy", "dataset", ">shards", ">bytes"],
             [
-                (each["reason"], each["policy"], each["dataset"], each["shards"], format_size(each["bytes"]))
-                for each in found["evictions"]
+                (row["reason"], row["policy"], row["dataset"], row["shards"], format_size(row["bytes"]))
+                for row in figures["evictions"]
             ],
         ),
         _table(
             ["reader", "program", "dataset", ">version"],
-            [(f"pid {each['pid']}", each["what"], each["dataset"], each["version"]) for each in found["leases"]],
+            [(f"pid {row['pid']}", row["what"], row["dataset"], row["version"]) for row in figures["leases"]],
         ),
     ]
-    for table in tables:
-        cells += [Text(""), table] if table is not None else []
-    for each in found["errors"][:1]:
-        cells += [Text(""), row(f"last error, {time.strftime('%H:%M:%S', time.localtime(each['at']))}: {each['text']}")]
-    return Group(*cells)
+
+
+def _source_cells(row: Mapping[str, Any]) -> Sequence[object]:
+    from cachetool.cache.stats import newest_pass
+
+    _, coverage, pass_number = newest_pass(row)
+    reuse = "" if row["reuse"] is None else f"{row['reuse']:.1f} x"
+    return row["url"], f"{100 * coverage:.1f} %", pass_number, format_size(row["fetched"]), reuse
+
+
+def _epoch_cells(row: Mapping[str, Any]) -> Sequence[object]:
+    return (
+        row["dataset"] if row["epoch"] is None else f"{row['dataset']} {row['epoch']}",
+        row["samples"],
+        "" if row["batches"] is None else row["batches"],
+        "" if row["seconds"] is None else format_duration(row["seconds"]),
+        _waited(row),
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table | None:
@@ -226,8 +236,8 @@ def _spark(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[height] for height in heights).ljust(width)
 
 
-def _percent(found: Look) -> float:
-    return 100 * found["used"] / found["max_size"] if found["max_size"] else 0.0
+def _percent(figures: Look) -> float:
+    return 100 * figures["used"] / figures["max_size"] if figures["max_size"] else 0.0
 
 
 def _waited(row: Mapping[str, Any]) -> str:

@@ -31,10 +31,10 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def bytes_axis(most: float, *, each: str = "") -> Axis:
-    """From 0 to a little above ``most`` bytes; ``each`` such as ``/s``."""
+def bytes_axis(most: float, *, per: str = "") -> Axis:
+    """From 0 to a little above ``most`` bytes; ``per`` such as ``/s``."""
     unit, factor = [pair for pair in _SIZES if pair[1] <= max(1.0, most)][-1]
-    return _linear(most, factor, f"{unit}{each}")
+    return _linear(most, factor, f"{unit}{per}")
 
 
 def seconds_axis(most: float, what: str) -> Axis:
@@ -117,7 +117,7 @@ def _linear(most: float, factor: int, title: str, *, least_step: float = 0.0, mo
     step = max(least_step, _nice(max(most, 1e-9) / factor / most_ticks)) if most else 1.0
     ends = max(1, math.ceil(most / factor / step * 0.999))
     number: Callable[[float], str] = lambda value: f"{value:,.10g}"  # noqa: E731
-    ticks = tuple((each * step * factor, number(round(each * step, 10))) for each in range(ends + 1))
+    ticks = tuple((tick * step * factor, number(round(tick * step, 10))) for tick in range(ends + 1))
     return Axis(0.0, ends * step * factor, ticks, title)
 
 

@@ -39,12 +39,12 @@ def steps(x: Axis, y: Axis, points: Sequence[tuple[float, float]], limit: Sequen
 
 
 def _stairs(x: Axis, y: Axis, points: Sequence[tuple[float, float]]) -> list[str]:
-    before, made = points[0][1], []
+    before, corners = points[0][1], []
     for at, value in points:
         along = f"{_x(x, at):.1f}"
-        made += [f"{along},{_y(y, each):.1f}" for each in dict.fromkeys((before, value))]
+        corners += [f"{along},{_y(y, level):.1f}" for level in dict.fromkeys((before, value))]
         before = value
-    return made
+    return corners
 
 
 def stacked(
@@ -98,7 +98,7 @@ def _y(axis: Axis, value: float) -> float:
     return _BOTTOM - axis.share(value) * (_BOTTOM - _TOP)
 
 
-def _picture(x: Axis, y: Axis, *drawn: Markup) -> Markup:
+def _picture(x: Axis, y: Axis, *shapes: Markup) -> Markup:
     rules = [
         element("line", x1=_LEFT, x2=_RIGHT, y1=_y(y, value), y2=_y(y, value), class_="rule") for value, _ in y.ticks
     ]
@@ -106,7 +106,7 @@ def _picture(x: Axis, y: Axis, *drawn: Markup) -> Markup:
     return element(
         "svg",
         *rules,
-        *drawn,
+        *shapes,
         element("line", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM, class_="axis"),
         *beside,
         element("text", y.title, x=4, y=12, class_="unit"),
@@ -120,12 +120,12 @@ def _picture(x: Axis, y: Axis, *drawn: Markup) -> Markup:
 
 def _below(x: Axis) -> list[Markup]:
     """Ticks and words of the lower axis; a word that would run into the one before it is left out."""
-    made, free = [], 0.0
+    marks, free = [], 0.0
     for value, text in x.ticks:
         at, half = _x(x, value), len(text) * _CHARACTER / 2
         centre = min(max(at, half), WIDTH - half)
-        made.append(element("line", x1=at, x2=at, y1=_BOTTOM, y2=_BOTTOM + 4, class_="axis"))
+        marks.append(element("line", x1=at, x2=at, y1=_BOTTOM, y2=_BOTTOM + 4, class_="axis"))
         if centre - half >= free:
-            made.append(element("text", text, x=centre, y=_BOTTOM + 17, text_anchor="middle"))
+            marks.append(element("text", text, x=centre, y=_BOTTOM + 17, text_anchor="middle"))
             free = centre + half + _CHARACTER
-    return made
+    return marks

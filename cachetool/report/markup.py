@@ -24,8 +24,10 @@ class Markup(str):
 
 def joined(children: Iterable[object], between: str = "") -> Markup:
     """All children after each other, each escaped unless it is markup; None is nothing."""
-    made = (each if isinstance(each, Markup) else html.escape(plain(each)) for each in children if each is not None)
-    return Markup(html.escape(between).join(made))
+    escaped = (
+        child if isinstance(child, Markup) else html.escape(plain(child)) for child in children if child is not None
+    )
+    return Markup(html.escape(between).join(escaped))
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:

@@ -53,7 +53,7 @@ class Figures:
     """The fields of :class:`cachetool.cache.Stats`."""
     dataset: str | None
     """The only dataset that shards, sources and epochs are of; None: all."""
-    made: float
+    taken_at: float
     """When, in seconds since 1970."""
     history: History
     """With a point more for what there is now."""
@@ -95,8 +95,8 @@ class Figures:
         begins = ends if reason in _AT_ONCE else times[:-1]
         # Of each gain the share that was there by each edge.
         shares = np.clip((edges[:, None] - ends) / np.maximum(ends - begins, 1e-9) + 1.0, 0.0, 1.0)
-        found: Floats = np.diff(shares @ gained)
-        return found
+        gain_per_bin: Floats = np.diff(shares @ gained)
+        return gain_per_bin
 
 
 def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
@@ -121,9 +121,9 @@ def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
 
 def waiting(epochs: Sequence[Mapping[str, Any]]) -> float | None:
     """The share of their time that epochs waited; None when no loader told it."""
-    told = [row for row in epochs if row["waited"] is not None and row["seconds"]]
-    seconds = sum(row["seconds"] for row in told)
-    return min(1.0, sum(row["waited"] for row in told) / seconds) if seconds else None
+    timed = [row for row in epochs if row["waited"] is not None and row["seconds"]]
+    seconds = sum(row["seconds"] for row in timed)
+    return min(1.0, sum(row["waited"] for row in timed) / seconds) if seconds else None
 
 
 def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: float) -> list[dict[str, Any]]:
@@ -137,9 +137,9 @@ def _points(cache: CacheDir, stats: Mapping[str, Any], history: History, now: fl
         ).fetchone()
     points, began = list(history.points), times["began"]
     if not (stats["leases"] or stats["reserved"] or stats["pulls"]):
-        known = [point["at"] for point in points[-1:]] + [row["ended"] for row in history.epochs[-1:]]
-        known += [at for at in times if at is not None]
-        newest["at"] = min(now, max(known, default=now))
+        moments = [point["at"] for point in points[-1:]] + [row["ended"] for row in history.epochs[-1:]]
+        moments += [at for at in times if at is not None]
+        newest["at"] = min(now, max(moments, default=now))
     if points and began is not None and 0 < points[0]["at"] - began < _BEGIN:
         empty = {"shards": 0, "samples": 0, "fetched": 0, "served": 0, "evicted": {}}
         least = stats["overhead"] + stats["listings"]

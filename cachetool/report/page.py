@@ -95,8 +95,8 @@ def page(figures: Figures) -> str:
         element("title", title),
         element("style", Markup(STYLE)),
     )
-    made = time.strftime("%d %b %Y, %H:%M:%S", time.localtime(figures.made))
-    about = f"cachetool {version('cachetool')}, {made}"
+    taken = time.strftime("%d %b %Y, %H:%M:%S", time.localtime(figures.taken_at))
+    about = f"cachetool {version('cachetool')}, {taken}"
     if figures.dataset is not None:
         about += f"; shards, sources and epochs of the dataset {figures.dataset!r} alone, time lines of the whole cache"
     body = element(

@@ -52,9 +52,9 @@ def _section(title: str, *children: object, wide: bool = False) -> Markup:
     return element("section", element("h2", title), *children, class_="wide" if wide else "half")
 
 
-def _figure(drawn: Markup, words: str, colours: Mapping[str, str] | None = None) -> Markup:
+def _figure(chart: Markup, words: str, colours: Mapping[str, str] | None = None) -> Markup:
     key = charts.legend(colours) if colours else None
-    return element("figure", drawn, key, element("figcaption", words))
+    return element("figure", chart, key, element("figcaption", words))
 
 
 def _fill(figures: Figures) -> Markup:
@@ -76,9 +76,9 @@ def _rates(figures: Figures) -> Markup:
         return _section(title, element("p", _NOTHING_YET, class_="quiet"))
     rates = figures.rates()
     names = [f"{_span(rates, n)}: {format_size(int(value))}/s" for n, value in enumerate(rates.series["fetched"])]
-    x, y = axes.time_axis(float(rates.edges[0]), float(rates.edges[-1])), axes.bytes_axis(rates.most, each="/s")
-    drawn = charts.stacked(x, y, rates.edges.tolist(), {"fetched": ("blue", rates.series["fetched"].tolist())}, names)
-    return _section(title, _figure(drawn, "Bytes over the wire a second, for what was committed."))
+    x, y = axes.time_axis(float(rates.edges[0]), float(rates.edges[-1])), axes.bytes_axis(rates.most, per="/s")
+    chart = charts.stacked(x, y, rates.edges.tolist(), {"fetched": ("blue", rates.series["fetched"].tolist())}, names)
+    return _section(title, _figure(chart, "Bytes over the wire a second, for what was committed."))
 
 
 def _evictions(figures: Figures) -> Markup:
@@ -92,22 +92,24 @@ def _evictions(figures: Figures) -> Markup:
     table = _table(["dataset", "for", "policy", ">shards", ">bytes"], rows)
     if not figures.drawable:
         return _section(title, table)
-    found = figures.evictions()
-    used = {reason: values for reason, values in found.series.items() if values.any()}
+    evictions = figures.evictions()
+    used = {reason: values for reason, values in evictions.series.items() if values.any()}
     if not used:
         return _section(title, table)
     colours = {reason: _REASONS.get(reason, "green") for reason in used}
     names = [
-        f"{_span(found, n)}: "
-        + ", ".join(f"{format_size(int(each[n]))} for {_WORDS.get(reason, reason)}" for reason, each in used.items())
-        for n in range(len(found.edges) - 1)
+        f"{_span(evictions, n)}: "
+        + ", ".join(
+            f"{format_size(int(values[n]))} for {_WORDS.get(reason, reason)}" for reason, values in used.items()
+        )
+        for n in range(len(evictions.edges) - 1)
     ]
-    x, y = axes.time_axis(float(found.edges[0]), float(found.edges[-1])), axes.bytes_axis(found.most)
+    x, y = axes.time_axis(float(evictions.edges[0]), float(evictions.edges[-1])), axes.bytes_axis(evictions.most)
     series = {reason: (colours[reason], values.tolist()) for reason, values in used.items()}
     key = {_WORDS.get(reason, reason): colour for reason, colour in colours.items()}
-    length = format_duration(float(found.edges[1] - found.edges[0]))
-    drawn = charts.stacked(x, y, found.edges.tolist(), series, names)
-    return _section(title, _figure(drawn, f"Bytes of shards evicted in each {length}, by reason.", key), table)
+    length = format_duration(float(evictions.edges[1] - evictions.edges[0]))
+    chart = charts.stacked(x, y, evictions.edges.tolist(), series, names)
+    return _section(title, _figure(chart, f"Bytes of shards evicted in each {length}, by reason.", key), table)
 
 
 def _ages(figures: Figures) -> Markup:
@@ -122,8 +124,8 @@ def _ages(figures: Figures) -> Markup:
         for n in range(len(ages.edges) - 1)
     ]
     series = {name: (_STATES[name], values.tolist()) for name, values in used.items()}
-    drawn = charts.stacked(x, y, ages.edges.tolist(), series, names)
-    return _section(title, _figure(drawn, "Bytes on disk by the time since the commit.", {n: _STATES[n] for n in used}))
+    chart = charts.stacked(x, y, ages.edges.tolist(), series, names)
+    return _section(title, _figure(chart, "Bytes on disk by the time since the commit.", {n: _STATES[n] for n in used}))
 
 
 def _sizes(figures: Figures) -> Markup:
@@ -146,27 +148,27 @@ def _epochs(figures: Figures) -> Markup:
     title, epochs = "Epochs", [row for row in figures.history.epochs if row["seconds"] is not None]
     if not epochs:
         return _section(title, element("p", "No epoch was read to its end yet.", class_="quiet"))
-    told = {"training": [0.0] * len(epochs), "waiting for batches": [0.0] * len(epochs), "waits not told": []}
-    told["waits not told"] = [0.0] * len(epochs)
+    durations = {"training": [0.0] * len(epochs), "waiting for batches": [0.0] * len(epochs), "waits not told": []}
+    durations["waits not told"] = [0.0] * len(epochs)
     for number, row in enumerate(epochs):
         waited = row["waited"]
         if waited is None:
-            told["waits not told"][number] = row["seconds"]
+            durations["waits not told"][number] = row["seconds"]
         else:
-            told["waiting for batches"][number] = min(waited, row["seconds"])
-            told["training"][number] = row["seconds"] - min(waited, row["seconds"])
+            durations["waiting for batches"][number] = min(waited, row["seconds"])
+            durations["training"][number] = row["seconds"] - min(waited, row["seconds"])
     colours = {"training": "green", "waiting for batches": "orange", "waits not told": "violet"}
-    used = {name: (colours[name], values) for name, values in told.items() if any(values)}
+    used = {name: (colours[name], values) for name, values in durations.items() if any(values)}
     first = len(figures.history.epochs) - len(epochs)
     x = axes.Axis(0.0, float(len(epochs)), _numbered(len(epochs)), "epochs in the order of their ends")
     y = axes.seconds_axis(max(row["seconds"] for row in epochs), "time")
     names = [f"{_who(row)}: {format_duration(row['seconds'])}, {_waits(row)}" for row in epochs]
-    drawn = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
+    chart = charts.stacked(x, y, list(range(len(epochs) + 1)), used, names)
     words = (
         f"{counted(len(epochs), 'epoch')}, each from asking for it to its last batch; at most the newest {MOST_EPOCHS}."
     )
     words += f" Of {first} more no time is known." if first else ""
-    return _section(title, _figure(drawn, words, {name: colours[name] for name in used}))
+    return _section(title, _figure(chart, words, {name: colours[name] for name in used}))
 
 
 def _numbered(epochs: int) -> tuple[tuple[float, str], ...]:
@@ -213,8 +215,8 @@ def _sources(figures: Figures) -> Markup:
     blocks = []
     for row in sources[:_MOST]:
         skipped = f", {row['skipped']:,} skipped" if row["skipped"] else ""
-        units, coverage, turn = newest_pass(row)
-        drawn = f"{units:,} of {counted(row['units'], 'unit')} drawn ({100 * coverage:.1f} %)"
+        units, coverage, pass_number = newest_pass(row)
+        progress = f"{units:,} of {counted(row['units'], 'unit')} drawn ({100 * coverage:.1f} %)"
         if row["reuse"] is None:
             used = "Nothing came over the wire."
         else:
@@ -224,7 +226,7 @@ def _sources(figures: Figures) -> Markup:
             element(
                 "div",
                 element("p", element("code", row["url"]), f" into {row['dataset']}"),
-                element("p", f"Coverage: {drawn} in pass {turn}{skipped}", class_="quiet"),
+                element("p", f"Coverage: {progress} in pass {pass_number}{skipped}", class_="quiet"),
                 charts.share(coverage, "blue"),
                 element("p", f"Reuse: {used}", class_="quiet"),
                 charts.share((row["reuse"] or 0.0) / most, "green") if len(sources) > 1 else None,
@@ -237,9 +239,9 @@ def _sources(figures: Figures) -> Markup:
 def _datasets(figures: Figures) -> Markup:
     datasets = figures.stats["datasets"]
     rows = [
-        (row["name"], name, f"{each['shards']:,}", f"{each['samples']:,}", _bytes(each))
+        (row["name"], name, f"{totals['shards']:,}", f"{totals['samples']:,}", _bytes(totals))
         for row in datasets[:_MOST]
-        for name, each in (row["formats"] or {"": dict.fromkeys(("shards", "samples", "bytes"), 0)}).items()
+        for name, totals in (row["formats"] or {"": dict.fromkeys(("shards", "samples", "bytes"), 0)}).items()
     ]
     table = _table(["dataset", "format", ">shards", ">samples", ">bytes"], rows)
     return _section(
@@ -299,6 +301,6 @@ def _bytes(row: Mapping[str, Any]) -> str:
 
 def _span(bins: Bins, number: int) -> str:
     """From when to when a bin is, in words."""
-    begin, end = (time.localtime(float(bins.edges[each])) for each in (number, number + 1))
+    begin, end = (time.localtime(float(bins.edges[edge])) for edge in (number, number + 1))
     form = "%H:%M:%S" if bins.edges[-1] - bins.edges[0] < 86400 else "%d %b %H:%M"
     return f"{time.strftime(form, begin)} to {time.strftime(form, end)}"

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachetool.bench.rates import Found, advice
+from cachetool.bench.rates import Measurements, advice
 from cachetool.formats import format_names
 from tests.cli.conftest import Run
 
-FOUND = Found(
-    whole=10**9,
+FOUND = Measurements(
+    total_bytes=10**9,
     available=10**10,
     mean=100_000,
     batch=80,
@@ -28,7 +28,7 @@ FOUND = Found(
     by_workers={1: 3000, 2: 5000},
     workers=2,
 )
-BIG = replace(FOUND, whole=10**11)
+BIG = replace(FOUND, total_bytes=10**11)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ BIG = replace(FOUND, whole=10**11)
         (replace(BIG, at_random=3000), ["of 3,000 MB/s that it gives", "workers=4"]),
     ],
 )
-def test_the_advice_names_what_is_slowest_and_what_to_change(found: Found, words: list[str]) -> None:
+def test_the_advice_names_what_is_slowest_and_what_to_change(found: Measurements, words: list[str]) -> None:
     said = advice(found)
 
     assert all(word in said for word in words), said

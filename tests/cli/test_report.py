@@ -20,7 +20,7 @@ from rich.console import Console
 from cachetool.api import open_cache
 from cachetool.cache.history import Delivered
 from cachetool.cache.stats import newest_pass
-from cachetool.cli.watch import Rates, drawn, look, told
+from cachetool.cli.watch import Rates, look, one_line, rendered
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Run
@@ -126,7 +126,7 @@ def test_a_look_fits_its_terminal_and_cuts_no_figure(trained: Path, width: int) 
     rates.add({**found, "fetched": 0}, 100.0)
     rates.add(found, 110.0)
     console = Console(width=width, height=60, record=True, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
-    console.print(drawn(found, rates, width))
+    console.print(rendered(found, rates, width))
     lines = console.export_text().splitlines()
 
     assert max(map(len, lines)) <= width
@@ -199,7 +199,7 @@ def test_rates_are_taken_over_half_a_minute(trained: Path) -> None:
     for second in range(100, 140):
         rates.add({**found, "fetched": 100_000}, float(second))
     assert rates.fetched == 0
-    assert "pulling 0 B/s" in told(found, rates)
+    assert "pulling 0 B/s" in one_line(found, rates)
 
 
 def watching(cache: Path, **streams: int) -> subprocess.Popen[bytes]:

@@ -118,7 +118,7 @@ def test_a_shard_that_cannot_be_opened_for_lack_of_descriptors_is_not_taken_for_
             for count in range(6):
                 with descriptors_left(count):
                     try:
-                        faults = faults_of(folder, row, whole=True)
+                        faults = faults_of(folder, row, every_byte=True)
                     except OSError as error:
                         refused += error.errno == errno.EMFILE
                         continue

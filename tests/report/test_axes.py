@@ -37,7 +37,7 @@ def test_a_time_axis_has_some_ticks_at_round_local_times(zone: str, length: int)
 
 @pytest.mark.parametrize("most", [0, 1, 3, 999, 1000, 1234, 5 * 10**6, 999_999_999, 10**12, 7 * 10**15])
 def test_an_axis_of_bytes_reaches_above_its_values_in_one_unit(most: int) -> None:
-    axis = axes.bytes_axis(most, each="/s")
+    axis = axes.bytes_axis(most, per="/s")
 
     assert axis.low == 0
     assert axis.high >= max(1, most) * 0.999
