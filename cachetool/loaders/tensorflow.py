@@ -137,9 +137,9 @@ def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
     """Strings of equal length as numbers, with one dimension more."""
     dtype = field.numpy
     # decode_raw knows neither dates nor unsigned numbers of more than 16 bits.
-    known = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
-    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(known))
-    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and known != dtype else numbers
+    decodable = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
+    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(decodable))
+    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and decodable != dtype else numbers
 
 
 def make_dataset(
@@ -290,11 +290,11 @@ def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list
             f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord;"
             f" run: cachetool convert --to tfrecord{where}"
         )
-    mine = np.ones(view.samples, dtype=np.bool_)
+    chosen = np.ones(view.samples, dtype=np.bool_)
     if sides is not None:
-        mine[:] = False
-        mine[sides.chosen(view)] = True
-    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(mine, view.starts[1:-1])]
+        chosen[:] = False
+        chosen[sides.chosen(view)] = True
+    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(chosen, view.starts[1:-1])]
     files = [
         # Only compressed files have no extents.
         (str(part.folder / (part.file or "data.tfrecord")), "" if part.extents.exists() else "GZIP", mask)
@@ -314,8 +314,8 @@ def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: boo
         records = stages.records_of(file, compression=kind, buffer=0 if size >= _LARGE else _BUFFER)
         if not split:
             return records
-        mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
-        chosen = stages.filtered(tf.data.Dataset.zip(records, mine), lambda record, here: here)
+        flags = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
+        chosen = stages.filtered(tf.data.Dataset.zip(records, flags), lambda record, here: here)
         return stages.mapped(chosen, lambda record, here: record, parallel=False)
 
     named = tf.data.Dataset.from_tensor_slices(files)
