@@ -29,6 +29,7 @@ import itertools
 import secrets
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from cachetool.core.schema import Field, Schema
 from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.loaders.order import order
-from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
+from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
 from cachetool.loaders.view import View
 
@@ -202,38 +203,86 @@ def make_dataset(
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
         subscription.close()
-    shuffle = shuffle_buffer > 0
-    chosen_seed = secrets.randbits(32) if seed is None else seed
-    numbers = itertools.count()
+    options = _Options(
+        batch_size=batch_size,
+        shuffle_buffer=shuffle_buffer,
+        seed=secrets.randbits(32) if seed is None else seed,
+        is_seeded=seed is not None,
+        repeat=repeat,
+        drop_remainder=drop_remainder,
+        run=run,
+        split=split,
+        sides=sides,
+        where=where,
+    )
+    column = tf.TensorSpec((None,), tf.string)
+    signature = (column, column, column, tf.TensorSpec((), tf.int64))
+    epoch = functools.partial(_epoch, subscription, first.schema, itertools.count(), options)
+    epochs = stages.from_generator(epoch, signature)
+    return _tuned(_batches(epochs, first.schema, schema, size, options), repeat=repeat)
 
-    def epoch() -> Iterator[tuple[Any, ...]]:
-        number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
-        close = mine.close
-        try:
-            view = mine.newest(epoch=None if run is None else number, sparing=True)
-            columns = _files(view, sides, where)
-            if view.schema != first.schema:  # by which the fields are found in a record
-                raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
-            if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
-                raise UsageError(_nothing(view, where, split))
-            samples = view.samples if sides is None else sum(mask.count(1) for mask in columns[2])
-            if drop_remainder and samples < batch_size:
-                raise UsageError(
-                    f"{samples} samples make no batch of batch_size={batch_size} with drop_remainder=True;"
-                    " pull more, or take smaller batches"
-                )
-            turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
-            at = [int(i) for block in turns for i in block]
-            yield *([column[i] for i in at] for column in columns), number
-            mine.served(last=True)
-        except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
-            close = functools.partial(beside, mine.close)
-            raise
-        finally:
-            close()
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of :func:`make_dataset`, checked."""
+
+    batch_size: int
+    shuffle_buffer: int
+    seed: int
+    """The one given, or a random one."""
+    is_seeded: bool
+    """Whether a seed was given."""
+    repeat: bool
+    drop_remainder: bool
+    run: str | None
+    split: str | None
+    sides: Split | None
+    where: str
+    """Names the cache to a command."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether files and records are shuffled."""
+        return self.shuffle_buffer > 0
+
+
+def _epoch(
+    subscription: Subscription, schema: Schema, numbers: Iterator[int], options: _Options
+) -> Iterator[tuple[Any, ...]]:
+    """Yield one element: the columns of :func:`_files` of a new snapshot, in the order of this epoch, and its number.
+
+    Keeps the snapshot's lease until the generator ends. ``schema`` is that of the first snapshot.
+    """
+    number, lease = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
+    close = lease.close
+    try:
+        view = lease.newest(epoch=None if options.run is None else number, sparing=True)
+        columns = _files(view, options.sides, options.where)
+        if view.schema != schema:  # by which the fields are found in a record
+            raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
+        if not view.samples or (options.repeat and not columns[0]):  # TensorFlow would end without a word
+            raise UsageError(_nothing(view, options.where, options.split))
+        samples = view.samples if options.sides is None else sum(mask.count(1) for mask in columns[2])
+        if options.drop_remainder and samples < options.batch_size:
+            raise UsageError(
+                f"{samples} samples make no batch of batch_size={options.batch_size} with drop_remainder=True;"
+                " pull more, or take smaller batches"
+            )
+        blocks = order(len(columns[0]), shuffle=options.shuffle, seed=options.seed, epoch=number)
+        at = [int(i) for block in blocks for i in block]
+        yield *([column[i] for i in at] for column in columns), number
+        lease.served(last=True)
+    except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
+        close = functools.partial(beside, lease.close)
+        raise
+    finally:
+        close()
+
+
+def _batches(epochs: tf.data.Dataset, stored: Schema, schema: Schema, size: int, options: _Options) -> tf.data.Dataset:
+    """Batches of the fields of ``schema``, out of records of the fields ``stored`` and of ``size`` bytes."""
     # Large values are copied by many threads when they are parsed, by one when they are cut out.
-    layout = ExampleLayout(first.schema) if size < _LARGE else None
+    layout = ExampleLayout(stored) if size < _LARGE else None
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         return fields_of(records, schema, layout)
@@ -245,22 +294,24 @@ def make_dataset(
 
     def one_epoch(*given: tf.Tensor) -> tf.data.Dataset:
         *files, number = given
-        fixed = seed is not None or not shuffle
-        records = _records(tuple(files), size=size, mixed=shuffle, fixed=fixed, split=split is not None)
-        if shuffle:
-            records = _shuffled(records, shuffle_buffer, chosen_seed, number)
-        return records.batch(batch_size, drop_remainder=drop_remainder) if together else records
+        fixed = options.is_seeded or not options.shuffle
+        split = options.split is not None
+        records = _records(tuple(files), size=size, mixed=options.shuffle, fixed=fixed, split=split)
+        if options.shuffle:
+            records = _shuffled(records, options.shuffle_buffer, options.seed, number)
+        return records.batch(options.batch_size, drop_remainder=options.drop_remainder) if together else records
 
-    column = tf.TensorSpec((None,), tf.string)
-    signature = (column, column, column, tf.TensorSpec((), tf.int64))
-    out = stages.flat_mapped(stages.from_generator(epoch, signature), one_epoch)
+    out = stages.flat_mapped(epochs, one_epoch)
     if together:
-        out = stages.mapped(out, parsed)
-    else:
-        out = stages.mapped(out, parsed_alone).batch(batch_size, drop_remainder=drop_remainder)
+        return stages.mapped(out, parsed)
+    return stages.mapped(out, parsed_alone).batch(options.batch_size, drop_remainder=options.drop_remainder)
+
+
+def _tuned(batches: tf.data.Dataset, *, repeat: bool) -> tf.data.Dataset:
+    """The batches prefetched, with autotuning off."""
     # Prefetching ends with the epoch: behind `repeat`, where TensorFlow puts one by itself, it would take the next
     # snapshot before the last batches of this one are out.
-    out = out.prefetch(tf.data.AUTOTUNE)
+    out = batches.prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
     # AUTOTUNE then means a call for each of up to 16 processors. The thread that would choose otherwise makes epochs of
     # 0.3 s a fifth slower, and the end of every third waits for it: up to as long again as the epoch took.

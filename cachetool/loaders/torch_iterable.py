@@ -157,8 +157,7 @@ class RollCall:
     def _all_joined(self) -> bool:
         """Whether nobody is still to join the present iteration."""
         key, workers, cells = self._cells[_KEY], self._cells[_WORKERS], self._cells
-        others = cells[_FIRST + 1 : _FIRST + workers]
-        return not key or not _alive(cells[_PID]) or all(joined == key for joined in others)
+        return not key or not _alive(cells[_PID]) or all(cell == key for cell in cells[_FIRST + 1 : _FIRST + workers])
 
     @property
     def current(self) -> Call:
@@ -186,7 +185,7 @@ class RollCall:
         """Come back when all workers have arrived, as they have when another iteration was begun since."""
         others, cells = slice(_FIRST + 1, _FIRST + workers), self._cells
         _until(
-            lambda: cells[_PID] != os.getpid() or all(joined == key for joined in cells[others]),
+            lambda: cells[_PID] != os.getpid() or all(cell == key for cell in cells[others]),
             "another worker did not begin",
         )
 
