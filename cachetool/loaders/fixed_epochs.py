@@ -98,12 +98,12 @@ class FixedEpochs(Generic[T]):
         if not self._resumed:
             self._at = 0
         self._begin, self._how = begin, how
-        self._newest = mine = object()
-        return self._batches(mine)
+        self._newest = token = object()
+        return self._batches(token)
 
-    def _batches(self, mine: object) -> Iterator[T]:
+    def _batches(self, token: object) -> Iterator[T]:
         while True:
-            if self._newest is not mine:
+            if self._newest is not token:
                 raise UsageError("this iterator ended when its loader was iterated again or closed")
             if self._at == self._steps:
                 self._at, self._resumed = 0, False

@@ -122,15 +122,15 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
                 )
             loader.load_state_dict(saved["loader"])
             if before := _before(loader):
-                whole = len(loader)
-                self.resumed = int(state.epoch), before, whole, whole
+                length = len(loader)
+                self.resumed = int(state.epoch), before, length, length
         self._loader = loader
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Correct ``state.epoch`` in an epoch that was resumed: the Trainer counts from where it was resumed."""
         if self.resumed is not None:
-            epoch, before, whole, counted = self.resumed
-            state.epoch = epoch + (before + round((state.epoch - epoch) * counted)) / whole
+            epoch, before, length, counted = self.resumed
+            state.epoch = epoch + (before + round((state.epoch - epoch) * counted)) / length
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Later epochs are counted from their beginning."""
@@ -170,7 +170,7 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if any(each.__module__.startswith("transformers.") for each in cls.__mro__[: cls.__mro__.index(GrowthMixin)]):
+        if any(base.__module__.startswith("transformers.") for base in cls.__mro__[: cls.__mro__.index(GrowthMixin)]):
             raise UsageError(f"class {cls.__name__}: GrowthMixin comes before the Trainer: (GrowthMixin, Trainer)")
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -196,7 +196,7 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
 
     def _state_callback(self) -> LoaderStateCallback | None:
         callbacks = self.callback_handler.callbacks
-        return next((each for each in callbacks if isinstance(each, LoaderStateCallback)), None)
+        return next((callback for callback in callbacks if isinstance(callback, LoaderStateCallback)), None)
 
     # -- the loaders as they are ---------------------------------------------------------------------------------------
 
@@ -279,17 +279,17 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
         trained: tuple[int, int] = super()._init_training_state(*args)
         return trained if self._iterated is None else (int(self.state.epoch), 0)
 
-    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> Any:
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **options: Any) -> Any:
         """Begin the epoch, then let the Trainer take all its batches.
 
         It gets the iterator, not the loader: a second ``iter()`` or ``set_epoch()`` cannot begin another epoch.
         """
         loader = self._iterated
         if loader is None or train_dataloader is not loader:
-            return super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **rest)
+            return super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **options)
         if isinstance(loader, FixedEpochs):
             # The number of an epoch means nothing to it. Only the first epoch after a resume can have a beginning.
-            resumed = epoch == rest["epochs_trained"] and rest["resume_from_checkpoint"] is not None
+            resumed = epoch == options["epochs_trained"] and options["resume_from_checkpoint"] is not None
             before = _before(loader) if resumed else 0
             batches: Iterator[Any] = iter(loader)
         else:
@@ -297,28 +297,28 @@ class GrowthMixin(_Trainer):  # type: ignore[misc]
             batches = iter(loader)  # before len(), which then is the length of this epoch
             loader._lengths.forget()
             before = _before(loader)
-        whole = len(loader)
-        left = whole - before
+        length = len(loader)
+        left = length - before
         if before and (callback := self._state_callback()) is not None:
-            callback.resumed = epoch, before, whole, left
+            callback.resumed = epoch, before, length, left
         if isinstance(loader, BaseLoader) and self.args.max_steps <= 0:
-            self._count_steps(epoch, before, whole)
+            self._count_steps(epoch, before, length)
         # Only the batches that are left: the Trainer steps after the last of them, also in the middle of a group of
         # gradient_accumulation_steps.
-        rest["steps_in_epoch"], rest["num_update_steps_per_epoch"] = left, self._updates(left)
-        return super()._run_epoch(epoch=epoch, train_dataloader=batches, **rest)
+        options["steps_in_epoch"], options["num_update_steps_per_epoch"] = left, self._updates(left)
+        return super()._run_epoch(epoch=epoch, train_dataloader=batches, **options)
 
     def _updates(self, batches: int) -> int:
         group: int = self.args.gradient_accumulation_steps
         return max(1, -(-batches // group))
 
-    def _count_steps(self, epoch: int, before: int, whole: int) -> None:
+    def _count_steps(self, epoch: int, before: int, length: int) -> None:
         """Set ``state.max_steps`` as if this epoch's length were that of all that follow."""
         later = self.args.num_train_epochs - epoch - 1
         if later >= 0:
-            steps = self._updates(whole - before) + math.ceil(later * self._updates(whole))
+            steps = self._updates(length - before) + math.ceil(later * self._updates(length))
         else:  # num_train_epochs=2.5 ends in the middle of this one
-            steps = max(1, math.ceil((later + 1) * self._updates(whole)) - self._updates(before) * bool(before))
+            steps = max(1, math.ceil((later + 1) * self._updates(length)) - self._updates(before) * bool(before))
         self.state.max_steps = self.state.global_step + steps
         kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
         ends_early = self._created_lr_scheduler and kind not in _ENDLESS and self._scheduled < self.state.max_steps

@@ -58,7 +58,7 @@ def prefetch_to_device(iterable: Iterable[Any], size: int = 2, device: Any = Non
 
 
 def _prefetched(iterable: Iterable[Any], size: int, device: Any) -> Iterator[Any]:
-    on_cpu = any(each.platform == "cpu" for each in jax.device_put(np.int8(0), device).devices())
+    on_cpu = any(target.platform == "cpu" for target in jax.device_put(np.int8(0), device).devices())
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):

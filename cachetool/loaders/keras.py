@@ -110,10 +110,10 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
         """Batches that came from the loader."""
         self._handed: deque[_Item] = deque()
         """Batches handed out in this epoch that may not have been trained."""
-        self._again: deque[_Item] = deque()
+        self._queued: deque[_Item] = deque()
         """Batches that are handed out before any new one."""
         self._states: dict[int, dict[str, Any]] = {}
-        """State before a batch of a pass that is over, for batches in ``_handed`` and ``_again``."""
+        """State before a batch of a pass that is over, for batches in ``_handed`` and ``_queued``."""
         self._kept = 0
         """Length that Keras counts on."""
         self._under_way = False
@@ -140,7 +140,7 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
             elif not self._count:
                 if self._pass is None:
                     self._begin()
-                return min(self._kept, len(self._again) + self._left())
+                return min(self._kept, len(self._queued) + self._left())
             return self._kept
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
@@ -152,10 +152,10 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
             if not self._under_way:
                 if not 0 <= index < _IN_VAIN:
                     raise UsageError("a LoaderDataset gives its batches to fit(), evaluate() and predict() alone")
-                while len(self._again) <= index:
-                    self._again.append(self._fetch())
-                return self._again[index].batch
-            item = self._again.popleft() if self._again else self._fetch()
+                while len(self._queued) <= index:
+                    self._queued.append(self._fetch())
+                return self._queued[index].batch
+            item = self._queued.popleft() if self._queued else self._fetch()
             self._count += 1
             self._handed.append(item)
             if self._trained is None and self._count > _IN_VAIN:
@@ -192,7 +192,7 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def _state(self) -> dict[str, Any]:
         """State of the loader before the first batch that was not trained."""
         with self._lock:
-            waiting = [*self._handed, *self._again]
+            waiting = [*self._handed, *self._queued]
             if not waiting:
                 return self._loader.state_dict()
             first = waiting[0].number
@@ -202,7 +202,7 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
         with self._lock:
             self._loader.load_state_dict(state)
             self._pass = None
-            self._again.clear()
+            self._queued.clear()
             self._forget()
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -213,14 +213,14 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
             return
         in_vain = self._count <= _IN_VAIN and self._count < self._kept
         if self._trained is not None or in_vain:
-            self._again.extendleft(reversed(self._handed))
+            self._queued.extendleft(reversed(self._handed))
             self._handed.clear()
-            waiting = {item.number for item in self._again}
+            waiting = {item.number for item in self._queued}
             self._states = {number: state for number, state in self._states.items() if number in waiting}
         else:
             self._forget()
         self._under_way, self._count = False, 0
-        if self._steps is None and not self._again:
+        if self._steps is None and not self._queued:
             self._pass = None  # the next epoch begins a pass
 
     def _forget(self) -> None:
@@ -229,7 +229,7 @@ class LoaderDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     def _begin(self) -> None:
         """Begin a pass, and note the states of batches of the one before, which the loader then no longer knows."""
-        for item in [*self._handed, *self._again]:  # a copy, because the callback removes some meanwhile
+        for item in [*self._handed, *self._queued]:  # a copy, because the callback removes some meanwhile
             if item.number not in self._states:
                 self._states[item.number] = self._loader.state_behind(self._fetched - item.number)
         self._pass = self._loader.begin()

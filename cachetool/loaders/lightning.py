@@ -101,7 +101,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Let Lightning go on where the loaders do: in the epoch of the checkpoint, or in the next one."""
-        self._epoch_ended = _settle_epoch(checkpoint)
+        self._epoch_ended = _finish_epoch(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the loaders go on where the checkpoint was made, before Lightning asks them for a length.
@@ -254,7 +254,7 @@ def _begin_next(loader: TrainingLoader) -> None:
         loader.epoch = loader.epoch + 1
 
 
-def _settle_epoch(checkpoint: Mapping[str, Any]) -> bool:
+def _finish_epoch(checkpoint: Mapping[str, Any]) -> bool:
     """Change the counters of a checkpoint so that its last epoch has ended exactly if its last batch was trained;
     returns whether the epoch has ended.
 

@@ -90,7 +90,7 @@ def parse_arguments(cache_or_paths: Any, options: Mapping[str, Any]) -> tuple[Se
         missing=values["missing"],
         verify=values["verify"],
         prefetch=values["prefetch"],
-        each=values["transform_each"],
+        transform_each=values["transform_each"],
     )
     return settings, values["steps"], values["workers"]
 
@@ -116,8 +116,8 @@ def _check(values: Mapping[str, Any]) -> None:
     _require(prefetch is None or 1 <= prefetch <= MOST_KEPT, "prefetch", prefetch, f"1 to {MOST_KEPT} batches")
     for name in ("steps", "epochs", "min_samples"):
         _require(values[name] is None or values[name] >= 1, name, values[name], "at least 1")
-    each, transform = values["transform_each"], values["transform"]
-    _require(is_one_of(each, ("sample", "batch")), "transform_each", each, "'sample' or 'batch'")
+    transform_each, transform = values["transform_each"], values["transform"]
+    _require(is_one_of(transform_each, ("sample", "batch")), "transform_each", transform_each, "'sample' or 'batch'")
     _require(transform is None or callable(transform), "transform", transform, "a function")
     dataset, run = values["dataset"], values["run"]
     _require(dataset is None or (isinstance(dataset, str) and dataset != ""), "dataset", dataset, "a name")
@@ -142,7 +142,7 @@ class Lengths:
     """The lengths told by one loader, and whether its present epoch is left at one of another epoch."""
 
     def __init__(self) -> None:
-        self._told: dict[int, int] = {}
+        self._by_epoch: dict[int, int] = {}
         self._warned = False
         self.progress: Progress | None = None
         """Progress of the epoch that was begun last. The loader has it too; but this object is checked when the loader
@@ -150,16 +150,16 @@ class Lengths:
 
     def tell(self, epoch: int, length: int) -> int:
         """Note that ``len()`` returned ``length`` for this epoch, and return it."""
-        self._told.pop(epoch, None)  # so that the epochs asked for last stay
-        self._told[epoch] = length
-        if len(self._told) > _KEPT:
-            del self._told[next(iter(self._told))]
+        self._by_epoch.pop(epoch, None)  # so that the epochs asked for last stay
+        self._by_epoch[epoch] = length
+        if len(self._by_epoch) > _KEPT:
+            del self._by_epoch[next(iter(self._by_epoch))]
         return length
 
     def forget(self) -> None:
         """Forget all lengths. An integration that asks for the length of each epoch calls this before, because an epoch
         that is left at an older length is then left on purpose: by early stopping, or at a number of steps."""
-        self._told.clear()
+        self._by_epoch.clear()
 
     def check(self) -> None:
         """Say once on stderr, on rank 0, that the epoch begun last was left at the length of another epoch.
@@ -173,8 +173,8 @@ class Lengths:
         if progress.begun.steps.rank:
             return  # rank 0 says it for all
         epoch, reached = progress.begun.epoch, progress.before + progress.step
-        others = [number for number, length in self._told.items() if length == reached and number != epoch]
-        if not others or self._told.get(epoch) == reached:
+        others = [number for number, length in self._by_epoch.items() if length == reached and number != epoch]
+        if not others or self._by_epoch.get(epoch) == reached:
             return
         self._warned = True
         say(
@@ -495,8 +495,8 @@ class BaseLoader(ABC, Generic[T]):
 
     def _order(self) -> dict[str, Any]:
         """What the samples of an epoch and their order depend on, beside the seed."""
-        found: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
-        return found if found["split"] is None else {**found, "validation": self._settings.validation}
+        values: dict[str, Any] = {"shuffle": self._settings.shuffle, "split": self._settings.split}
+        return values if values["split"] is None else {**values, "validation": self._settings.validation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter()`` go on where ``state_dict`` was called, with any number of ranks.

@@ -77,8 +77,8 @@ def share(samples: int, *, rank: int = 0, world_size: int = 1, drop_last: bool =
     """
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} of a world of {world_size}: ranks are 0 to world_size - 1")
-    least, rest = divmod(samples, world_size)
-    return least if drop_last else least + (rank < rest)
+    least, remainder = divmod(samples, world_size)
+    return least if drop_last else least + (rank < remainder)
 
 
 def order(
@@ -126,8 +126,8 @@ class Steps:
     @property
     def count(self) -> int:
         """Number of steps, the same for all ranks."""
-        left, each = self.samples - self.position, self.world_size * self.batch_size
-        return left // each if self.drop_last else -(-left // each)
+        left, per_step = self.samples - self.position, self.world_size * self.batch_size
+        return left // per_step if self.drop_last else -(-left // per_step)
 
     def bounds(self, steps: Int64s) -> tuple[Int64s, Int64s]:
         """First position of the batch of each of these steps of this rank, and the one behind its last."""
@@ -141,8 +141,8 @@ class Steps:
     def _start(self, cells: Int64s) -> Int64s:
         if self.drop_last:
             return self.position + cells * self.batch_size
-        size, rest = divmod(self.samples - self.position, max(1, self.count * self.world_size))
-        return self.position + cells * size + np.minimum(cells, rest)
+        size, remainder = divmod(self.samples - self.position, max(1, self.count * self.world_size))
+        return self.position + cells * size + np.minimum(cells, remainder)
 
 
 class EpochOrder:
@@ -164,19 +164,19 @@ class EpochOrder:
             return
         self._run = max(1, RUN_BYTES // max(1, nbytes))
         self.window = self._run * _WINDOW_RUNS
-        runs, self._rest = divmod(samples, self._run)
+        runs, self._remainder = divmod(samples, self._run)
         self._runs = Permutation(runs + 1, seed=seed, pass_number=epoch)
         # The run at the end is a short one, which moves all that is behind it.
         self._short = next(
-            at + int(found[0])
+            at + int(hits[0])
             for at in range(0, runs + 1, _BLOCK)
-            if len(found := np.flatnonzero(self._runs[np.arange(at, min(at + _BLOCK, runs + 1))] == runs))
+            if len(hits := np.flatnonzero(self._runs[np.arange(at, min(at + _BLOCK, runs + 1))] == runs))
         )
 
     def __getitem__(self, positions: Int64s) -> Int64s:
         if self._permutation is not None:
-            found: Int64s = self._permutation[positions]
-            return found
+            indices: Int64s = self._permutation[positions]
+            return indices
         return self._in_windows(positions) if self.window else positions
 
     def _in_windows(self, positions: Int64s) -> Int64s:
@@ -206,7 +206,7 @@ class EpochOrder:
 
     def _in_runs(self, at: Int64s) -> Int64s:
         """Places among runs that are all of the same length, one behind the other."""
-        return at + (at >= self._short * self._run + self._rest) * (self._run - self._rest)
+        return at + (at >= self._short * self._run + self._remainder) * (self._run - self._remainder)
 
     def _within(self, window: int) -> Permutation:
         size = min(self.window, self._samples - window * self.window)

@@ -112,27 +112,27 @@ class Batches(Iterator["ray.ObjectRef[Any]"]):
     ) -> None:
         self.node = node
         """Where the batches are made."""
-        maker = ray.remote(_made).options(
+        maker = ray.remote(_make_batches).options(
             num_cpus=0,  # it waits for room most of the time, and must not wait for the tasks that it feeds
             num_returns="streaming",
             max_retries=0,  # another run would read another snapshot
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             _generator_backpressure_num_objects=in_flight,
         )
-        self._made: Iterator[ray.ObjectRef[Any]] = maker.remote(cache, single, epoch, settings)
+        self._refs: Iterator[ray.ObjectRef[Any]] = maker.remote(cache, single, epoch, settings)
         self._left: int | None = None
         self._closed = False
-        self._finalizer = weakref.finalize(self, _cancel, self._made)
+        self._finalizer = weakref.finalize(self, _cancel, self._refs)
         self._finalizer.atexit = False  # Ray ends what a driver that ends has left
 
     def __next__(self) -> ray.ObjectRef[Any]:
         if self._closed:
             raise StopIteration
         if not len(self):
-            next(self._made, None)  # until here it held its lease
+            next(self._refs, None)  # until here it held its lease
             self.close()
             raise StopIteration
-        ref = next(self._made)
+        ref = next(self._refs)
         self._left = len(self) - 1
         return ref
 
@@ -141,7 +141,7 @@ class Batches(Iterator["ray.ObjectRef[Any]"]):
             return 0
         if self._left is None:
             try:
-                self._left = int(ray.get(next(self._made)))
+                self._left = int(ray.get(next(self._refs)))
             except RayTaskError as error:
                 self.close()
                 cause = getattr(error, "cause", None)
@@ -162,22 +162,22 @@ class Batches(Iterator["ray.ObjectRef[Any]"]):
         self.close()
 
 
-def _made(cache: str | list[str], single: str | None, epoch: int, settings: dict[str, Any]) -> Iterator[Any]:
+def _make_batches(cache: str | list[str], single: str | None, epoch: int, settings: dict[str, Any]) -> Iterator[Any]:
     """On the node: how many batches there will be, then the batches. Ray copies each into the object store and asks for
     the next one when there is room."""
     with Loader(cache, epochs=epoch + 1, **settings) as loader:
         loader.epoch = epoch
-        made = iter(loader)
-        yield len(made)  # type: ignore[arg-type]
-        for batch in made:
+        batches = iter(loader)
+        yield len(batches)  # type: ignore[arg-type]
+        for batch in batches:
             yield batch if single is None else batch[single]
             del batch
 
 
-def _cancel(made: Any) -> None:
+def _cancel(refs: Any) -> None:
     """Interrupt the maker, whose ``with`` block gives back what it holds; nothing when it is done."""
     with contextlib.suppress(Exception):  # Ray may be gone before us
-        ray.cancel(made)
+        ray.cancel(refs)
 
 
 def _node(wanted: str | None) -> Node:
@@ -186,9 +186,9 @@ def _node(wanted: str | None) -> Node:
         raise UsageError('Ray is not connected; call ray.init(address="auto") first')
     alive = [node_of(row) for row in ray.nodes() if row["Alive"]]
     wanted = ray.get_runtime_context().get_node_id() if wanted is None else wanted
-    chosen = [each for each in alive if wanted in (each.id, each.name)]
+    chosen = [node for node in alive if wanted in (node.id, node.name)]
     if len(chosen) != 1:
-        names = ", ".join(sorted(each.name for each in alive))
+        names = ", ".join(sorted(node.name for node in alive))
         what = "no node" if not chosen else f"{len(chosen)} nodes"
         raise UsageError(f"Ray has {what} called {wanted!r}; its nodes are {names}")
     return chosen[0]

@@ -44,7 +44,7 @@ class Settings:
     missing: str = "error"
     verify: bool = False
     prefetch: int | None = None
-    each: str = "sample"
+    transform_each: str = "sample"
     """What ``transform`` is called with: a sample or a batch."""
 
     def to_json(self) -> dict[str, Any]:
@@ -110,8 +110,8 @@ class EpochPlan:
             before += (indices >= stop) * (stop - start)
         return positions[here], (indices - before)[here]
 
-    def to_json(self, told: View | None = None) -> dict[str, Any]:
-        """Plain values; a part is a row of seven. Of the view that was ``told`` before only its version."""
+    def to_json(self, sent: View | None = None) -> dict[str, Any]:
+        """Plain values; a part is a row of seven. Of the view that was ``sent`` before only its version."""
         view = self.view
         return {
             "generation": self.generation,
@@ -126,19 +126,19 @@ class EpochPlan:
             if view is None
             else {
                 "version": view.version,
-                **({} if view is told else _described(view)),
+                **({} if view is sent else _described(view)),
             },
         }
 
     @classmethod
-    def from_json(cls, value: dict[str, Any], told: View | None = None) -> Self:
+    def from_json(cls, value: dict[str, Any], sent: View | None = None) -> Self:
         """What :meth:`to_json` gave."""
-        found = value.pop("view")
+        described = value.pop("view")
         value = {**value, "lost": tuple((a, b) for a, b in value["lost"]), "of": tuple(value["of"])}
-        if found is None or "parts" not in found:
-            return cls(**value, view=None if found is None else told)
-        parts = tuple(ShardFile(*row) for row in found["parts"])
-        return cls(**value, view=View(found["version"], found["dataset"], Schema.from_json(found["schema"]), parts))
+        if described is None or "parts" not in described:
+            return cls(**value, view=None if described is None else sent)
+        schema, parts = Schema.from_json(described["schema"]), tuple(ShardFile(*row) for row in described["parts"])
+        return cls(**value, view=View(described["version"], described["dataset"], schema, parts))
 
 
 @dataclass(frozen=True, slots=True)

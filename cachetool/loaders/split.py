@@ -45,7 +45,7 @@ class Split:
 
     def __init__(self, side: str, share: float) -> None:
         self._side, self._bound = _SIDES.index(side), int(share * 2**64)
-        self._known: dict[tuple[str, int], Int64s] = {}
+        self._by_part: dict[tuple[str, int], Int64s] = {}
 
     def chosen(self, view: View) -> Int64s:
         """The indices in ``view`` of the samples on this side, ascending.
@@ -56,20 +56,20 @@ class Split:
             raise UsageError(f"split= needs the field {KEY}; this dataset was pulled without it")
         if view.schema[KEY].kind not in ("str", "bytes"):
             raise UsageError(f"split= needs a field {KEY} of text; in this dataset it is {view.schema[KEY].describe()}")
-        known = {_identity(part): self._known.get(_identity(part)) for part in view.parts}
-        fresh = {_identity(part): part for part in view.parts if known[_identity(part)] is None}
+        by_part = {_identity(part): self._by_part.get(_identity(part)) for part in view.parts}
+        fresh = {_identity(part): part for part in view.parts if by_part[_identity(part)] is None}
         places = MappedParts()
         try:
             parts = View(view.version, view.dataset, view.schema, tuple(fresh.values()))
             for number, name in enumerate(fresh):
-                known[name] = self._side_of(parts, number, places)
+                by_part[name] = self._side_of(parts, number, places)
         finally:
             places.close()
-        kept = {name: found for name, found in known.items() if found is not None}
-        self._known = kept  # others have left; a view that another thread asks for may be another one
+        kept = {name: indices for name, indices in by_part.items() if indices is not None}
+        self._by_part = kept  # others have left; a view that another thread asks for may be another one
         starts = view.starts.tolist()
-        found = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        shifted = [kept[_identity(part)] + start for part, start in zip(view.parts, starts, strict=False)]
+        return np.concatenate(shifted) if shifted else np.empty(0, dtype=np.int64)
 
     def _side_of(self, view: View, number: int, places: MappedParts) -> Int64s:
         start, stop = int(view.starts[number]), int(view.starts[number + 1])

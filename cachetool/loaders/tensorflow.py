@@ -30,6 +30,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from cachetool.core.units import parse_flag, parse_text, parse_whole
 from cachetool.formats.example import ExampleLayout, shape_name, storage_kind
 from cachetool.formats.files import missing_is_corrupt, open_plain, refuse_links
 from cachetool.loaders.order import order
-from cachetool.loaders.snapshots.follow import CacheSubscription, beside, subscribe
+from cachetool.loaders.snapshots.follow import CacheSubscription, Subscription, beside, subscribe
 from cachetool.loaders.split import Split, parse_split
 from cachetool.loaders.view import ShardFile, View
 
@@ -139,9 +140,9 @@ def _numbers(raw: tf.Tensor, field: Field) -> tf.Tensor:
     """Strings of equal length as numbers, with one dimension more."""
     dtype = field.numpy
     # decode_raw knows neither dates nor unsigned numbers of more than 16 bits.
-    known = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
-    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(known))
-    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and known != dtype else numbers
+    decodable = np.dtype(f"i{dtype.itemsize}") if dtype.kind in "mM" or dtype in (np.uint32, np.uint64) else dtype
+    numbers: Any = tf.io.decode_raw(raw, tf.as_dtype(decodable))
+    return tf.bitcast(numbers, tf.as_dtype(dtype)) if dtype.kind == "u" and decodable != dtype else numbers
 
 
 def make_dataset(
@@ -204,38 +205,86 @@ def make_dataset(
         schema = first.schema if fields is None else first.schema.select(fields)
     finally:
         subscription.close()
-    shuffle = shuffle_buffer > 0
-    chosen_seed = secrets.randbits(32) if seed is None else seed
-    numbers = itertools.count()
+    options = _Options(
+        batch_size=batch_size,
+        shuffle_buffer=shuffle_buffer,
+        seed=secrets.randbits(32) if seed is None else seed,
+        is_seeded=seed is not None,
+        repeat=repeat,
+        drop_remainder=drop_remainder,
+        run=run,
+        split=split,
+        sides=sides,
+        where=where,
+    )
+    column = tf.TensorSpec((None,), tf.string)
+    signature = (column, column, column, tf.TensorSpec((), tf.int64))
+    epoch = functools.partial(_epoch, subscription, first.schema, itertools.count(), options)
+    epochs = stages.from_generator(epoch, signature)
+    return _tuned(_batches(epochs, first.schema, schema, size, options), repeat=repeat)
 
-    def epoch() -> Iterator[tuple[Any, ...]]:
-        number, mine = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
-        close = mine.close
-        try:
-            view = mine.newest(epoch=None if run is None else number, sparing=True)
-            columns = _files(view, sides, where)
-            if view.schema != first.schema:  # by which the fields are found in a record
-                raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
-            if not view.samples or (repeat and not columns[0]):  # TensorFlow would end without a word
-                raise UsageError(_nothing(view, where, split))
-            samples = view.samples if sides is None else sum(mask.count(1) for mask in columns[2])
-            if drop_remainder and samples < batch_size:
-                raise UsageError(
-                    f"{samples} samples make no batch of batch_size={batch_size} with drop_remainder=True;"
-                    " pull more, or take smaller batches"
-                )
-            turns = order(len(columns[0]), shuffle=shuffle, seed=chosen_seed, epoch=number)
-            at = [int(i) for block in turns for i in block]
-            yield *([column[i] for i in at] for column in columns), number
-            mine.served(last=True)
-        except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
-            close = functools.partial(beside, mine.close)
-            raise
-        finally:
-            close()
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of :func:`make_dataset`, checked."""
+
+    batch_size: int
+    shuffle_buffer: int
+    seed: int
+    """The one given, or a random one."""
+    is_seeded: bool
+    """Whether a seed was given."""
+    repeat: bool
+    drop_remainder: bool
+    run: str | None
+    split: str | None
+    sides: Split | None
+    where: str
+    """Names the cache to a command."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether files and records are shuffled."""
+        return self.shuffle_buffer > 0
+
+
+def _epoch(
+    subscription: Subscription, schema: Schema, numbers: Iterator[int], options: _Options
+) -> Iterator[tuple[Any, ...]]:
+    """Yield one element: the columns of :func:`_files` of a new snapshot, in the order of this epoch, and its number.
+
+    Keeps the snapshot's lease until the generator ends. ``schema`` is that of the first snapshot.
+    """
+    number, lease = next(numbers), copy.copy(subscription)  # the copy has a lease of its own
+    close = lease.close
+    try:
+        view = lease.newest(epoch=None if options.run is None else number, sparing=True)
+        columns = _files(view, options.sides, options.where)
+        if view.schema != schema:  # by which the fields are found in a record
+            raise UsageError(f"dataset {view.dataset!r} has other fields by now; call make_dataset() again")
+        if not view.samples or (options.repeat and not columns[0]):  # TensorFlow would end without a word
+            raise UsageError(_nothing(view, options.where, options.split))
+        samples = view.samples if options.sides is None else sum(mask.count(1) for mask in columns[2])
+        if options.drop_remainder and samples < options.batch_size:
+            raise UsageError(
+                f"{samples} samples make no batch of batch_size={options.batch_size} with drop_remainder=True;"
+                " pull more, or take smaller batches"
+            )
+        blocks = order(len(columns[0]), shuffle=options.shuffle, seed=options.seed, epoch=number)
+        at = [int(i) for block in blocks for i in block]
+        yield *([column[i] for i in at] for column in columns), number
+        lease.served(last=True)
+    except GeneratorExit:  # collected, perhaps in the middle of a transaction of this very thread
+        close = functools.partial(beside, lease.close)
+        raise
+    finally:
+        close()
+
+
+def _batches(epochs: tf.data.Dataset, stored: Schema, schema: Schema, size: int, options: _Options) -> tf.data.Dataset:
+    """Batches of the fields of ``schema``, out of records of the fields ``stored`` and of ``size`` bytes."""
     # Large values are copied by many threads when they are parsed, by one when they are cut out.
-    layout = ExampleLayout(first.schema) if size < _LARGE else None
+    layout = ExampleLayout(stored) if size < _LARGE else None
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         return fields_of(records, schema, layout)
@@ -247,22 +296,24 @@ def make_dataset(
 
     def one_epoch(*given: tf.Tensor) -> tf.data.Dataset:
         *files, number = given
-        fixed = seed is not None or not shuffle
-        records = _records(tuple(files), size=size, mixed=shuffle, fixed=fixed, split=split is not None)
-        if shuffle:
-            records = _shuffled(records, shuffle_buffer, chosen_seed, number)
-        return records.batch(batch_size, drop_remainder=drop_remainder) if together else records
+        fixed = options.is_seeded or not options.shuffle
+        split = options.split is not None
+        records = _records(tuple(files), size=size, mixed=options.shuffle, fixed=fixed, split=split)
+        if options.shuffle:
+            records = _shuffled(records, options.shuffle_buffer, options.seed, number)
+        return records.batch(options.batch_size, drop_remainder=options.drop_remainder) if together else records
 
-    column = tf.TensorSpec((None,), tf.string)
-    signature = (column, column, column, tf.TensorSpec((), tf.int64))
-    out = stages.flat_mapped(stages.from_generator(epoch, signature), one_epoch)
+    out = stages.flat_mapped(epochs, one_epoch)
     if together:
-        out = stages.mapped(out, parsed)
-    else:
-        out = stages.mapped(out, parsed_alone).batch(batch_size, drop_remainder=drop_remainder)
+        return stages.mapped(out, parsed)
+    return stages.mapped(out, parsed_alone).batch(options.batch_size, drop_remainder=options.drop_remainder)
+
+
+def _tuned(batches: tf.data.Dataset, *, repeat: bool) -> tf.data.Dataset:
+    """The batches prefetched, with autotuning off."""
     # Prefetching ends with the epoch: behind `repeat`, where TensorFlow puts one by itself, it would take the next
     # snapshot before the last batches of this one are out.
-    out = out.prefetch(tf.data.AUTOTUNE)
+    out = batches.prefetch(tf.data.AUTOTUNE)
     options = tf.data.Options()
     # AUTOTUNE then means a call for each of up to 16 processors. The thread that would choose otherwise makes epochs of
     # 0.3 s a fifth slower, and the end of every third waits for it: up to as long again as the epoch took.
@@ -292,11 +343,11 @@ def _files(view: View, sides: Split | None, where: str) -> tuple[list[str], list
             f"{name} has shards in {', '.join(others)}, TensorFlow reads tfrecord;"
             f" run: cachetool convert --to tfrecord{where}"
         )
-    mine = np.ones(view.samples, dtype=np.bool_)
+    chosen = np.ones(view.samples, dtype=np.bool_)
     if sides is not None:
-        mine[:] = False
-        mine[sides.chosen(view)] = True
-    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(mine, view.starts[1:-1])]
+        chosen[:] = False
+        chosen[sides.chosen(view)] = True
+    masks = [mask.tobytes() if sides is not None else b"" for mask in np.split(chosen, view.starts[1:-1])]
     files = [
         # Only compressed files have no extents.
         (_data_file(part), "" if os.path.exists(part.extents_name) else "GZIP", mask)
@@ -327,8 +378,8 @@ def _records(files: tuple[tf.Tensor, ...], *, size: int, mixed: bool, fixed: boo
         records = stages.records_of(file, compression=kind, buffer=0 if size >= _LARGE else _BUFFER)
         if not split:
             return records
-        mine = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
-        chosen = stages.filtered(tf.data.Dataset.zip(records, mine), lambda record, here: here)
+        flags = tf.data.Dataset.from_tensor_slices(tf.io.decode_raw(mask, tf.bool))
+        chosen = stages.filtered(tf.data.Dataset.zip(records, flags), lambda record, here: here)
         return stages.mapped(chosen, lambda record, here: record, parallel=False)
 
     named = tf.data.Dataset.from_tensor_slices(files)

@@ -41,27 +41,27 @@ def from_generator(
 
     number = tf.TensorSpec((), tf.int64)
     beginning = _plain(lambda: tf.numpy_function(begin, [], tf.int64))
-    turn = _plain(lambda which: tf.numpy_function(element, [which], [spec.dtype for spec in specs]), number)
+    next_element = _plain(lambda which: tf.numpy_function(element, [which], [spec.dtype for spec in specs]), number)
     ending = _plain(lambda which: tf.numpy_function(end, [which], tf.int64), number)
-    made = tf.raw_ops.GeneratorDataset(
+    variant = tf.raw_ops.GeneratorDataset(
         init_func_other_args=beginning.captured_inputs,
-        next_func_other_args=turn.captured_inputs,
+        next_func_other_args=next_element.captured_inputs,
         finalize_func_other_args=ending.captured_inputs,
         init_func=beginning,
-        next_func=turn,
+        next_func=next_element,
         finalize_func=ending,
         **_output(specs),
     )
-    return tf.data.experimental.from_variant(made, specs)
+    return tf.data.experimental.from_variant(variant, specs)
 
 
 def flat_mapped(data: tf.data.Dataset, function: Callable[..., tf.data.Dataset]) -> tf.data.Dataset:
     """As ``Dataset.flat_map``."""
     plain, spec = _of_datasets(data, function)
-    made = tf.raw_ops.FlatMapDataset(
+    variant = tf.raw_ops.FlatMapDataset(
         input_dataset=_variant(data), other_arguments=plain.captured_inputs, f=plain, **_output(spec)
     )
-    return tf.data.experimental.from_variant(made, spec)
+    return tf.data.experimental.from_variant(variant, spec)
 
 
 def interleaved(
@@ -86,25 +86,25 @@ def interleaved(
     }
     auto = tf.constant(tf.data.AUTOTUNE, tf.int64)
     if not parallel:
-        made = tf.raw_ops.InterleaveDataset(**common)
+        variant = tf.raw_ops.InterleaveDataset(**common)
     else:
-        made = tf.raw_ops.ParallelInterleaveDatasetV4(
+        variant = tf.raw_ops.ParallelInterleaveDatasetV4(
             **common,
             buffer_output_elements=auto,
             prefetch_input_elements=auto,
             num_parallel_calls=auto,
             deterministic="true" if deterministic else "false",
         )
-    return tf.data.experimental.from_variant(made, spec)
+    return tf.data.experimental.from_variant(variant, spec)
 
 
 def filtered(data: tf.data.Dataset, function: Callable[..., tf.Tensor]) -> tf.data.Dataset:
     """As ``Dataset.filter``."""
     plain, spec = _plain(function, *tf.nest.flatten(data.element_spec)), data.element_spec
-    made = tf.raw_ops.FilterDataset(
+    variant = tf.raw_ops.FilterDataset(
         input_dataset=_variant(data), other_arguments=plain.captured_inputs, predicate=plain, **_output(spec)
     )
-    return tf.data.experimental.from_variant(made, spec)
+    return tf.data.experimental.from_variant(variant, spec)
 
 
 def mapped(data: tf.data.Dataset, function: Callable[..., Any], *, parallel: bool = True) -> tf.data.Dataset:
@@ -126,18 +126,18 @@ def mapped(data: tf.data.Dataset, function: Callable[..., Any], *, parallel: boo
         **_output(results[-1]),
     }
     if parallel:
-        made = tf.raw_ops.ParallelMapDatasetV2(**common, num_parallel_calls=tf.constant(tf.data.AUTOTUNE, tf.int64))
+        variant = tf.raw_ops.ParallelMapDatasetV2(**common, num_parallel_calls=tf.constant(tf.data.AUTOTUNE, tf.int64))
     else:
-        made = tf.raw_ops.MapDataset(**common)
-    return tf.data.experimental.from_variant(made, results[-1])
+        variant = tf.raw_ops.MapDataset(**common)
+    return tf.data.experimental.from_variant(variant, results[-1])
 
 
 def records_of(file: tf.Tensor, *, compression: tf.Tensor, buffer: int) -> tf.data.Dataset:
     """As ``TFRecordDataset`` of one file, which has a function for several."""
-    made = tf.raw_ops.TFRecordDataset(
+    variant = tf.raw_ops.TFRecordDataset(
         filenames=file, compression_type=compression, buffer_size=tf.constant(buffer, tf.int64)
     )
-    return tf.data.experimental.from_variant(made, tf.TensorSpec((), tf.string))
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec((), tf.string))
 
 
 def _plain(function: Callable[..., Any], *specs: tf.TypeSpec) -> Any:

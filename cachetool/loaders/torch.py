@@ -58,9 +58,9 @@ from cachetool.loaders.snapshots.indexed import Check, Views, usable
 from cachetool.loaders.snapshots.resume import (
     Resume,
     are_rows,
-    found_again,
     is_resume,
     is_whole,
+    match_parts,
     require_order,
     require_state,
 )
@@ -383,9 +383,9 @@ class _EpochIndices(Iterator[int]):
                 raise UsageError(f"{samples} samples are too few for {sampler.world_size} processes; pull more first")
         self._state |= {"samples": samples, "parts": parts}
         where = None if self._resume is None else _places(view, self._resume)
-        return self._drawn(samples, epoch, encode(dataset.version, 0), where)
+        return self._sample_indices(samples, epoch, encode(dataset.version, 0), where)
 
-    def _drawn(self, samples: int, epoch: int, base: int, where: _Places | None) -> Iterator[int]:
+    def _sample_indices(self, samples: int, epoch: int, base: int, where: _Places | None) -> Iterator[int]:
         sampler = self._sampler
         blocks = order(
             samples,
@@ -439,7 +439,7 @@ def _places(view: View, resume: Resume) -> _Places:
 
     Raises :class:`UsageError` where shards of it were evicted.
     """
-    there, _, gone = found_again(view, resume)
+    there, _, gone = match_parts(view, resume)
     if gone:
         raise UsageError(
             f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume were evicted since; begin the next epoch"

@@ -273,17 +273,17 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, TensorList):
         return TensorList.of(function(value.values), value.offsets.copy(), value.shapes.copy())
     if isinstance(value, Mapping):
-        there = {name: _map(each, function) for name, each in value.items()}
+        there = {name: _map(element, function) for name, element in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return there
         like = copy.copy(value)  # an OrderedDict, or the batch of a tokenizer, stays one
         like.update(there)
         return like
     if isinstance(value, PackedSequence):  # its sizes belong to the host
-        sorted_, unsorted = (None if each is None else function(each) for each in value[2:])
+        sorted_, unsorted = (None if element is None else function(element) for element in value[2:])
         return type(value)(function(value.data), value.batch_sizes, sorted_, unsorted)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(each, function) for each in value))
+        return type(value)(*(_map(element, function) for element in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map(each, function) for each in value)
+        return type(value)(_map(element, function) for element in value)
     return value

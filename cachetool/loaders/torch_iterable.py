@@ -60,8 +60,8 @@ from cachetool.loaders.snapshots.follow import launched_run, subscribe
 from cachetool.loaders.snapshots.resume import (
     Resume,
     are_rows,
-    found_again,
     is_whole,
+    match_parts,
     require_order,
     require_seed,
     require_state,
@@ -72,7 +72,7 @@ from cachetool.loaders.view import View
 __all__ = ["CacheIterableDataset", "Call", "RollCall"]
 
 
-_KEY, _PID, _EPOCH, _VERSION, _FINGERPRINT, _NEXT, _DONE, _WORKERS, _TURN, _FIRST = *range(9), 16
+_KEY, _PID, _EPOCH, _VERSION, _FINGERPRINT, _NEXT, _DONE, _WORKERS, _SEMAPHORE, _FIRST = *range(9), 16
 _MOST = 1024  # workers
 _POLL = 0.002
 _PATIENCE = 120.0
@@ -98,12 +98,12 @@ class RollCall:
         else:
             self._cells[_DONE] = -1
         if supported():
-            library(keeps_gil=True).sem_init(self._turn, 1, 1)
+            library(keeps_gil=True).sem_init(self._semaphore, 1, 1)
 
     @property
-    def _turn(self) -> ctypes.c_void_p:
+    def _semaphore(self) -> ctypes.c_void_p:
         """A semaphore that whoever begins an iteration takes down; it fills four cells."""
-        return ctypes.c_void_p(ctypes.addressof(self._cells) + 8 * _TURN)
+        return ctypes.c_void_p(ctypes.addressof(self._cells) + 8 * _SEMAPHORE)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -112,12 +112,12 @@ class RollCall:
             yield
             return
         end = time.monotonic() + _PATIENCE
-        while not wait(self._turn, 1.0) and time.monotonic() < end:
+        while not wait(self._semaphore, 1.0) and time.monotonic() < end:
             pass
         try:
             yield
         finally:
-            library(keeps_gil=True).sem_post(self._turn)
+            library(keeps_gil=True).sem_post(self._semaphore)
 
     @property
     def next_epoch(self) -> int:
@@ -141,7 +141,7 @@ class RollCall:
     def beginning(self, key: int, workers: int) -> Iterator[Callable[[Call], None]]:
         """To begin the iteration ``key`` of so many workers: gives what is to be told what it reads."""
         with self._alone():
-            _until(self._whole, "another worker did not begin")
+            _until(self._all_joined, "another worker did not begin")
             yield functools.partial(self.begin, key, workers=workers)
 
     def begin(self, key: int, call: Call, *, workers: int = 1) -> None:
@@ -154,15 +154,15 @@ class RollCall:
         cells[_NEXT] = call.epoch + 1
         cells[_KEY] = key
 
-    def _whole(self) -> bool:
+    def _all_joined(self) -> bool:
         """Whether nobody is still to join the present iteration."""
         key, workers, cells = self._cells[_KEY], self._cells[_WORKERS], self._cells
-        return not key or not _alive(cells[_PID]) or all(each == key for each in cells[_FIRST + 1 : _FIRST + workers])
+        return not key or not _alive(cells[_PID]) or all(cell == key for cell in cells[_FIRST + 1 : _FIRST + workers])
 
     @property
     def current(self) -> Call:
         """What was begun last."""
-        return Call(*(int(each) for each in self._cells[_EPOCH : _FINGERPRINT + 1]))
+        return Call(*(int(cell) for cell in self._cells[_EPOCH : _FINGERPRINT + 1]))
 
     def join(self, key: int, worker: int) -> Call:
         """What the iteration ``key`` reads, waited for."""
@@ -185,7 +185,7 @@ class RollCall:
         """Come back when all workers have arrived, as they have when another iteration was begun since."""
         others, cells = slice(_FIRST + 1, _FIRST + workers), self._cells
         _until(
-            lambda: cells[_PID] != os.getpid() or all(each == key for each in cells[others]),
+            lambda: cells[_PID] != os.getpid() or all(cell == key for cell in cells[others]),
             "another worker did not begin",
         )
 
@@ -231,7 +231,7 @@ _BEGUN = {
 }
 _IN_A_ROW = 64  # samples that one worker gives before it is another's turn, at most
 _ROW_BYTES = 2**23
-_EACH = 4  # turns that each worker has at least, where there are samples enough
+_LEAST_ROWS = 4  # turns that each worker has at least, where there are samples enough
 
 
 class CacheIterableDataset(IterableDataset[Sample]):
@@ -286,8 +286,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
         self.batch_size, self._drop_last = batch_size, parse_flag(drop_last, what="drop_last=")
         self._seed, self._shuffle = parse_whole(seed, what="seed="), SHUFFLES[shuffle]
         self._subscription = subscribe(cache_or_paths, dataset=dataset, run=run)
-        whole = self._subscription.now().schema
-        self.schema = whole if fields is None else whole.select(fields)
+        schema = self._subscription.now().schema
+        self.schema = schema if fields is None else schema.select(fields)
         """The fields of a sample."""
         self._token = secrets.token_hex(8)
         self._calls = RollCall()
@@ -325,8 +325,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
         view = self._subscription.now() if self._leased is None else self._leased[1]
         if self.batch_size is not None:
             return Steps(view.samples, self.batch_size, self.rank, self.world_size, self._drop_last).count
-        least, rest = divmod(view.samples, self.world_size)
-        return least + (self.rank < rest and not self._drop_last)
+        least, remainder = divmod(view.samples, self.world_size)
+        return least + (self.rank < remainder and not self._drop_last)
 
     def __iter__(self) -> Iterator[Sample]:
         """This worker's share of an epoch."""
@@ -385,7 +385,7 @@ class CacheIterableDataset(IterableDataset[Sample]):
                     f"the state is of {was.format(*state['of'])}, this is {was.format(*now)}; go on with as many"
                 )
             samples = sum(part[2] for part in parts)
-            view, lost, _ = found_again(view, Resume(0, samples, parts))
+            view, lost, _ = match_parts(view, Resume(0, samples, parts))
             if lost:
                 raise UsageError(
                     f"{len(lost)} of {len(parts)} shards of the epoch to resume were evicted since; begin a new epoch"
@@ -393,9 +393,9 @@ class CacheIterableDataset(IterableDataset[Sample]):
         samples = view.samples
         least = self.world_size * (self.batch_size or 1 if self._drop_last else 1)
         if samples < least:
-            whole = f" with whole batches of {self.batch_size} (drop_last=True)" if least > self.world_size else ""
+            batches = f" with whole batches of {self.batch_size} (drop_last=True)" if least > self.world_size else ""
             raise UsageError(
-                f"{samples} samples are too few for {self.world_size} rank{'s' * (self.world_size > 1)}{whole};"
+                f"{samples} samples are too few for {self.world_size} rank{'s' * (self.world_size > 1)}{batches};"
                 " pull more first"
             )
         spare = samples % self.world_size if self.batch_size is None and self._drop_last else 0
@@ -403,8 +403,8 @@ class CacheIterableDataset(IterableDataset[Sample]):
 
     def _row(self, view: View, workers: int) -> int:
         """How many samples a worker gives in a row."""
-        each = -(-view.samples // (self.world_size * workers * _EACH))
-        return max(1, min(_IN_A_ROW, _ROW_BYTES // max(1, view.schema.fixed_nbytes), each))
+        per_row = -(-view.samples // (self.world_size * workers * _LEAST_ROWS))
+        return max(1, min(_IN_A_ROW, _ROW_BYTES // max(1, view.schema.fixed_nbytes), per_row))
 
     def _settings(self, row: int) -> Settings:
         return Settings(
@@ -431,20 +431,20 @@ class CacheIterableDataset(IterableDataset[Sample]):
         assert plan.view is not None
         self._places.keep(plan.view)
         steps = np.arange(worker, plan.steps(settings).count, workers, dtype=np.int64)[at[0] :]
-        made: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for _, indices in announced(plan, settings, steps, self._places, self.schema, feeders=workers):
-            found = self._places.batches(plan.view, indices, self.schema, empty=empty_tensors(made))
-            for each in indices:
-                columns = next(found)
-                batch = {f.name: finished(f, columns[f.name], made.get(f.name)) for f in self.schema}
-                made.clear()
+            gathered = self._places.batches(plan.view, indices, self.schema, empty=empty_tensors(tensors))
+            for batch_indices in indices:
+                columns = next(gathered)
+                batch = {f.name: finished(f, columns[f.name], tensors.get(f.name)) for f in self.schema}
+                tensors.clear()
                 if self.batch_size is not None:
                     at[0] += 1
                     yield batch
                     continue
-                samples = Samples(batch, len(each))
-                for number in range(at[1], len(each)):
-                    at[:] = (at[0], number + 1) if number + 1 < len(each) else (at[0] + 1, 0)
+                samples = Samples(batch, len(batch_indices))
+                for number in range(at[1], len(batch_indices)):
+                    at[:] = (at[0], number + 1) if number + 1 < len(batch_indices) else (at[0] + 1, 0)
                     yield samples[number]
 
     def _ended(self, epoch: int, worker: int, workers: int, key: int) -> None:

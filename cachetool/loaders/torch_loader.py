@@ -107,7 +107,7 @@ class Loader(BaseLoader[dict[str, Any]]):
 
 def _signature() -> inspect.Signature:
     """All arguments, for help() and notebooks, which would only see ``**options``."""
-    own, base = (inspect.signature(each.__init__) for each in (Loader, BaseLoader))
+    own, base = (inspect.signature(cls.__init__) for cls in (Loader, BaseLoader))
     added = [own.parameters[name] for name in own.parameters if name not in (*base.parameters, "options")]
     return base.replace(parameters=[*base.parameters.values(), *added])
 

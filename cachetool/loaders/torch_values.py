@@ -54,9 +54,9 @@ class TensorList(Sequence[torch.Tensor]):
     def of(cls, values: torch.Tensor, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> Self:
         """Return the tensors that lie one after another in ``values``, (total,), without a copy: tensor i has the
         shape ``shapes[i]``, (k, rank), and begins at ``offsets[i]``, (k + 1,)."""
-        made = cls.__new__(cls)
-        made.values, made.offsets, made.shapes = values, offsets, shapes
-        return made
+        tensors = cls.__new__(cls)
+        tensors.values, tensors.offsets, tensors.shapes = values, offsets, shapes
+        return tensors
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -137,16 +137,16 @@ def dtype_of(name: str) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype="<i8" if dtype.kind in "mM" else dtype)).dtype
 
 
-def empty_tensors(made: dict[str, torch.Tensor]) -> Empty:
-    """For :func:`~cachetool.loaders.read.gather.gather`: columns that are tensors, which are put into ``made`` by
+def empty_tensors(tensors: dict[str, torch.Tensor]) -> Empty:
+    """For :func:`~cachetool.loaders.read.gather.gather`: columns that are tensors, which are put into ``tensors`` by
     name."""
 
     def empty(field: Field, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         if field.kind in ("bytes", "str"):
             return np.empty(shape, dtype=np.uint8)
-        tensor = made[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
-        found: npt.NDArray[Any] = tensor.numpy().view(field.numpy)
-        return found
+        tensor = tensors[field.name] = torch.empty(shape, dtype=dtype_of(field.dtype))
+        array: npt.NDArray[Any] = tensor.numpy().view(field.numpy)
+        return array
 
     return empty
 

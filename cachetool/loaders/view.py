@@ -136,6 +136,6 @@ class View:
         A part converted into another format counts as the same; one that was evicted does not.
         """
         return len(self.parts) >= len(other.parts) and all(
-            mine.id == theirs.id or (mine.content == theirs.content and mine.samples == theirs.samples)
-            for mine, theirs in zip(self.parts, other.parts, strict=False)
+            part.id == other_part.id or (part.content == other_part.content and part.samples == other_part.samples)
+            for part, other_part in zip(self.parts, other.parts, strict=False)
         )

@@ -24,7 +24,7 @@ from cachetool.loaders.feed.processes import Processes
 from cachetool.loaders.loader import BaseLoader
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.ring import forks
-from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from tests.loaders.numbered import leases, put
 from tests.loaders.processes import alive, children, until
 
@@ -115,13 +115,13 @@ def test_a_handler_may_close_a_loader_while_the_catalog_is_asked(
     cache: CacheDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread, which would wait for the same lock, is waited for no longer than it takes at most."""
-    told = Turns.delivered
+    told = EpochSnapshots.delivered
 
-    def closing(self: Turns, *arguments: Any) -> None:
+    def closing(self: EpochSnapshots, *arguments: Any) -> None:
         loader.close()
         told(self, *arguments)
 
-    monkeypatch.setattr(Turns, "delivered", closing)
+    monkeypatch.setattr(EpochSnapshots, "delivered", closing)
     loader = Loader(cache, batch_size=60, workers=0, fields=["number"])
     with pytest.raises(UsageError, match="closed"):  # it comes before the last batch
         next(iter(loader))

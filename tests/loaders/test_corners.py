@@ -232,7 +232,7 @@ TWO_FORKS = """
         os.write(goes, b"0")
         assert os.waitpid(pids[0], 0)[1] == 0
         next(batches)
-        assert loader._feed._rings[0].held == 0
+        assert loader._feed._rings[0].batches_in_use == 0
 """
 
 

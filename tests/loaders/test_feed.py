@@ -266,13 +266,13 @@ def test_slots_come_back_when_nothing_sees_them(cache: CacheDir) -> None:
         for batch in loader:
             part = batch["x"][1:]
             del batch
-            assert ring.held in (1, 2)  # the slice keeps the batch; the loop's variable is one more
+            assert ring.batches_in_use in (1, 2)  # the slice keeps the batch; the loop's variable is one more
         del part
-        assert ring.held == 0
+        assert ring.batches_in_use == 0
         kept = list(loader)
-        assert ring.held == 30
+        assert ring.batches_in_use == 30
         kept.clear()
-        assert ring.held == 0
+        assert ring.batches_in_use == 0
         assert len(list(loader)) == 30
 
 
@@ -308,11 +308,11 @@ def test_a_forked_child_reads_a_batch_that_its_parent_dropped_long_ago(cache: Ca
         for _ in range(25):
             next(batches)
         ring = loader._feed._rings[0]  # type: ignore[union-attr]
-        assert ring.held == 1  # the child's
+        assert ring.batches_in_use == 1  # the child's
         os.write(goes, b"0")
         assert os.waitpid(pid, 0)[1] == 0
         next(batches)
-        assert ring.held == 0
+        assert ring.batches_in_use == 0
         os.close(waits)
         os.close(goes)
 

@@ -515,4 +515,4 @@ def test_an_epoch_of_which_nothing_is_left_says_that_it_ends(
 def test_shards_of_which_nothing_is_known_cannot_come_again(cache: Cache) -> None:
     resume = Resume(0, 8, [["a", 1, 8, "content"]])
     with pytest.raises(UsageError, match="shard a of the epoch to resume was not pulled"):
-        epochs.have_again(Settings(str(cache.root)), View(1, "default", KEYED, ()), resume)
+        epochs.refetch_missing(Settings(str(cache.root)), View(1, "default", KEYED, ()), resume)

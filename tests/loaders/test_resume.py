@@ -454,7 +454,7 @@ def test_a_look_ahead_that_fails_does_not_end_the_present_epoch(
         batches = iter(loader)
         first = numbers([next(batches)])
         with monkeypatch.context() as patch:
-            patch.setattr("cachetool.loaders.snapshots.epochs.Turns._look_ahead", fail)
+            patch.setattr("cachetool.loaders.snapshots.epochs.EpochSnapshots._look_ahead", fail)
             assert sorted(first + numbers(batches)) == list(range(60))
         assert sorted(numbers(loader)) == list(range(60))
 

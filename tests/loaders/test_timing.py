@@ -10,7 +10,7 @@ from cachetool.cache import CacheDir
 from cachetool.cache.history import Delivered
 from cachetool.loaders.settings import EpochPlan, Settings
 from cachetool.loaders.snapshots import epochs as module
-from cachetool.loaders.snapshots.epochs import Timing, Turns
+from cachetool.loaders.snapshots.epochs import EpochSnapshots, Timing
 from tests.loaders.numbered import put
 
 PACE = Delivered(seconds=25.0, batches=40, waits=1, waited=5.0)
@@ -41,11 +41,11 @@ def published() -> list[EpochPlan]:
 
 
 @pytest.fixture
-def turns(
+def snapshots(
     clock: Clock, cache: CacheDir, published: list[EpochPlan], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Turns]:
+) -> Iterator[EpochSnapshots]:
     monkeypatch.setattr("cachetool.loaders.snapshots.epochs.time", clock)
-    made = Turns(Settings(str(cache.root), batch_size=10), published.append)
+    made = EpochSnapshots(Settings(str(cache.root), batch_size=10), published.append)
     yield made
     made.close()
 
@@ -104,30 +104,30 @@ def test_a_look_is_old_after_ten_seconds(passed: float, old: bool, clock: Clock)
 
 
 def test_the_next_snapshot_has_what_came_while_the_batches_that_were_there_lasted(
-    clock: Clock, cache: CacheDir, turns: Turns, published: list[EpochPlan]
+    clock: Clock, cache: CacheDir, snapshots: EpochSnapshots, published: list[EpochPlan]
 ) -> None:
-    generation = turns.begin(0).generation
-    turns.exhausted(generation)
-    turns.delivered(generation, SLOW)
+    generation = snapshots.begin(0).generation
+    snapshots.exhausted(generation)
+    snapshots.delivered(generation, SLOW)
     assert [plan.epoch for plan in published] == [0, 1]
 
-    generation = turns.begin(1, surely=False).generation
-    turns.exhausted(generation)  # six steps of five seconds: all of it is still to be delivered
-    assert turns.tick() == 15.0
+    generation = snapshots.begin(1, surely=False).generation
+    snapshots.exhausted(generation)  # six steps of five seconds: all of it is still to be delivered
+    assert snapshots.tick() == 15.0
     assert len(published) == 2
     put(cache, range(60, 80))
     clock.now += 15.0
-    turns.tick()
+    snapshots.tick()
     assert [(plan.epoch, plan.samples) for plan in published[2:]] == [(2, 80)]
 
 
 def test_an_epoch_that_is_faster_than_the_one_before_is_followed_all_the_same(
-    turns: Turns, published: list[EpochPlan]
+    snapshots: EpochSnapshots, published: list[EpochPlan]
 ) -> None:
     for epoch in range(3):
-        generation = turns.begin(epoch, surely=False).generation
-        turns.exhausted(generation)
-        turns.delivered(generation, SLOW)
+        generation = snapshots.begin(epoch, surely=False).generation
+        snapshots.exhausted(generation)
+        snapshots.delivered(generation, SLOW)
 
     assert [plan.epoch for plan in published] == [0, 1, 2, 3]
-    assert turns.tick() == 60.0  # seconds for which the last one is kept
+    assert snapshots.tick() == 60.0  # seconds for which the last one is kept

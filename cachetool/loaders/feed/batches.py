@@ -50,7 +50,7 @@ class Checks:
 
     def __init__(self) -> None:
         self._view: View | None = None
-        self._known: dict[str, npt.NDArray[np.uint64]] = {}
+        self._checksums: dict[str, npt.NDArray[np.uint64]] = {}
 
     def check(self, view: View, indices: Int64s, block: Block) -> None:
         """Compare the samples ``indices`` of ``view``, of some or all of its fields.
@@ -59,26 +59,26 @@ class Checks:
         """
         if view is not self._view:
             parts = {part.id for part in view.parts}
-            self._known = {id: known for id, known in self._known.items() if id in parts}
+            self._checksums = {id: values for id, values in self._checksums.items() if id in parts}
             self._view = view
-        found = checksums(block)
+        computed = checksums(block)
         rows = np.array([view.schema.names.index(name) for name in block.schema.names], dtype=np.int64)
         numbers, within = view.find(indices)
         for number in np.unique(numbers).tolist():
             part, here = view.parts[number], np.flatnonzero(numbers == number)
             expected = self._of(part, view)[np.ix_(rows, within[here])]
-            compare_checksums(found[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
+            compare_checksums(computed[:, here], expected, block.schema, name=str(_file(part)), indices=within[here])
 
     def _of(self, part: ShardFile, view: View) -> npt.NDArray[np.uint64]:
-        known = self._known.get(part.id)
-        if known is None:
+        expected = self._checksums.get(part.id)
+        if expected is None:
             side = part.extents.parent
             stored = check_content(side, view.schema, part.content, links=part.links) if part.content else None
-            known = np.array(stored_checksums(side, view.schema, links=part.links) if stored is None else stored)
-            if known.shape[1] != part.samples:
-                raise CorruptError(f"{side} has checksums of {known.shape[1]} samples, not of {part.samples}")
-            self._known[part.id] = known
-        return known
+            expected = np.array(stored_checksums(side, view.schema, links=part.links) if stored is None else stored)
+            if expected.shape[1] != part.samples:
+                raise CorruptError(f"{side} has checksums of {expected.shape[1]} samples, not of {part.samples}")
+            self._checksums[part.id] = expected
+        return expected
 
 
 def _file(part: ShardFile) -> Path:
@@ -200,13 +200,13 @@ class _Maker:
         self._exhausted, self._soon = exhausted, soon
         self._split = None if settings.split is None else Split(settings.split, settings.validation)
         self._checks = Checks() if settings.verify else None
-        self._whole: Schema | None = None
+        self._view_schema: Schema | None = None
         self._fields: Schema | None = None
 
     def _schema(self, view: View) -> Schema:
         """The fields asked for: one object for as long as the dataset has the same ones."""
-        if self._fields is None or view.schema != self._whole:
-            self._whole = view.schema
+        if self._fields is None or view.schema != self._view_schema:
+            self._view_schema = view.schema
             self._fields = view.schema if self._settings.fields is None else view.schema.select(self._settings.fields)
         return self._fields
 
@@ -214,7 +214,7 @@ class _Maker:
         """All batches of one plan, but no more once it was replaced, or an error was handed over; gives whether all
         were made and their end is still to be told."""
         step, opened = number, False
-        made, told, begun = 0, False, time.perf_counter()
+        committed, reported, begun = 0, False, time.perf_counter()
         over = functools.partial(self._mailbox.is_over, plan)
         try:
             count = plan.steps(self._settings).count
@@ -226,7 +226,7 @@ class _Maker:
             for numbers, indices in announced(
                 plan, self._settings, steps, self._places, schema, feeders=feeders, chosen=chosen
             ):
-                found = self._places.batches(view, indices, schema, empty=empty)
+                gathered = self._places.batches(view, indices, schema, empty=empty)
                 for step, at in zip(numbers, indices, strict=True):
                     columns: Mapping[str, Column]
                     opened = self._sink.open(over)
@@ -234,23 +234,25 @@ class _Maker:
                         return False
                     if direct:
                         self._sink.begin(schema)
-                        columns = next(found)
+                        columns = next(gathered)
                     else:
-                        columns = self._handed(plan, view, at, Block(schema, next(found)))
+                        columns = self._handed(plan, view, at, Block(schema, next(gathered)))
                     self._sink.commit(plan.generation, step, columns)
                     opened = False
-                    made += 1
-                    left = len(steps) - made
+                    committed += 1
+                    left = len(steps) - committed
                     # In the last quarter only: the first ones are made faster than they are taken.
-                    if not told and 3 * left <= made and (time.perf_counter() - begun) * left < self._soon * made:
-                        told = True
-                        self._exhausted(plan.generation)
+                    if not reported and 3 * left <= committed:
+                        seconds = time.perf_counter() - begun
+                        if seconds * left < self._soon * committed:
+                            reported = True
+                            self._exhausted(plan.generation)
         except Exception as error:  # noqa: BLE001 - whatever it is, it must reach whoever waits for this batch
             if not opened and not self._sink.open(over):
                 return False
             self._sink.fail(plan.generation, step, described(error))
             return False
-        return not told
+        return not reported
 
     def _handed(self, plan: EpochPlan, view: View, indices: Int64s, block: Block) -> Mapping[str, Column]:
         """What becomes of samples that were gathered into memory of ours, copied into the sink."""
@@ -276,7 +278,7 @@ class _Maker:
         return nothing
 
 
-def _drawn(
+def _indices_of_steps(
     plan: EpochPlan, settings: Settings, order: EpochOrder | Int64s, steps: Int64s, chosen: Int64s | None
 ) -> Iterator[tuple[list[int], list[Int64s]]]:
     """Some of these steps of a plan at a time, and the indices of the samples of each."""
@@ -317,7 +319,7 @@ def announced(
     view = plan.view
     assert view is not None
     order: EpochOrder | Int64s = plan.left(settings)[1] if plan.lost else plan.order(settings)
-    chunks = _drawn(plan, settings, order, steps, chosen)
+    chunks = _indices_of_steps(plan, settings, order, steps, chosen)
     if not len(steps):
         yield from chunks
         return

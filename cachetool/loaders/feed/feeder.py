@@ -125,13 +125,13 @@ class _Keeper:
 
         Gives what went wrong: ``failed``, or which feeder ended by itself, as the leader does when it is told to.
         """
-        told, gone = False, _end_of(trainer)
-        while not failed and not told and os.getppid() == trainer:
+        terminated, gone = False, _end_of(trainer)
+        while not failed and not terminated and os.getppid() == trainer:
             if (died := self._died()) is not None:
                 failed = {"died": died}
                 break
-            told = signal.SIGTERM in self._signals(None if gone else _LOOK, *gone)
-        self._end(0.0 if told else _GRACE)
+            terminated = signal.SIGTERM in self._signals(None if gone else _LOOK, *gone)
+        self._end(0.0 if terminated else _GRACE)
         return failed
 
     def _signals(self, seconds: float | None, *others: int) -> bytes:
@@ -184,7 +184,7 @@ def _end_of(pid: int) -> list[int]:
         return []
 
 
-_TURN = 0.0005
+_SWITCH_INTERVAL = 0.0005
 """Seconds for which a thread of a feeder has the GIL at a time: the listener needs it after each statement of a
 transaction, and the thread that makes batches never lets go of it by itself."""
 _SOON = 0.03
@@ -233,7 +233,9 @@ def main() -> None:
     else:
         listener = _Follower(mailbox, Lines(*plans))
     threading.Thread(target=_listen, args=(listener, life), daemon=True).start()
-    transform = Transform(loads(function), each=settings.each, seed=settings.seed) if function else None
+    transform = (
+        Transform(loads(function), transform_each=settings.transform_each, seed=settings.seed) if function else None
+    )
     work(
         settings,
         mailbox,
@@ -256,7 +258,7 @@ def _yield_to_training() -> None:
 def _as_usual() -> None:
     """Let the calling thread be as quick as any, in getting a processor and this process's GIL: the training process
     waits for its answers."""
-    sys.setswitchinterval(_TURN)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     _schedule("SCHED_OTHER")
 
 
@@ -281,7 +283,7 @@ class _Follower:
 
     def __init__(self, mailbox: Mailbox, plans: Lines) -> None:
         self._mailbox, self._plans = mailbox, plans
-        self._told: View | None = None
+        self._received: View | None = None
 
     def run(self, life: int) -> None:
         """Until all are to end."""
@@ -293,8 +295,8 @@ class _Follower:
             if self._plans.ended:
                 poll.unregister(self._plans.fd)  # the leader has ended, after which we are told to
             while (line := self._plans.next()) is not None:
-                plan = EpochPlan.from_json(json.loads(line), self._told)
-                self._told = plan.view or self._told
+                plan = EpochPlan.from_json(json.loads(line), self._received)
+                self._received = plan.view or self._received
                 self._mailbox.put(plan)
         os._exit(0)
 

@@ -15,7 +15,7 @@ from typing import Any
 from cachetool.cache.history import Delivered
 from cachetool.loaders.feed.batches import Mailbox
 from cachetool.loaders.settings import Begun, EpochPlan, Settings
-from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
 from cachetool.loaders.view import View
@@ -44,22 +44,22 @@ class Leader:
     ) -> None:
         self._settings, self._mailbox, self._lines = settings, mailbox, lines
         self._answers, self._followers, self._pids = answers, followers, pids
-        self._turns = Turns(settings, self._publish)
+        self._snapshots = EpochSnapshots(settings, self._publish)
         self._woken, self._wake = os.pipe()
-        self._made = 0
-        self._told: View | None = None
+        self._exhausted_generation = 0
+        self._sent: View | None = None
         self._pending: tuple[dict[str, Any], float, Talk] | None = None
 
     def exhausted(self, generation: int) -> None:
         """Called by the main thread."""
-        self._made = generation
+        self._exhausted_generation = generation
         os.write(self._wake, b"\0")
 
     def _publish(self, plan: EpochPlan) -> None:
         self._mailbox.put(plan)
         if self._followers:
-            value = plan.to_json(self._told)
-            self._told = plan.view or self._told
+            value = plan.to_json(self._sent)
+            self._sent = plan.view or self._sent
             for fd in self._followers:
                 with contextlib.suppress(BrokenPipeError):  # it died, after which all of us end
                     write_line(fd, value)
@@ -74,7 +74,7 @@ class Leader:
             while (line := self._lines.next()) is not None:
                 asked = json.loads(line)
                 if asked["do"] == "left":  # said at any time, also while an answer is waited for
-                    self._turns.left(asked["generation"])
+                    self._snapshots.left(asked["generation"])
                     continue
                 if asked["do"] == "stop":
                     self._leave()
@@ -82,15 +82,15 @@ class Leader:
                 self._answer(asked)
             if self._pending is not None:
                 self._answer(self._pending[0])
-            wait = _POLL if self._pending else self._turns.tick()
-            if self._turns.unsettled:
+            wait = _POLL if self._pending else self._snapshots.tick()
+            if self._snapshots.has_unfinished:
                 wait = min(wait or _SOON, _SOON)
             ready = {fd for fd, _ in poll.poll(None if wait is None else wait * 1000)}
-            if not ready and self._turns.unsettled:
-                self._turns.settle()
+            if not ready and self._snapshots.has_unfinished:
+                self._snapshots.finish_epochs()
             if self._woken in ready:
                 os.read(self._woken, 4096)
-                self._turns.exhausted(self._made)
+                self._snapshots.exhausted(self._exhausted_generation)
             if self._lines.fd in ready:
                 self._lines.receive()
             if self._lines.ended or life in ready:
@@ -108,8 +108,9 @@ class Leader:
         if result is not None:
             self._say({"id": asked["id"], **result})
         if asked["do"] == "begin":
-            self._turns.settle()
-            self._turns.exhausted(self._made)  # an epoch that was made, or nearly, while the one before was delivered
+            self._snapshots.finish_epochs()
+            # An epoch that was made, or nearly, while the one before was delivered.
+            self._snapshots.exhausted(self._exhausted_generation)
 
     def _say(self, value: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the training process is gone, which is noticed by other means
@@ -133,16 +134,16 @@ class Leader:
         resume = asked_for(asked.get("resume"))
         match asked["do"]:
             case "begin":
-                plan = self._turns.begin(asked["epoch"], resume, surely=asked["surely"])
+                plan = self._snapshots.begin(asked["epoch"], resume, surely=asked["surely"])
             case "prepare":
-                plan = self._turns.prepare(asked["epoch"], resume, surely=asked["surely"])
+                plan = self._snapshots.prepare(asked["epoch"], resume, surely=asked["surely"])
             case "delivered":
-                self._turns.delivered(asked["generation"], Delivered(*asked["pace"]))
+                self._snapshots.delivered(asked["generation"], Delivered(*asked["pace"]))
                 return None
             case "regain":
-                return {"regained": self._turns.regain(asked["generation"])}
+                return {"regained": self._snapshots.regain(asked["generation"])}
             case "state":
-                return {"state": asdict(self._turns.state(asked["generation"], asked["reached"]))}
+                return {"state": asdict(self._snapshots.state(asked["generation"], asked["reached"]))}
             case unknown:
                 raise AssertionError(unknown)
         return Begun.of(plan, self._settings).to_json()
@@ -151,5 +152,5 @@ class Leader:
         """Give the leases back, if that is quick: they end with this process in any case."""
         threading.Timer(_GRACE, os._exit, (0,)).start()
         with contextlib.suppress(Exception):
-            self._turns.close()
+            self._snapshots.close()
         os._exit(0)

@@ -86,7 +86,7 @@ class Processes:
         self._readers: list[SlotReader] = []
         self._schemas: dict[bytes, Schema] = {}
         self._asked = self._statements = self._generation = 0
-        self._rest = b""
+        self._received = b""
         self._telling, self._left = False, 0
         self._pace = EpochTimes()
         self._poll = select.poll()  # a trainer may have more descriptors than select takes
@@ -177,8 +177,8 @@ class Processes:
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
-        found: dict[str, Any] = self._ask("state", generation=generation, reached=reached)["state"]
-        return found
+        state: dict[str, Any] = self._ask("state", generation=generation, reached=reached)["state"]
+        return state
 
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -189,26 +189,26 @@ class Processes:
         readers = self._readers
         if not readers:
             raise closed()
-        made: list[Batch] = []
+        batches: list[Batch] = []
         own = readers[step % len(readers)].ring
         while True:
-            reader = readers[(step + len(made)) % len(readers)]
-            if not made or (len(made) < len(readers) and own.most):
+            reader = readers[(step + len(batches)) % len(readers)]
+            if not batches or (len(batches) < len(readers) and own.most):
                 reader.ring.poll()
             try:
                 batch = reader.take(generation)
             except CacheToolError:
-                if not made:
+                if not batches:
                     raise
-                return made  # it comes again, when its turn has come
+                return batches  # it comes again, when its turn has come
             if batch is not None:
-                if batch.step != step + len(made):
+                if batch.step != step + len(batches):
                     raise shared()
-                made.append(batch)
-            elif not made:
+                batches.append(batch)
+            elif not batches:
                 self._wait(own, lull=step > 0 and own.many)
-            if made and (batch is None or len(made) == most):
-                return made
+            if batches and (batch is None or len(batches) == most):
+                return batches
 
     def _wait(self, ring: Ring, *, lull: bool = False) -> None:
         assert not ring.ready
@@ -281,7 +281,7 @@ class Processes:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        while b"\n" not in self._rest:
+        while b"\n" not in self._received:
             if not self._poll.poll(1000 * _LOOK) or self.closed:
                 self._check()
                 continue
@@ -293,8 +293,8 @@ class Processes:
             if not data:
                 self._await_end()
                 raise CacheToolError("a feeder closed its pipe")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         self.pids = answer.pop("feeders", self.pids)
         return answer

@@ -27,7 +27,7 @@ from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.ring.ring import Lock
 from cachetool.loaders.ring.slot import Batch
 from cachetool.loaders.settings import Begun, Settings
-from cachetool.loaders.snapshots.epochs import Turns
+from cachetool.loaders.snapshots.epochs import EpochSnapshots
 from cachetool.loaders.snapshots.resume import asked_for
 from cachetool.loaders.snapshots.waiting import NotYet, Talk, given_up
 from cachetool.proc.lines import closed, described, rebuilt, shared
@@ -50,9 +50,9 @@ class Thread:
         self._settings = settings
         self._statements = self._generation = 0
         self._mailbox = Mailbox()
-        self._turns = Turns(settings, self._mailbox.put)
+        self._snapshots = EpochSnapshots(settings, self._mailbox.put)
         self._lock, self._pace = threading.Lock(), EpochTimes()
-        self._duties = _Duties(self._turns, self._lock)
+        self._duties = _Duties(self._snapshots, self._lock)
         self._queue = _Queue(settings.prefetch or _READY, self._duties.due)
         self._thread = threading.Thread(
             target=_run,
@@ -66,9 +66,9 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         self._pace = EpochTimes()
         surely = statements() != self._statements
-        begun = self._waited(lambda: self._turns.begin(epoch, asked_for(resume), surely=surely))
+        begun = self._waited(lambda: self._snapshots.begin(epoch, asked_for(resume), surely=surely))
         with self._lock:
-            self._turns.settle()
+            self._snapshots.finish_epochs()
         self._pace.begun()
         self._statements, self._generation = 0, begun.generation
         return begun
@@ -76,7 +76,7 @@ class Thread:
     def prepare(self, epoch: int, resume: dict[str, Any] | None = None) -> Begun:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         surely = statements() != self._statements
-        begun = self._waited(lambda: self._turns.prepare(epoch, asked_for(resume), surely=surely))
+        begun = self._waited(lambda: self._snapshots.prepare(epoch, asked_for(resume), surely=surely))
         if begun.generation != self._generation:
             self._statements = statements()
         return begun
@@ -101,16 +101,16 @@ class Thread:
     def take(self, generation: int, step: int, most: int) -> list[Batch]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         while True:
-            found = self._queue.get(self._pace)
-            if found is None:
+            item = self._queue.get(self._pace)
+            if item is None:
                 raise closed() if self.closed else self._failed()
-            if isinstance(found, Batch):
-                if found.generation == generation:
-                    if found.step != step:
+            if isinstance(item, Batch):
+                if item.generation == generation:
+                    if item.step != step:
                         raise shared()
-                    return [found]
-            elif found[0] == generation:
-                raise rebuilt(found[1])
+                    return [item]
+            elif item[0] == generation:
+                raise rebuilt(item[1])
 
     def _failed(self) -> Exception:
         """Why the thread ended by itself."""
@@ -120,9 +120,9 @@ class Thread:
     def delivered(self, generation: int, batches: int) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         with self._lock:
-            self._turns.delivered(generation, self._pace.delivered(batches))
-            if self._turns.unsettled:
-                self._turns.settle()
+            self._snapshots.delivered(generation, self._pace.delivered(batches))
+            if self._snapshots.has_unfinished:
+                self._snapshots.finish_epochs()
 
     def ready(self, generation: int, step: int) -> bool:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -140,12 +140,12 @@ class Thread:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         with self._lock:
             self._duties.left = 0
-            return self._turns.regain(generation)
+            return self._snapshots.regain(generation)
 
     def state(self, generation: int, reached: int) -> dict[str, Any]:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
         with self._lock:
-            return asdict(self._turns.state(generation, reached))
+            return asdict(self._snapshots.state(generation, reached))
 
     def close(self) -> None:
         """See :class:`~cachetool.loaders.feed.protocol.Feed`."""
@@ -161,8 +161,8 @@ class Thread:
 class _Duties:
     """What the thread does beside its batches."""
 
-    def __init__(self, turns: Turns, lock: threading.Lock) -> None:
-        self._turns, self._lock = turns, lock
+    def __init__(self, snapshots: EpochSnapshots, lock: threading.Lock) -> None:
+        self._snapshots, self._lock = snapshots, lock
         self.left = 0
         """Generation of an epoch that was left."""
         self.over = False
@@ -171,28 +171,32 @@ class _Duties:
     def exhausted(self, generation: int) -> None:
         """All batches of a plan are made."""
         with self._lock:
-            self._turns.exhausted(generation)
+            self._snapshots.exhausted(generation)
 
     def end(self) -> None:
         """The thread ends, and gives everything back."""
         with self._lock:
             self.over = True
-            self._turns.close()
+            self._snapshots.close()
 
     def due(self) -> None:
         """Called now and then while there is nothing else to do."""
         with self._lock:
             left, self.left = self.left, 0
-            self._turns.left(left)
-            self._turns.tick()
-            if self._turns.unsettled:
-                self._turns.settle()
+            self._snapshots.left(left)
+            self._snapshots.tick()
+            if self._snapshots.has_unfinished:
+                self._snapshots.finish_epochs()
 
 
 def _run(settings: Settings, mailbox: Mailbox, queue: _Queue, duties: _Duties, function: Function | None) -> None:
     """The thread; it knows nothing of the loader, which can be collected while this runs."""
     try:
-        transform = None if function is None else Transform(function, each=settings.each, seed=settings.seed)
+        transform = (
+            None
+            if function is None
+            else Transform(function, transform_each=settings.transform_each, seed=settings.seed)
+        )
         work(
             settings,
             mailbox,

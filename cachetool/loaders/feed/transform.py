@@ -62,8 +62,8 @@ class Transform:
     batch: that of its first sample) decide.
     """
 
-    def __init__(self, function: Function, *, each: str, seed: int) -> None:
-        self._function, self._batch, self._seed = function, each == "batch", seed
+    def __init__(self, function: Function, *, transform_each: str, seed: int) -> None:
+        self._function, self._batch, self._seed = function, transform_each == "batch", seed
         self._random = _takes_rng(function)
         self._schema: Schema | None = None
 
@@ -117,15 +117,15 @@ class Transform:
         return f" (batch from sample {name} on)" if self._batch else f" (sample {name})"
 
     def _block(self, result: Mapping[str, Any], given: Schema, kept: Mapping[str, list[Any]]) -> Block:
-        known = {field.name: field for field in self._schema or ()}
-        names = list(known) if known.keys() == result.keys() else result
-        likely = {field.name: field for field in given} if self._schema is None else known
+        fields = {field.name: field for field in self._schema or ()}
+        names = list(fields) if fields.keys() == result.keys() else result
+        likely = {field.name: field for field in given} if self._schema is None else fields
         columns = {}
         for name in names:
             if _says_nothing(result[name], listed=self._schema is None):
                 columns[name] = _nothing(name, likely.get(name))
             else:
-                ragged = name in known and known[name].kind == "ragged"
+                ragged = name in fields and fields[name].kind == "ragged"
                 columns[name] = _column(name, result[name], kept, ragged=ragged)
         schema = _together([field for field, _ in columns.values()])
         self._schema = self._schema or schema
@@ -158,7 +158,7 @@ def _values(block: Block) -> dict[str, Any]:
         else:
             raw = [column[i].tobytes() for i in range(len(column))]
             text = field.kind == "str"
-            out[field.name] = [each.decode("utf-8", "surrogateescape") for each in raw] if text else raw
+            out[field.name] = [value.decode("utf-8", "surrogateescape") for value in raw] if text else raw
     return out
 
 
@@ -219,8 +219,8 @@ def _schema(results: Sequence[Mapping[str, Any]], given: Mapping[str, list[Any]]
 
 def _passed(values: Sequence[Any], given: Mapping[str, list[Any]]) -> bool:
     """Whether all of these are values of a ragged field, as they were given."""
-    known = {id(each) for column in given.values() for each in column}
-    return all(id(value) in known for value in values)
+    given_ids = {id(value) for column in given.values() for value in column}
+    return all(id(value) in given_ids for value in values)
 
 
 def _ragged(field: Field) -> Field:
@@ -287,7 +287,7 @@ def _column(name: str, value: Any, given: Mapping[str, list[Any]], *, ragged: bo
         field = _field(name, value[0])
         if field.kind == "fixed" and field.shape:
             field = _ragged(field)
-        column = Block.from_samples(Schema((field,)), [{name: each} for each in value]).columns[name]
+        column = Block.from_samples(Schema((field,)), [{name: element} for element in value]).columns[name]
         return field, column
     array = _array(name, value)
     if not array.ndim:

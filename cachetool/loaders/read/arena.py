@@ -159,8 +159,8 @@ class Memory:
         """It is there."""
 
 
-def _spent(let_go: int, held: int) -> bool:
-    return let_go > _BLOCK and 2 * let_go > held
+def _spent(let_go: int, held_bytes: int) -> bool:
+    return let_go > _BLOCK and 2 * let_go > held_bytes
 
 
 class Arena:
@@ -179,14 +179,14 @@ class Arena:
         self._lengths: dict[int, int] = {}
         self._mapped = 0
         self._room = 0  # maps that may be made before it is looked again; below 0: none
-        self._held = self._let_go = 0
+        self._held_bytes = self._let_go = 0
         self._block: Bytes = np.empty(0, dtype=np.uint8)  # a part of the range that can be written
         self._hold_at = self._hold_end = 0
 
     @property
     def spent(self) -> bool:
         """Whether most of the range lies behind, or of what was held: then a new one serves better."""
-        return 2 * (self._next - self._mapped) > len(self.bytes) or _spent(self._let_go, self._held)
+        return 2 * (self._next - self._mapped) > len(self.bytes) or _spent(self._let_go, self._held_bytes)
 
     @property
     def files(self) -> int:
@@ -259,7 +259,7 @@ class Arena:
             self._mapped += length
         at = self._hold_at
         self._hold_at += nbytes
-        self._held += nbytes
+        self._held_bytes += nbytes
         start = at - self._hold_end + len(self._block)
         self._block[start : start + array.nbytes] = as_bytes(array)
         return at

@@ -192,15 +192,15 @@ class Parts:
         if self._pid != os.getpid():
             self.close()
             self._pid = os.getpid()
-        found = self._open.get(part.id)
-        if found is not None:
+        opened = self._open.get(part.id)
+        if opened is not None:
             self._open.move_to_end(part.id)
-            return found
+            return opened
         while len(self._open) >= self.limit:
             self._open.popitem(last=False)[1].close()
         with evicted_errors(part):
-            found = self._open[part.id] = self._opener(part, schema)
-        return found
+            opened = self._open[part.id] = self._opener(part, schema)
+        return opened
 
     def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
         """Where the samples lie, one group a part."""
@@ -278,20 +278,20 @@ def _column(field: Field, count: int, located: Located, empty: Empty) -> Column:
     sizes = np.zeros(count, dtype=np.int64)
     shapes = np.zeros((count, field.rank), dtype=np.int64) if field.kind == "ragged" else None
     for to, runs in located:
-        found, rows = runs[field.name], slice(None) if to is None else to
-        if found.sizes is not None:
-            sizes[rows] = found.sizes
-        if shapes is not None and found.shapes is not None:
-            shapes[rows] = found.shapes
+        field_runs, rows = runs[field.name], slice(None) if to is None else to
+        if field_runs.sizes is not None:
+            sizes[rows] = field_runs.sizes
+        if shapes is not None and field_runs.shapes is not None:
+            shapes[rows] = field_runs.shapes
     starts = ends(sizes)
     itemsize = field.numpy.itemsize
     values = empty(field, (int(starts[-1]) // itemsize,))
     for to, runs in located:
-        found, rows = runs[field.name], slice(None) if to is None else to
-        if found.unmapped is not None:
-            found.unmapped.read(as_bytes(values), starts[:-1][rows], found.starts, sizes[rows])
+        field_runs, rows = runs[field.name], slice(None) if to is None else to
+        if field_runs.unmapped is not None:
+            field_runs.unmapped.read(as_bytes(values), starts[:-1][rows], field_runs.starts, sizes[rows])
         else:
-            copy_runs(as_bytes(values), starts[:-1][rows], found.buffer, found.starts, sizes[rows])
+            copy_runs(as_bytes(values), starts[:-1][rows], field_runs.buffer, field_runs.starts, sizes[rows])
     return Ragged(values, starts // itemsize, shapes)
 
 

@@ -89,16 +89,16 @@ class Chunk:
 
     def _of(self, start: int, stop: int) -> Located:
         """What was located of these samples."""
-        found: Located = []
+        located: Located = []
         for to, runs in self._groups:
             if to is None:
-                found.append((None, {name: each.slice(start, stop) for name, each in runs.items()}))
+                located.append((None, {name: field_runs.slice(start, stop) for name, field_runs in runs.items()}))
                 continue
             begin, end = np.searchsorted(to, (start, stop)).tolist()
             if begin < end:
                 rows = None if end - begin == stop - start else to[begin:end] - start
-                found.append((rows, {name: each.slice(begin, end) for name, each in runs.items()}))
-        return found
+                located.append((rows, {name: field_runs.slice(begin, end) for name, field_runs in runs.items()}))
+        return located
 
 
 def _copier(runs: Runs, field: Field) -> _Copy | None:
@@ -138,14 +138,14 @@ class MappedParts:
     def __init__(self, *, maps: bool = True, alone: bool = False) -> None:
         """``maps`` is false where no data shall be mapped. ``alone``: nobody else in this process needs many maps."""
         self._maps, self._alone = maps, alone
-        self._rest = Parts(open_by_library)
-        self._turns = 0
+        self._library_parts = Parts(open_by_library)
+        self._changes = 0
         self._descriptors = Descriptors(share=0.75 if alone else 0.25)
         self.close()
 
     def close(self) -> None:
         """Let go of all maps and files."""
-        self._turns += 1
+        self._changes += 1
         self._arena: Arena | Memory | None = None
         self._open: dict[str, _Opened] = {}
         self._names: dict[tuple[str, ...], tuple[str, ...]] = {}  # names of files, of which most parts have the same
@@ -154,7 +154,7 @@ class MappedParts:
         self._ahead: Readahead | Windows | None = None
         self._schema: Schema | None = None
         self._descriptors.close()
-        self._rest.close()
+        self._library_parts.close()
 
     def keep(self, view: View) -> None:
         """Let go of what is not in ``view``."""
@@ -165,7 +165,7 @@ class MappedParts:
             for name in gone:
                 self._open.pop(name).close(self._arena)
         self._descriptors.keep(wanted)
-        self._rest.keep(view)
+        self._library_parts.keep(view)
 
     def locate(self, view: View, indices: Int64s, schema: Schema) -> Located:
         """Where the samples lie: all in one group, when all their parts are mapped."""
@@ -183,7 +183,7 @@ class MappedParts:
                 located.append((to, self._runs(parts[to], indices[to], unmapped=way == _READ)))
         if self._any_by_library:
             others = np.flatnonzero(ways == _BY_LIBRARY)
-            for group, runs in self._rest.locate(view, indices[others], schema):
+            for group, runs in self._library_parts.locate(view, indices[others], schema):
                 located.append((others if group is None else others[group], runs))
         return located
 
@@ -207,8 +207,8 @@ class MappedParts:
                 count += len(batches[stop])
                 stop += 1
             chunk = Chunk(self.locate(view, np.concatenate(batches[at:stop]), schema), schema)
-            turns, start, ahead = self._turns, 0, self._ahead
-            while at < stop and turns == self._turns:  # else what was located may be unmapped by now
+            changes, start, ahead = self._changes, 0, self._ahead
+            while at < stop and changes == self._changes:  # else what was located may be unmapped by now
                 end = start + len(batches[at])
                 if ahead is not None:
                     ahead.gathering(end - start)
@@ -232,7 +232,7 @@ class MappedParts:
 
     def _look_at(self, view: View, schema: Schema) -> None:
         if view is not self._view or schema is not self._schema:
-            self._turn(view, schema)
+            self._switch_to(view, schema)
 
     def _reads_ahead(self, view: View, schema: Schema) -> bool:
         """Whether it is known of all parts of ``view`` where their samples lie."""
@@ -241,7 +241,7 @@ class MappedParts:
 
     def _forget(self) -> None:
         """What was located, and the tables, may point into what is unmapped now."""
-        self._turns += 1
+        self._changes += 1
         self._view = self._ahead = None
 
     def _index(self) -> None:
@@ -262,14 +262,14 @@ class MappedParts:
         return parts
 
     def _runs(self, parts: npt.NDArray[np.intp], indices: Int64s, *, unmapped: bool = False) -> Mapping[str, Runs]:
-        found = {name: table.runs(parts, indices) for name, table in self._tables.items()}
+        by_field = {name: table.runs(parts, indices) for name, table in self._tables.items()}
         if not unmapped:
-            return found
+            return by_field
         return {
             name: runs
             if (names := self._files.get(name)) is None
             else runs._replace(unmapped=Unmapped(self._descriptors, self._parts, names, parts))
-            for name, runs in found.items()
+            for name, runs in by_field.items()
         }
 
     def _locate(self, indices: Int64s) -> Located:
@@ -277,7 +277,7 @@ class MappedParts:
         assert self._schema is not None
         return self.locate(self._view, indices, self._schema)
 
-    def _turn(self, view: View, schema: Schema) -> None:
+    def _switch_to(self, view: View, schema: Schema) -> None:
         """Open the parts of ``view`` and compute its tables of the fields of ``schema``."""
         self._forget()
         self.keep(view)
@@ -287,14 +287,14 @@ class MappedParts:
             self._arena = open_arena(share=_ALONE if self._alone else _BESIDE)
         arena = self._arena
         arena.look()
-        found = [self._opened(part, view.schema, schema, arena) for part in view.parts]
-        ways = [_BY_LIBRARY if each is None else each.way for each in found]
+        opened = [self._opened(part, view.schema, schema, arena) for part in view.parts]
+        ways = [_BY_LIBRARY if part is None else part.way for part in opened]
         self._ways = np.array(ways, dtype=np.int8)
         self._any_by_library = _BY_LIBRARY in ways
         self._all_mapped = not self._any_by_library and _READ not in ways
         nothing = _NOWHERE * len(schema)
-        rows = b"".join([nothing if each is None else each.rows for each in found])
-        numbers = np.frombuffer(rows, dtype=np.int64).reshape(len(found), len(schema), _ROW)
+        rows = b"".join([nothing if part is None else part.rows for part in opened])
+        numbers = np.frombuffer(rows, dtype=np.int64).reshape(len(opened), len(schema), _ROW)
         firsts = view.starts[:-1]
         self._tables = {field.name: _Table(field, firsts, numbers[:, at], arena) for at, field in enumerate(schema)}
         self._files = {}
@@ -303,34 +303,34 @@ class MappedParts:
                 if not field.is_scalar:
                     files = numbers[:, at, 0].tolist()
                     self._files[field.name] = [
-                        "" if each is None else each.names[file] for each, file in zip(found, files, strict=True)
+                        "" if part is None else part.names[file] for part, file in zip(opened, files, strict=True)
                     ]
         self._parts = view.parts
         self._ends = view.starts[1:].copy()
         self._index()
         self._view, self._schema = view, schema
 
-    def _opened(self, part: ShardFile, whole: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
+    def _opened(self, part: ShardFile, view_schema: Schema, schema: Schema, arena: Arena | Memory) -> _Opened | None:
         """The part with what there is to know of these fields; None when it has no extents."""
-        found = self._open.get(part.id)
-        if found is not None and found.schema == schema:
-            return found
+        opened = self._open.get(part.id)
+        if opened is not None and opened.schema == schema:
+            return opened
         with evicted_errors(part):
             try:
-                extents, at = _extents(part, whole, arena)
+                extents, at = _extents(part, view_schema, arena)
             except FileNotFoundError:
-                if found is None and not part.extents.exists():
+                if opened is None and not part.extents.exists():
                     return None
                 raise
-            if found is None:
+            if opened is None:
                 if not part.links:
                     refuse_links(part.where, extents.files)
-                found = _Opened(at, maps=self._maps)
-            found.look_at(part, extents, schema, arena)
+                opened = _Opened(at, maps=self._maps)
+            opened.look_at(part, extents, schema, arena)
         names = tuple(extents.files)
-        found.names = self._names.setdefault(names, names)
-        self._open[part.id] = found
-        return found
+        opened.names = self._names.setdefault(names, names)
+        self._open[part.id] = opened
+        return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), maps=self._maps, alone=self._alone), ()
@@ -371,12 +371,12 @@ def _extents(part: ShardFile, schema: Schema, arena: Arena | Memory) -> tuple[Ex
 class _Opened:
     """One part: where the fields asked for lie, checked; and what is mapped and held of it."""
 
-    __slots__ = ("_at", "_held", "_maps", "names", "rows", "schema", "way")
+    __slots__ = ("_at", "_held_bytes", "_maps", "names", "rows", "schema", "way")
 
     def __init__(self, at: int | None, *, maps: bool) -> None:
         self._at = at  # of its extents, if they are mapped
         self._maps: dict[int, tuple[int, int]] = {}
-        self._held = 0
+        self._held_bytes = 0
         self.names: tuple[str, ...] = ()
         """Its files."""
         self.schema: Schema | None = None
@@ -393,8 +393,8 @@ class _Opened:
         if self.way == _MAPPED and not self._mapped(part, extents, schema, arena):
             self.way = _READ
             self._unmap(arena)
-        arena.let_go(self._held)
-        self._held = 0
+        arena.let_go(self._held_bytes)
+        self._held_bytes = 0
         rows = [self._row(part, field, extents, arena) for field in schema]
         self.rows, self.schema = struct.pack(f"{_ROW * len(schema)}q", *itertools.chain(*rows)), schema
 
@@ -412,28 +412,28 @@ class _Opened:
         return True
 
     def _row(self, part: ShardFile, field: Field, extents: Extents, arena: Arena | Memory) -> tuple[int, ...]:
-        found, samples = extents.fields[field.name], extents.samples
+        place, samples = extents.fields[field.name], extents.samples
         if field.is_scalar:
-            return 0, self._origin(found.column, arena), 1, -1, 0, -1, -1
-        path = f"{part.where}/{extents.files[found.file]}"
-        base, size = self._maps.get(found.file, (0, _FARTHEST))  # of a file that is read it shows then
-        sizes: Int64s | None = found.sizes
+            return 0, self._origin(place.column, arena), 1, -1, 0, -1, -1
+        path = f"{part.where}/{extents.files[place.file]}"
+        base, size = self._maps.get(place.file, (0, _FARTHEST))  # of a file that is read it shows then
+        sizes: Int64s | None = place.sizes
         if sizes is None:
-            first, last = found.start, found.start + found.stride * max(0, samples - 1)
-            if found.offsets is not None and samples:
-                first, last = int(found.offsets.min()), int(found.offsets.max())
-            if samples and (min(first, last) < 0 or max(first, last) > size - found.nbytes):
+            first, last = place.start, place.start + place.stride * max(0, samples - 1)
+            if place.offsets is not None and samples:
+                first, last = int(place.offsets.min()), int(place.offsets.max())
+            if samples and (min(first, last) < 0 or max(first, last) > size - place.nbytes):
                 raise short(path, size, field)
         else:
-            check_inside(path, size, field, found.locate(np.arange(samples))[0], sizes)
+            check_inside(path, size, field, place.locate(np.arange(samples))[0], sizes)
         if field.kind != "fixed":
-            each = np.full(samples, found.nbytes) if sizes is None else sizes
-            if (each % field.numpy.itemsize != 0).any():
+            value_sizes = np.full(samples, place.nbytes) if sizes is None else sizes
+            if (value_sizes % field.numpy.itemsize != 0).any():
                 raise CorruptError(f"{path}: field {field.name!r} has a size that is no whole value")
-            check_shapes(path, field, each, found.shapes)
-        offsets, shapes = self._origin(found.offsets, arena), self._origin(found.shapes, arena)
-        start, stride = (base, 0) if found.offsets is not None else (base + found.start, found.stride)
-        return found.file, start, stride, offsets, found.nbytes, self._origin(found.sizes, arena), shapes
+            check_shapes(path, field, value_sizes, place.shapes)
+        offsets, shapes = self._origin(place.offsets, arena), self._origin(place.shapes, arena)
+        start, stride = (base, 0) if place.offsets is not None else (base + place.start, place.stride)
+        return place.file, start, stride, offsets, place.nbytes, self._origin(place.sizes, arena), shapes
 
     def _origin(self, column: npt.NDArray[Any] | None, arena: Arena | Memory) -> int:
         if column is None:
@@ -441,7 +441,7 @@ class _Opened:
         if self._at is not None:
             assert isinstance(arena, Arena)
             return arena.position(column) // column.itemsize
-        self._held += column.nbytes
+        self._held_bytes += column.nbytes
         return arena.hold(column) // column.itemsize
 
     def _unmap(self, arena: Arena | Memory) -> None:
@@ -454,7 +454,7 @@ class _Opened:
         self._unmap(arena)
         if self._at is not None:
             arena.unmap(self._at)
-        arena.let_go(self._held)
+        arena.let_go(self._held_bytes)
 
 
 class _Numbers:

@@ -65,11 +65,11 @@ class _Asking:
 
     def _asleep(self, indices: Int64s) -> npt.NDArray[np.bool_]:
         """Of which samples something is not in memory: bool, one each."""
-        found = np.zeros(len(indices), dtype=np.bool_)
+        asleep = np.zeros(len(indices), dtype=np.bool_)
         for to, _, runs in self._located(indices):
             where = self._arena if runs.unmapped is None else runs.unmapped
-            found[slice(None) if to is None else to] |= where.asleep(runs.starts)
-        return found
+            asleep[slice(None) if to is None else to] |= where.asleep(runs.starts)
+        return asleep
 
 
 class Readahead(_Asking):
@@ -77,7 +77,7 @@ class Readahead(_Asking):
 
     def __init__(self, arena: Arena | Memory, schema: Schema, locate: _Locate, *, near: int) -> None:
         super().__init__(arena, schema, locate, near=near)
-        self._each = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
+        self._sample_bytes = max(1, schema.fixed_nbytes if schema.is_fixed else _UNKNOWN)
         self._coming: deque[Int64s] = deque()
         self._ahead = 0
 
@@ -87,10 +87,10 @@ class Readahead(_Asking):
 
     def gathering(self, samples: int) -> None:
         """The next batch, of so many samples, is gathered now: have as much read as shall be ahead of it."""
-        if self._coming and self._ahead * self._each * 2 <= BYTES:
+        if self._coming and self._ahead * self._sample_bytes * 2 <= BYTES:
             group = [self._coming.popleft()]
             count = len(group[0])
-            while self._coming and (self._ahead + count) * self._each < BYTES:
+            while self._coming and (self._ahead + count) * self._sample_bytes < BYTES:
                 group.append(self._coming.popleft())
                 count += len(group[-1])
             self._ahead += count
@@ -99,8 +99,8 @@ class Readahead(_Asking):
         self._ahead -= samples
 
     def _in_memory(self, group: list[Int64s]) -> bool:
-        each = -(-_LOOKED_AT // len(group))
-        some = [batch[:: max(1, len(batch) // each)] for batch in group[:: max(1, len(group) // _LOOKED_AT)]]
+        per_batch = -(-_LOOKED_AT // len(group))
+        some = [batch[:: max(1, len(batch) // per_batch)] for batch in group[:: max(1, len(group) // _LOOKED_AT)]]
         return not self._asleep(np.concatenate(some)).any()
 
 

@@ -90,8 +90,8 @@ class Descriptors:
 
 def _close(fds: dict[str, dict[str, int]]) -> None:
     while fds:
-        _, each = fds.popitem()
-        for fd in each.values():
+        _, files = fds.popitem()
+        for fd in files.values():
             os.close(fd)
 
 
@@ -134,17 +134,17 @@ class Unmapped:
 
     def asleep(self, starts: Int64s) -> npt.NDArray[np.bool_]:
         """Which of the pages at these positions are not in memory, as far as the kernel says: bool, one each."""
-        found, page = np.zeros(len(starts), dtype=np.bool_), bytearray(1)
+        asleep, page = np.zeros(len(starts), dtype=np.bool_), bytearray(1)
         if not _NOWAIT:
-            return found
+            return asleep
         for i, fd in self._opened():
             try:
                 os.preadv(fd, (page,), int(starts[i]), _NOWAIT)
             except BlockingIOError:
-                found[i] = True
+                asleep[i] = True
             except OSError:  # a file system that does not say
                 pass
-        return found
+        return asleep
 
     def will_need(self, starts: Int64s, sizes: Int64s) -> None:
         """Have the kernel read these runs, without waiting for it."""

@@ -25,16 +25,16 @@ __all__ = ["Inherited", "drop_in_child", "watch"]
 class Inherited:
     """The slots of one ring that forked children may look at."""
 
-    def __init__(self, held: Callable[[], Collection[int]]) -> None:
-        self._held = held
+    def __init__(self, slots_seen: Callable[[], Collection[int]]) -> None:
+        self._slots_seen = slots_seen
         self.children: list[tuple[int, frozenset[int]]] = []
         """Those that may live: a pipe that ends with each, and its slots."""
         self._kept: set[int] = set()
         _all.add(self)
 
-    def held(self) -> frozenset[int]:
+    def slots_in_use(self) -> frozenset[int]:
         """The slots that this process looks at now, or keeps for a child."""
-        return frozenset(self._held()) | self._kept
+        return frozenset(self._slots_seen()) | self._kept
 
     def note(self, pipe: int, slots: frozenset[int]) -> None:
         """A child with the other end of ``pipe`` inherited these slots."""
@@ -76,18 +76,18 @@ _forking: dict[int, tuple[int, int, list[tuple[Inherited, frozenset[int]]]]] = {
 
 
 def _before() -> None:
-    found = [(each, slots) for each in members(_all) if (slots := each.held())]
-    if found:
-        _forking[threading.get_ident()] = (*os.pipe(), found)
+    inherited = [(ring, slots) for ring in members(_all) if (slots := ring.slots_in_use())]
+    if inherited:
+        _forking[threading.get_ident()] = (*os.pipe(), inherited)
 
 
 def _in_parent() -> None:
-    mine = _forking.pop(threading.get_ident(), None)
-    if mine:
-        reading, writing, found = mine
+    fork = _forking.pop(threading.get_ident(), None)
+    if fork:
+        reading, writing, inherited = fork
         os.close(writing)
-        for each, slots in found:
-            each.note(os.dup(reading), slots)
+        for ring, slots in inherited:
+            ring.note(os.dup(reading), slots)
         os.close(reading)
 
 
@@ -113,8 +113,8 @@ def _in_child() -> None:
         if thread != threading.get_ident():
             os.close(writing)  # is for another child; its own stays open for as long as this process is what it is
     _forking.clear()
-    for each in members(_all):
-        each.close()
+    for ring in members(_all):
+        ring.close()
     _all.clear()
 
 

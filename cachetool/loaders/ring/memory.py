@@ -61,12 +61,12 @@ class _Timespec(ctypes.Structure):
 @functools.cache
 def library(*, keeps_gil: bool) -> Any:
     """The C library, called with the GIL held, or without it for calls that may block."""
-    found = ctypes.PyDLL(None, use_errno=True) if keeps_gil else ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.PyDLL(None, use_errno=True) if keeps_gil else ctypes.CDLL(None, use_errno=True)
     for name in ("sem_post", "sem_wait", "sem_trywait"):
-        getattr(found, name).argtypes = [ctypes.c_void_p]
-    found.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-    found.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return found
+        getattr(libc, name).argtypes = [ctypes.c_void_p]
+    libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return libc
 
 
 def wait(semaphore: ctypes.c_void_p, seconds: float) -> bool:
@@ -111,13 +111,13 @@ class Head:
         self._base = -(-start // HUGE) * HUGE
         shape = (len(reserved) - (self._base - start),)
         interface = {"data": (self._base, False), "shape": shape, "typestr": "|u1", "version": 3}
-        self._whole: Bytes = np.asarray(Owner(interface, reserved))  # writable, which Python's map is not
+        self._range: Bytes = np.asarray(Owner(interface, reserved))  # writable, which Python's map is not
         self._map(0, HEAD)
-        whole = self._whole[:HEAD].data
-        self.count = whole[_COUNT : _COUNT + 8].cast("q")
-        self.states = whole[_STATES : _STATES + MOST]
-        self.queue, self.entry = whole[_QUEUE : _QUEUE + 16 * MOST], _ENTRY
-        self.table = whole[_TABLE : _TABLE + 16 * MOST].cast("q")
+        head = self._range[:HEAD].data
+        self.count = head[_COUNT : _COUNT + 8].cast("q")
+        self.states = head[_STATES : _STATES + MOST]
+        self.queue, self.entry = head[_QUEUE : _QUEUE + 16 * MOST], _ENTRY
+        self.table = head[_TABLE : _TABLE + 16 * MOST].cast("q")
         self.filled = ctypes.c_void_p(self._base + _FILLED)
         self.free = ctypes.c_void_p(self._base + _FREE)
 
@@ -129,10 +129,10 @@ class Head:
     def region(self, slot: int) -> tuple[int, Bytes]:
         """Where the slot lies in the file now, and its memory. Raises :class:`UsageError` beyond the addresses."""
         start, size = self.table[2 * slot], self.table[2 * slot + 1]
-        if start + size > len(self._whole):  # mapped there it would replace what is not ours
+        if start + size > len(self._range):  # mapped there it would replace what is not ours
             raise UsageError(
-                f"batches of a loader take more than the {len(self._whole) // 2**20} MiB of addresses that this process"
+                f"batches of a loader take more than the {len(self._range) // 2**20} MiB of addresses that this process"
                 " has for them; keep fewer batches, or copies of them, or raise the limit (ulimit -v)"
             )
         self._map(start, size)
-        return start, self._whole[start : start + size]
+        return start, self._range[start : start + size]

@@ -136,7 +136,7 @@ class Ring:
         self._inherited = Inherited(lambda live=self._live: [slot.number for slot in list(live) if slot.seen])  # type: ignore[misc]
 
     @property
-    def held(self) -> int:
+    def batches_in_use(self) -> int:
         """Number of batches that somebody can still see."""
         self._give_back(len(self._live))
         return len(self._live) + len(self._inherited)
@@ -169,7 +169,7 @@ class Ring:
 
     def wait(self, seconds: float) -> bool:
         """As :meth:`poll`, waiting without the GIL. May come back early, after a signal."""
-        if self.held >= self._head.count[0] + self._granted:
+        if self.batches_in_use >= self._head.count[0] + self._granted:
             self._grant(self._granted + 1)  # the feeder has no slot left: all of them are looked at here
         if wait(self._head.filled, seconds):
             self.ready += 1
@@ -290,12 +290,12 @@ class RingWriter:
 
     def fill(self, slot: int, stop: int) -> None:
         """The slot is about to be filled up to ``stop``: as far as it was not before, in huge pages."""
-        start, whole = self._huge[slot], stop & -HUGE
-        if start < whole:
-            memory = self._regions[slot][1][start:whole]
+        start, end = self._huge[slot], stop & -HUGE
+        if start < end:
+            memory = self._regions[slot][1][start:end]
             memory[::HUGE] |= 0  # written as it is: where nothing is, Linux makes none
-            huge_pages(memory.ctypes.data, whole - start)
-            self._huge[slot] = whole
+            huge_pages(memory.ctypes.data, end - start)
+            self._huge[slot] = end
 
     def commit(self, slot: int, form: int = 1, generation: int = 1, step: int = 0) -> None:
         """Hand the slot over. With the ``form`` (1, 2, ...) that it was handed over with before, it has the same arrays

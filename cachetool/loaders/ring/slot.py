@@ -37,7 +37,7 @@ _FORMS = 2**31 - 1
 _READY_BYTES = 384 * 2**20
 """What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
 the turns of its GIL, and for the first ones of an epoch after 10: meanwhile two feeders make up to 300 MB."""
-_READY_EACH = 48 * 2**20
+_LEAST_READY_BYTES = 48 * 2**20
 LEAST, MOST = 2, 128
 
 
@@ -97,7 +97,7 @@ class SlotWriter:
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
         self._ring = ring
         self._wanted, self._permitted = ready, LEAST
-        self._bytes = max(_READY_EACH, _READY_BYTES // max(2, feeders))
+        self._bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
         ring.permit(self._permitted)
         self._schema: Schema | None = None
         self._text, self._arrays = b"", 0
@@ -145,9 +145,9 @@ class SlotWriter:
         number, arrays = self._taken, self._form.arrays
         self._taken += 1
         if number < len(arrays):
-            place, found, self._used = arrays[number]
-            if found.shape == shape and found.dtype == dtype:
-                return place, found
+            place, array, self._used = arrays[number]
+            if array.shape == shape and array.dtype == dtype:
+                return place, array
             self._used = arrays[number - 1][2] if number else self._form.stop
             del arrays[number:]
         nbytes = math.prod(shape) * dtype.itemsize
@@ -171,10 +171,10 @@ class SlotWriter:
         for field in self._schema:
             places += self._places[field.name]
             column = columns[field.name]
-            for rest in (column.offsets, column.shapes) if isinstance(column, Ragged) else ():
-                if rest is not None:
-                    place, out = self._array(rest.shape, rest.dtype)
-                    out[...] = rest
+            for layout in (column.offsets, column.shapes) if isinstance(column, Ragged) else ():
+                if layout is not None:
+                    place, out = self._array(layout.shape, layout.dtype)
+                    out[...] = layout
                     places += place
         self._hand_over(generation, step, places)
 
@@ -227,8 +227,8 @@ class SlotReader:
         """Whether :meth:`take` would give a batch, once those of earlier generations are dropped; keeps the GIL."""
         ring = self.ring
         while ring.ready or ring.poll():
-            slot, _, made, _ = ring.next()
-            if made >= generation:
+            slot, _, batch_generation, _ = ring.next()
+            if batch_generation >= generation:
                 return True
             ring.take(slot)
         return False
@@ -240,10 +240,10 @@ class SlotReader:
         """
         ring = self.ring
         while ring.ready:
-            slot, form, made, step = ring.next()
-            if made > generation:
+            slot, form, batch_generation, step = ring.next()
+            if batch_generation > generation:
                 break  # of the next epoch
-            if made < generation:
+            if batch_generation < generation:
                 ring.take(slot)
                 continue
             if slot.form != form or slot.lock is not ring.lock:
@@ -259,7 +259,7 @@ class SlotReader:
                 for name, array in zip(names, slot.arrays, strict=True):
                     columns[name] = array[...]
             ring.take(slot)
-            return Batch(made, step, schema, columns)
+            return Batch(batch_generation, step, schema, columns)
         return None
 
     def _read(self, slot: Slot) -> None:
@@ -277,8 +277,8 @@ class SlotReader:
                 offset, size = next(pairs)
                 slot.array(offset, (size, *inner), dtype)
             fields.append((field.name, first, len(slot.arrays) - first))
-        each = len(fields) == len(slot.arrays)
-        slot.columns = _Columns(schema, fields, [name for name, _, _ in fields] if each else None)
+        one_array_each = len(fields) == len(slot.arrays)
+        slot.columns = _Columns(schema, fields, [name for name, _, _ in fields] if one_array_each else None)
 
     def _schema(self, text: bytes) -> Schema:
         schema = self._schemas.get(text)

@@ -45,64 +45,13 @@ from cachetool.core.errors import (
 )
 from cachetool.loaders.settings import EpochPlan, Settings, rows
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
-from cachetool.loaders.snapshots.resume import Resume, found_again, resumed
+from cachetool.loaders.snapshots.resume import Resume, match_parts, resumed
 from cachetool.loaders.snapshots.waiting import AGAIN, FIRST, NotYet, failed_pull, no_samples, require, say
 from cachetool.loaders.split import Split
 from cachetool.loaders.view import View
 from cachetool.proc.boot import begin
 
-__all__ = ["Timing", "Turns", "have_again"]
-
-
-def have_again(settings: Settings, view: View, resume: Resume) -> None:
-    """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
-    may go for them, so nobody may lease these here."""
-    there, _, gone = found_again(view, resume)
-    known = {each["id"]: each for each in resume.origins}
-    if unknown := sorted(set(gone) - set(known)):
-        raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
-    if not gone:
-        return
-    try:
-        _pulled_again(settings.root, [known[id] for id in gone], keep=[part.id for part in there.parts])
-    except (CapBlocked, SourceError) as error:
-        what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
-        skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
-        if isinstance(error, CapBlocked):
-            remedy = f"{error}, or {skip}"
-        elif isinstance(error, BadObject | NotFound):  # what a pull may do about it is no option of a loader
-            first = str(error).partition(";\n")[0]
-            remedy = f"{first};\nput the source back as it was, its files with their times, or {skip}"
-        else:
-            remedy = f"{str(error).replace(chr(10), ' ')};\nor {skip}"
-        raise type(error)(f"{what}: {remedy}") from error
-
-
-def _pulled_again(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:
-    """Pull these evicted shards again (:mod:`cachetool.pull.refetch`), and say so on stderr when it takes longer than a
-    moment. Raises what went wrong there."""
-    arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
-    task = {"target": "cachetool.pull.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
-    samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
-    with begin("cachetool.proc.child", gives_back=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(task).encode() + b"\n")
-        process.stdin.flush()  # and it stays open: its end would stop the work
-        for line in process.stdout:
-            answer = json.loads(line)
-            if "error" in answer:
-                raise from_json(answer)
-            if "result" in answer:
-                return
-            if time.monotonic() >= due:
-                due = time.monotonic() + AGAIN
-                now, note = answer["message"]["samples"], answer["message"]["note"]
-                say(
-                    f"pulling evicted shards of the epoch to resume again: {now} of {samples} samples"
-                    f"{f'; {note}' if note else ''}"
-                )
-    raise CacheToolError("the process that was to pull evicted shards again ended without a word")
+__all__ = ["EpochSnapshots", "Timing", "refetch_missing"]
 
 
 _ONWARD, _LONGEST = 0.5, 3.0
@@ -112,6 +61,328 @@ _FRESH = 10.0
 """Seconds after which a provisional snapshot is looked at again when the last batch is delivered."""
 _LEAD = 1.0
 """Seconds before the end of an epoch in which the next one's snapshot is taken: a disk may pause for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochSnapshot:
+    plan: EpochPlan
+    lease: Subscription
+    parts: Sequence[Sequence[Any]]
+    """All parts of the epoch, those it lost too, as rows."""
+    origins: Sequence[dict[str, Any]] | None = None
+    """Of an epoch that was taken up again: as it was told."""
+
+    def pulled_from(self) -> Sequence[dict[str, Any]]:
+        """Where its shards were pulled from."""
+        assert self.plan.view is not None
+        return self.lease.origins(self.plan.view) if self.origins is None else self.origins
+
+
+class EpochSnapshots:
+    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of each new plan. Methods may
+    be called by one thread at a time."""
+
+    def __init__(self, settings: Settings, publish: Callable[[EpochPlan], None]) -> None:
+        self._settings, self._publish = settings, publish
+        self._split = None if settings.split is None else Split(settings.split, settings.validation)
+        self._free: list[Subscription] = []
+        self._view: View | None = None
+        self._rows: Sequence[Sequence[Any]] = ()  # its parts
+        self._short: tuple[View, NotYet] | None = None
+        self._generation = 0
+        self._current: _EpochSnapshot | None = None
+        self._over: list[tuple[_EpochSnapshot, Delivered | None]] = []
+        """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
+        self._ahead: _EpochSnapshot | None = None
+        self._promised: tuple[int, Resume | None] | None = None
+        """Whose length was told of that, which then holds."""
+        self._timing = Timing()
+        self._until = 0.0
+        self._due: float | None = None
+        """When the look ahead is due that can wait."""
+        self._left = False
+        self._gone: _EpochSnapshot | None = None
+        """An epoch that was left and given up; its lease is over."""
+
+    def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
+        """Start an epoch on the newest snapshot, or on what is left of an earlier one.
+
+        ``surely``: whoever asks may know of a newer one than was found a moment ago. Raises :class:`NotYet`, and
+        :class:`UsageError` when samples of an epoch that is resumed are gone.
+        """
+        if self._fits(epoch, resume):
+            if self._current is not None:  # which was broken off
+                self._cut()
+            self._freshen(resume, surely)
+            ahead = self._ahead
+            assert ahead is not None
+        else:
+            if resume is None:  # else what is to be read may go in between
+                self._drop_ahead()
+            lease, self._ahead = None if self._ahead is None else self._ahead.lease, None
+            # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
+            self._drop_current()
+            self.finish_epochs()
+            ahead = self._take(epoch, resume, lease)
+            self._publish(ahead.plan)
+        self._drop_current()
+        self._current, self._ahead, self._promised = ahead, None, None
+        self._gone, self._left, self._due = None, False, None
+        self._timing.begun()
+        return ahead.plan
+
+    def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
+        """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one if that is of
+        this epoch and nothing is resumed. Raises what :meth:`begin` does."""
+        if self._current is not None and self._current.plan.epoch == epoch and resume is None:
+            return self._current.plan
+        if self._fits(epoch, resume):
+            self._freshen(resume, surely)
+        else:
+            self._drop_ahead()
+            self._look_ahead(epoch, resume)
+        self._promised = epoch, resume
+        assert self._ahead is not None
+        return self._ahead.plan
+
+    def exhausted(self, generation: int) -> None:
+        """All batches of a plan are made, or nearly: go on with the next epoch, provisionally; with :meth:`tick`, if
+        those that are there will last for long."""
+        current = self._current
+        if current is None or current.plan.generation != generation:
+            return
+        if (spare := self._timing.spare(current.plan.steps(self._settings).count)) > 0:
+            self._due = time.monotonic() + spare
+        else:
+            self._follow(current, follows=True)
+
+    def delivered(self, generation: int, pace: Delivered) -> None:
+        """The last batch of a plan was delivered: the epoch counts and its lease ends with :meth:`finish_epochs`."""
+        current = self._current
+        if current is not None and current.plan.generation == generation:
+            self._follow(current, follows=False)  # batches beyond an agreed number of steps are not made any more
+        if self._timing.old and self._promised is None:
+            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
+                self._renew()
+        self._timing.delivered(pace)
+        self._until = time.monotonic() + self._settings.hold
+        if current is not None and current.plan.generation == generation:
+            if pace.batches < current.plan.steps(self._settings).count:
+                self._cut()
+            self._current, self._gone = None, current  # an interrupt may take the last batch back
+            self._over.append((current, pace if self._settings.rank == 0 else None))
+        if self._ahead is None:
+            self._publish(EpochPlan(self._next(), 0, None))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether :meth:`finish_epochs` has something to do. Of several ranks, one that begins an epoch late must find
+        the lease of those that are through with it: theirs end when they begin the next."""
+        return bool(self._over) and self._settings.world_size == 1
+
+    def finish_epochs(self) -> None:
+        """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
+        while self._over:
+            snapshot, pace = self._over.pop(0)
+            self._done_with(snapshot.lease, pace)
+
+    def state(self, generation: int, reached: int) -> Resume:
+        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
+        :class:`UsageError` when another one was begun meanwhile."""
+        snapshot = self._current or self._gone
+        if snapshot is None or snapshot.plan.generation != generation:
+            raise UsageError("the epoch whose state is asked for is over: another one was begun")
+        plan, parts, origins = snapshot.plan, snapshot.parts, snapshot.pulled_from()
+        if not plan.lost:
+            return Resume(reached, plan.samples, parts, origins)
+        positions, _ = plan.left(self._settings)
+        return Resume(int(positions[reached]), plan.of[0], parts, origins)
+
+    def left(self, generation: int) -> None:
+        """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
+        if self._current is not None and self._current.plan.generation == generation:
+            self._until, self._left = time.monotonic() + self._settings.hold, True
+
+    def regain(self, generation: int) -> bool:
+        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
+        if self._current is None or self._current.plan.generation != generation:
+            return False
+        self._left = False
+        return True
+
+    def tick(self) -> float | None:
+        """Take the next snapshot when that is due; give it up, and that of an epoch that was left, when their time is
+        over. Gives how many seconds are left until then, None: no matter."""
+        current = self._current
+        if self._due is not None and current is not None and not self._left:
+            if (left := self._due - time.monotonic()) > 0:
+                return left
+            self._follow(current, follows=True)
+        idle = current is None and self._ahead is None and (self.has_unfinished or not self._over)
+        if idle or (current is not None and not self._left):
+            return None
+        if (left := self._until - time.monotonic()) > 0:
+            return min(left, 3600.0)  # hold= may be infinite
+        if current is not None:
+            with contextlib.suppress(CacheToolError, OSError):
+                self._gone = replace(current, origins=current.pulled_from())
+            self._drop_current()
+        self._drop_ahead()
+        self.finish_epochs()
+        self._publish(EpochPlan(self._next(), 0, None))
+        return None
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._drop_current()
+        try:
+            self.finish_epochs()  # first: there may be little time
+        finally:
+            self._drop_ahead()
+        while self._free:
+            self._free.pop().close()
+
+    # -- one snapshot --------------------------------------------------------------------------------------------------
+
+    def _follow(self, current: _EpochSnapshot, *, follows: bool) -> None:
+        self._due = None
+        following = current.plan.epoch + 1
+        if self._ahead is None and (self._settings.epochs is None or following < self._settings.epochs):
+            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
+                self._look_ahead(following, follows=follows)
+
+    def _fits(self, epoch: int, resume: Resume | None) -> bool:
+        """Whether the provisional snapshot is of this epoch."""
+        if self._ahead is None or self._ahead.plan.epoch != epoch:
+            return False
+        return self._promised == (epoch, resume) if self._promised is not None else resume is None
+
+    def _freshen(self, resume: Resume | None, surely: bool) -> None:
+        if resume is None and (surely or (self._promised is None and not self._timing.at_once)):
+            self._renew()
+
+    def _look_ahead(
+        self, epoch: int, resume: Resume | None = None, *, follows: bool = False, instead: _EpochSnapshot | None = None
+    ) -> None:
+        self._timing.looked()
+        snapshot = self._take(epoch, resume, None if instead is None else instead.lease)
+        if instead is not None and snapshot.plan.view is instead.plan.view:  # another process of the run has it still
+            self._ahead = instead
+            return
+        # Other feeders may still be making the present epoch.
+        self._ahead = replace(snapshot, plan=replace(snapshot.plan, follows=follows))
+        self._until = time.monotonic() + self._settings.hold
+        self._publish(self._ahead.plan)
+
+    def _renew(self) -> None:
+        """Take the provisional snapshot again if it is not the newest any more. Raises :class:`NotYet`."""
+        ahead = self._ahead
+        if ahead is not None and (ahead.plan.view is None or ahead.lease.moved(ahead.plan.view)):
+            self._ahead = None
+            self._look_ahead(ahead.plan.epoch, instead=ahead)
+
+    def _cut(self) -> None:
+        """What is left of the present epoch is not made any more."""
+        if self._ahead is not None and self._ahead.plan.follows:
+            self._ahead = replace(self._ahead, plan=replace(self._ahead.plan, follows=False))
+            self._publish(self._ahead.plan)
+
+    def _next(self) -> int:
+        self._generation += 1
+        return self._generation
+
+    def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _EpochSnapshot:
+        """``lease``: of a snapshot that is given back unread for it."""
+        refetches = resume is not None and self._settings.missing == "refetch"
+        lease = lease or (self._free.pop() if self._free else self._open(empty=refetches))
+        try:
+            if resume is not None:
+                if refetches and not lease.shared(epoch):  # all of it was there when that one began
+                    self._drop_current()  # which may hold what is to go
+                    self.finish_epochs()
+                    refetch_missing(self._settings, lease.stay(), resume)
+                # No room is made by it: what would go may be what it is to read.
+                view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
+                plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
+                return _EpochSnapshot(plan, lease, resume.parts, resume.origins)
+            if self._short is not None and not lease.moved(self._short[0]):
+                raise self._short[1]
+            view, samples = self._enough(lease, epoch)
+            self._short = None
+            return _EpochSnapshot(EpochPlan(self._next(), epoch, view, samples), lease, self._rows)
+        except BaseException:
+            self._done_with(lease, unread=True)
+            raise
+
+    def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
+        """The newest view and its samples; one that leaves some for the next epoch only if it is enough."""
+        view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True))
+        if lease.spared:
+            with contextlib.suppress(NotYet):
+                self._require(view, samples := self._count(view))
+                return view, samples
+            view = self._same(lease.newest(epoch=epoch, anew=True))
+        self._require(view, samples := self._count(view))
+        return view, samples
+
+    def _same(self, view: View) -> View:
+        """One object for as long as nothing changes: feeders then have its parts open already."""
+        if self._view is not None and view == self._view:
+            return self._view
+        self._view, self._rows = view, rows(view.parts)
+        return view
+
+    def _count(self, view: View) -> int:
+        return view.samples if self._split is None else len(self._split.chosen(view))
+
+    def _require(self, view: View, samples: int) -> None:
+        try:
+            require(self._settings, samples, grows=bool(view.dataset))
+        except NotYet as short:
+            self._short = view, short
+            raise
+
+    def _open(self, *, empty: bool) -> Subscription:
+        root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
+        if not paths and not empty:
+            with open_cache(root, create=False) as cache:
+                names = cache.datasets()
+                exists = bool(names) and dataset in (None, *names)
+                if not exists or not any(shard.samples for shard in cache.shards(dataset)):
+                    if (error := failed_pull(cache, dataset)) is not None:
+                        raise error
+                    raise no_samples(root, dataset, [] if exists else names)
+        return subscribe(paths or root, dataset=dataset, run=self._settings.run)
+
+    def _drop_current(self) -> None:
+        snapshot, self._current = self._current, None
+        if snapshot is not None:
+            self._over.append((snapshot, None))
+
+    def _drop_ahead(self) -> None:
+        snapshot, self._ahead, self._promised = self._ahead, None, None
+        if snapshot is not None:
+            self._done_with(snapshot.lease, unread=True)
+
+    def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
+        """Count an epoch, if it does, and give its lease back. Nobody waits for this, so what fails is told; a catalog
+        that is lost raises when an epoch that begins needs it."""
+        reported = False
+        try:
+            if pace is not None:
+                lease.served(pace, last=True)
+        except CapacityError:
+            pass  # on a full disk: it was delivered all the same
+        except (CacheToolError, OSError) as error:
+            say(f"an epoch was not counted: {error}")
+            reported = True
+        finally:
+            self._free.append(lease)
+            try:
+                lease.release(unread=unread)
+            except (CacheToolError, OSError) as error:
+                if not reported:
+                    say(f"a snapshot is kept until this process ends: {error}")
 
 
 class Timing:
@@ -153,323 +424,52 @@ class Timing:
         return max(0.0, min(left / 2, left - _LEAD))
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    plan: EpochPlan
-    lease: Subscription
-    parts: Sequence[Sequence[Any]]
-    """All parts of the epoch, those it lost too, as rows."""
-    origins: Sequence[dict[str, Any]] | None = None
-    """Of an epoch that was taken up again: as it was told."""
-
-    def told(self) -> Sequence[dict[str, Any]]:
-        """Where its shards were pulled from."""
-        assert self.plan.view is not None
-        return self.lease.origins(self.plan.view) if self.origins is None else self.origins
-
-
-class Turns:
-    """Takes and returns the snapshots of a loader's epochs; ``publish`` tells all feeders of each new plan. Methods may
-    be called by one thread at a time."""
-
-    def __init__(self, settings: Settings, publish: Callable[[EpochPlan], None]) -> None:
-        self._settings, self._publish = settings, publish
-        self._split = None if settings.split is None else Split(settings.split, settings.validation)
-        self._free: list[Subscription] = []
-        self._view: View | None = None
-        self._rows: Sequence[Sequence[Any]] = ()  # its parts
-        self._short: tuple[View, NotYet] | None = None
-        self._generation = 0
-        self._current: _Turn | None = None
-        self._over: list[tuple[_Turn, Delivered | None]] = []
-        """Epochs that ended, and how they went; None if they do not count: broken off, or another rank's to count."""
-        self._ahead: _Turn | None = None
-        self._promised: tuple[int, Resume | None] | None = None
-        """Whose length was told of that, which then holds."""
-        self._timing = Timing()
-        self._until = 0.0
-        self._due: float | None = None
-        """When the look ahead is due that can wait."""
-        self._left = False
-        self._gone: _Turn | None = None
-        """An epoch that was left and given up; its lease is over."""
-
-    def begin(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
-        """Start an epoch on the newest snapshot, or on what is left of an earlier one.
-
-        ``surely``: whoever asks may know of a newer one than was found a moment ago. Raises :class:`NotYet`, and
-        :class:`UsageError` when samples of an epoch that is resumed are gone.
-        """
-        if self._fits(epoch, resume):
-            if self._current is not None:  # which was broken off
-                self._cut()
-            self._freshen(resume, surely)
-            ahead = self._ahead
-            assert ahead is not None
+def refetch_missing(settings: Settings, view: View, resume: Resume) -> None:
+    """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
+    may go for them, so nobody may lease these here."""
+    there, _, gone = match_parts(view, resume)
+    by_id = {origin["id"]: origin for origin in resume.origins}
+    if unknown := sorted(set(gone) - set(by_id)):
+        raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
+    if not gone:
+        return
+    try:
+        _refetch(settings.root, [by_id[id] for id in gone], keep=[part.id for part in there.parts])
+    except (CapBlocked, SourceError) as error:
+        what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
+        skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
+        if isinstance(error, CapBlocked):
+            remedy = f"{error}, or {skip}"
+        elif isinstance(error, BadObject | NotFound):  # what a pull may do about it is no option of a loader
+            first = str(error).partition(";\n")[0]
+            remedy = f"{first};\nput the source back as it was, its files with their times, or {skip}"
         else:
-            if resume is None:  # else what is to be read may go in between
-                self._drop_ahead()
-            lease, self._ahead = None if self._ahead is None else self._ahead.lease, None
-            # Given back before it is taken again: a run's processes share a snapshot for as long as any has it.
-            self._drop_current()
-            self.settle()
-            ahead = self._take(epoch, resume, lease)
-            self._publish(ahead.plan)
-        self._drop_current()
-        self._current, self._ahead, self._promised = ahead, None, None
-        self._gone, self._left, self._due = None, False, None
-        self._timing.begun()
-        return ahead.plan
+            remedy = f"{str(error).replace(chr(10), ' ')};\nor {skip}"
+        raise type(error)(f"{what}: {remedy}") from error
 
-    def prepare(self, epoch: int, resume: Resume | None = None, *, surely: bool = True) -> EpochPlan:
-        """The plan that :meth:`begin` then starts, unless it knows surely of a newer one; the present one if that is of
-        this epoch and nothing is resumed. Raises what :meth:`begin` does."""
-        if self._current is not None and self._current.plan.epoch == epoch and resume is None:
-            return self._current.plan
-        if self._fits(epoch, resume):
-            self._freshen(resume, surely)
-        else:
-            self._drop_ahead()
-            self._look_ahead(epoch, resume)
-        self._promised = epoch, resume
-        assert self._ahead is not None
-        return self._ahead.plan
 
-    def exhausted(self, generation: int) -> None:
-        """All batches of a plan are made, or nearly: go on with the next epoch, provisionally; with :meth:`tick`, if
-        those that are there will last for long."""
-        current = self._current
-        if current is None or current.plan.generation != generation:
-            return
-        if (spare := self._timing.spare(current.plan.steps(self._settings).count)) > 0:
-            self._due = time.monotonic() + spare
-        else:
-            self._follow(current, follows=True)
-
-    def delivered(self, generation: int, pace: Delivered) -> None:
-        """The last batch of a plan was delivered: the epoch counts and its lease ends with :meth:`settle`."""
-        current = self._current
-        if current is not None and current.plan.generation == generation:
-            self._follow(current, follows=False)  # batches beyond an agreed number of steps are not made any more
-        if self._timing.old and self._promised is None:
-            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
-                self._renew()
-        self._timing.delivered(pace)
-        self._until = time.monotonic() + self._settings.hold
-        if current is not None and current.plan.generation == generation:
-            if pace.batches < current.plan.steps(self._settings).count:
-                self._cut()
-            self._current, self._gone = None, current  # an interrupt may take the last batch back
-            self._over.append((current, pace if self._settings.rank == 0 else None))
-        if self._ahead is None:
-            self._publish(EpochPlan(self._next(), 0, None))
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether :meth:`settle` has something to do. Of several ranks, one that begins an epoch late must find the
-        lease of those that are through with it: theirs end when they begin the next."""
-        return bool(self._over) and self._settings.world_size == 1
-
-    def settle(self) -> None:
-        """Count epochs that are over and give their leases back: transactions that nobody needs to wait for."""
-        while self._over:
-            turn, pace = self._over.pop(0)
-            self._done_with(turn.lease, pace)
-
-    def state(self, generation: int, reached: int) -> Resume:
-        """Where to take the present epoch up again when ``reached`` samples of its plan were read by all ranks. Raises
-        :class:`UsageError` when another one was begun meanwhile."""
-        turn = self._current or self._gone
-        if turn is None or turn.plan.generation != generation:
-            raise UsageError("the epoch whose state is asked for is over: another one was begun")
-        plan, parts, origins = turn.plan, turn.parts, turn.told()
-        if not plan.lost:
-            return Resume(reached, plan.samples, parts, origins)
-        positions, _ = plan.left(self._settings)
-        return Resume(int(positions[reached]), plan.of[0], parts, origins)
-
-    def left(self, generation: int) -> None:
-        """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
-        if self._current is not None and self._current.plan.generation == generation:
-            self._until, self._left = time.monotonic() + self._settings.hold, True
-
-    def regain(self, generation: int) -> bool:
-        """Keep the snapshot of an epoch that was :meth:`left`; return False if it was given up before."""
-        if self._current is None or self._current.plan.generation != generation:
-            return False
-        self._left = False
-        return True
-
-    def tick(self) -> float | None:
-        """Take the next snapshot when that is due; give it up, and that of an epoch that was left, when their time is
-        over. Gives how many seconds are left until then, None: no matter."""
-        current = self._current
-        if self._due is not None and current is not None and not self._left:
-            if (left := self._due - time.monotonic()) > 0:
-                return left
-            self._follow(current, follows=True)
-        idle = current is None and self._ahead is None and (self.unsettled or not self._over)
-        if idle or (current is not None and not self._left):
-            return None
-        if (left := self._until - time.monotonic()) > 0:
-            return min(left, 3600.0)  # hold= may be infinite
-        if current is not None:
-            with contextlib.suppress(CacheToolError, OSError):
-                self._gone = replace(current, origins=current.told())
-            self._drop_current()
-        self._drop_ahead()
-        self.settle()
-        self._publish(EpochPlan(self._next(), 0, None))
-        return None
-
-    def close(self) -> None:
-        """Give everything back."""
-        self._drop_current()
-        try:
-            self.settle()  # first: there may be little time
-        finally:
-            self._drop_ahead()
-        while self._free:
-            self._free.pop().close()
-
-    # -- one snapshot --------------------------------------------------------------------------------------------------
-
-    def _follow(self, current: _Turn, *, follows: bool) -> None:
-        self._due = None
-        following = current.plan.epoch + 1
-        if self._ahead is None and (self._settings.epochs is None or following < self._settings.epochs):
-            with contextlib.suppress(Exception):  # whoever begins that epoch will hear of it
-                self._look_ahead(following, follows=follows)
-
-    def _fits(self, epoch: int, resume: Resume | None) -> bool:
-        """Whether the provisional snapshot is of this epoch."""
-        if self._ahead is None or self._ahead.plan.epoch != epoch:
-            return False
-        return self._promised == (epoch, resume) if self._promised is not None else resume is None
-
-    def _freshen(self, resume: Resume | None, surely: bool) -> None:
-        if resume is None and (surely or (self._promised is None and not self._timing.at_once)):
-            self._renew()
-
-    def _look_ahead(
-        self, epoch: int, resume: Resume | None = None, *, follows: bool = False, instead: _Turn | None = None
-    ) -> None:
-        self._timing.looked()
-        turn = self._take(epoch, resume, None if instead is None else instead.lease)
-        if instead is not None and turn.plan.view is instead.plan.view:  # another process of the run has it still
-            self._ahead = instead
-            return
-        # Other feeders may still be making the present epoch.
-        self._ahead = replace(turn, plan=replace(turn.plan, follows=follows))
-        self._until = time.monotonic() + self._settings.hold
-        self._publish(self._ahead.plan)
-
-    def _renew(self) -> None:
-        """Take the provisional snapshot again if it is not the newest any more. Raises :class:`NotYet`."""
-        ahead = self._ahead
-        if ahead is not None and (ahead.plan.view is None or ahead.lease.moved(ahead.plan.view)):
-            self._ahead = None
-            self._look_ahead(ahead.plan.epoch, instead=ahead)
-
-    def _cut(self) -> None:
-        """What is left of the present epoch is not made any more."""
-        if self._ahead is not None and self._ahead.plan.follows:
-            self._ahead = replace(self._ahead, plan=replace(self._ahead.plan, follows=False))
-            self._publish(self._ahead.plan)
-
-    def _next(self) -> int:
-        self._generation += 1
-        return self._generation
-
-    def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _Turn:
-        """``lease``: of a snapshot that is given back unread for it."""
-        again = resume is not None and self._settings.missing == "refetch"
-        lease = lease or (self._free.pop() if self._free else self._open(empty=again))
-        try:
-            if resume is not None:
-                if again and not lease.shared(epoch):  # all of it was there when that one began
-                    self._drop_current()  # which may hold what is to go
-                    self.settle()
-                    have_again(self._settings, lease.stay(), resume)
-                # No room is made by it: what would go may be what it is to read.
-                view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
-                plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
-                return _Turn(plan, lease, resume.parts, resume.origins)
-            if self._short is not None and not lease.moved(self._short[0]):
-                raise self._short[1]
-            view, samples = self._enough(lease, epoch)
-            self._short = None
-            return _Turn(EpochPlan(self._next(), epoch, view, samples), lease, self._rows)
-        except BaseException:
-            self._done_with(lease, unread=True)
-            raise
-
-    def _enough(self, lease: Subscription, epoch: int) -> tuple[View, int]:
-        """The newest view and its samples; one that leaves some for the next epoch only if it is enough."""
-        view = self._same(lease.newest(epoch=epoch, sparing=True, anew=True))
-        if lease.spared:
-            with contextlib.suppress(NotYet):
-                self._require(view, samples := self._count(view))
-                return view, samples
-            view = self._same(lease.newest(epoch=epoch, anew=True))
-        self._require(view, samples := self._count(view))
-        return view, samples
-
-    def _same(self, view: View) -> View:
-        """One object for as long as nothing changes: feeders then have its parts open already."""
-        if self._view is not None and view == self._view:
-            return self._view
-        self._view, self._rows = view, rows(view.parts)
-        return view
-
-    def _count(self, view: View) -> int:
-        return view.samples if self._split is None else len(self._split.chosen(view))
-
-    def _require(self, view: View, samples: int) -> None:
-        try:
-            require(self._settings, samples, grows=bool(view.dataset))
-        except NotYet as short:
-            self._short = view, short
-            raise
-
-    def _open(self, *, empty: bool) -> Subscription:
-        root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
-        if not paths and not empty:
-            with open_cache(root, create=False) as cache:
-                names = cache.datasets()
-                known = bool(names) and dataset in (None, *names)
-                if not known or not any(shard.samples for shard in cache.shards(dataset)):
-                    if (error := failed_pull(cache, dataset)) is not None:
-                        raise error
-                    raise no_samples(root, dataset, [] if known else names)
-        return subscribe(paths or root, dataset=dataset, run=self._settings.run)
-
-    def _drop_current(self) -> None:
-        turn, self._current = self._current, None
-        if turn is not None:
-            self._over.append((turn, None))
-
-    def _drop_ahead(self) -> None:
-        turn, self._ahead, self._promised = self._ahead, None, None
-        if turn is not None:
-            self._done_with(turn.lease, unread=True)
-
-    def _done_with(self, lease: Subscription, pace: Delivered | None = None, *, unread: bool = False) -> None:
-        """Count an epoch, if it does, and give its lease back. Nobody waits for this, so what fails is told; a catalog
-        that is lost raises when an epoch that begins needs it."""
-        told = False
-        try:
-            if pace is not None:
-                lease.served(pace, last=True)
-        except CapacityError:
-            pass  # on a full disk: it was delivered all the same
-        except (CacheToolError, OSError) as error:
-            say(f"an epoch was not counted: {error}")
-            told = True
-        finally:
-            self._free.append(lease)
-            try:
-                lease.release(unread=unread)
-            except (CacheToolError, OSError) as error:
-                if not told:
-                    say(f"a snapshot is kept until this process ends: {error}")
+def _refetch(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:
+    """Pull these evicted shards again (:mod:`cachetool.pull.refetch`), and say so on stderr when it takes longer than a
+    moment. Raises what went wrong there."""
+    arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
+    task = {"target": "cachetool.pull.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
+    samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
+    with begin("cachetool.proc.child", gives_back=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(task).encode() + b"\n")
+        process.stdin.flush()  # and it stays open: its end would stop the work
+        for line in process.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise from_json(answer)
+            if "result" in answer:
+                return
+            if time.monotonic() >= due:
+                due = time.monotonic() + AGAIN
+                now, note = answer["message"]["samples"], answer["message"]["note"]
+                say(
+                    f"pulling evicted shards of the epoch to resume again: {now} of {samples} samples"
+                    f"{f'; {note}' if note else ''}"
+                )
+    raise CacheToolError("the process that was to pull evicted shards again ended without a word")

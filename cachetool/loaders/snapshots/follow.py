@@ -118,7 +118,7 @@ class CacheSubscription:
         self._cache: CacheDir | None = None
         self._snapshot: Snapshot | None = None
         self._view: View | None = None
-        self._known: tuple[int, int | None] | None = None
+        self._newest_seen: tuple[int, int | None] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def _open(self) -> CacheDir:
@@ -135,11 +135,11 @@ class CacheSubscription:
         """Lease the present version, or the one that another process of the run leases for ``epoch``."""
         after = self._open().snapshot(
             dataset=self.dataset, run=None if epoch is None else run or self.run, epoch=epoch, peek=peek,
-            sparing=sparing, instead=self._snapshot if anew else None, known=self._known,
+            sparing=sparing, instead=self._snapshot if anew else None, known=self._newest_seen,
         )  # fmt: skip
         self._have(after)
         if self._view is None or not after.is_unchanged:
-            self._view, self._known = View.of_snapshot(after), (after.version, after.stamp)
+            self._view, self._newest_seen = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 
     def shared(self, epoch: int) -> bool:
@@ -233,10 +233,10 @@ class CacheSubscription:
 
 
 def _copy(root: Path, dataset: str, run: str | None) -> CacheSubscription:
-    made = CacheSubscription.__new__(CacheSubscription)
-    made.root, made.dataset, made.run = root, dataset, run
-    made._forget()
-    return made
+    subscription = CacheSubscription.__new__(CacheSubscription)
+    subscription.root, subscription.dataset, subscription.run = root, dataset, run
+    subscription._forget()
+    return subscription
 
 
 _inherited: list[CacheDir] = []

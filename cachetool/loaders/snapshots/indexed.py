@@ -64,8 +64,8 @@ class Board:
         cells = self._cells
         for at in range(_FIRST, _FIRST + 2 * _ROWS, 2):
             if cells[at] == version:
-                found = int(cells[at + 1])
-                return found if cells[at] == version else None
+                fingerprint = int(cells[at + 1])
+                return fingerprint if cells[at] == version else None
         return None
 
     def __reduce__(self) -> tuple[Callable[..., Board], tuple[Any]]:

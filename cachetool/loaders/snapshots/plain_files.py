@@ -137,20 +137,20 @@ def shards_at(paths: Sequence[str | Path]) -> FileSubscription:
         raise UsageError("the list of shards is empty; name folders that cachetool convert --out wrote")
     schema: Schema | None = None
     parts: dict[str, ShardFile] = {}
-    told: _Told = {}
-    for path in (Path(each).absolute() for each in paths):
-        found, more = _look(path, told)
-        if schema is not None and found.is_reordered(schema):
+    datasets: _Datasets = {}
+    for path in (Path(name).absolute() for name in paths):
+        path_schema, more = _look(path, datasets)
+        if schema is not None and path_schema.is_reordered(schema):
             raise UsageError(
-                f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(found.names)} and"
+                f"{path} and {paths[0]} hold the same fields in different orders: {', '.join(path_schema.names)} and"
                 f" {', '.join(schema.names)}; load them apart"
             )
-        if schema is not None and found != schema:
+        if schema is not None and path_schema != schema:
             raise UsageError(
-                f"{path} and {paths[0]} hold different fields: {found.describe()} and {schema.describe()}; load them"
-                " apart"
+                f"{path} and {paths[0]} hold different fields: {path_schema.describe()} and {schema.describe()};"
+                " load them apart"
             )
-        schema = found
+        schema = path_schema
         for part in more:
             where = f"{part.where}/{part.file}" if part.file else part.where
             if where in parts:
@@ -165,17 +165,17 @@ def _renamed(part: ShardFile, id: str) -> ShardFile:
     return ShardFile(id, part.format, part.samples, part.content, part.where, part.file, part.digest)
 
 
-_Told = dict[Path, tuple[Schema, dict[str, ShardFile]]]
+_Datasets = dict[Path, tuple[Schema, dict[str, ShardFile]]]
 """Of a folder its ``dataset.json``, read once: schema and parts by the names of their files."""
 
 
-def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[ShardFile]]:
+def _look(path: Path, datasets: _Datasets) -> tuple[Schema, Iterable[ShardFile]]:
     if (path / DATASET_FILE).is_file():
         return _dataset(path)
     if (path / SHARD_FILE).is_file():
         return _shard(path)
-    if _listed(path, told):
-        schema, parts = told[path.parent]
+    if _listed(path, datasets):
+        schema, parts = datasets[path.parent]
         return schema, [parts[path.name]]
     if not path.exists():
         raise UsageError(f"there is nothing at {path}")
@@ -192,15 +192,15 @@ def _look(path: Path, told: _Told) -> tuple[Schema, Iterable[ShardFile]]:
     )
 
 
-def _listed(path: Path, told: _Told) -> bool:
+def _listed(path: Path, datasets: _Datasets) -> bool:
     """Whether the folder of this part tells of it."""
     folder = path.parent.absolute()
-    if folder not in told:
+    if folder not in datasets:
         if not os.path.exists(path) or not os.path.isfile(folder / DATASET_FILE):
             return False
         schema, parts = _dataset(folder)
-        told[folder] = schema, {part.file: part for part in parts}
-    return path.name in told[folder][1] and os.path.exists(path)
+        datasets[folder] = schema, {part.file: part for part in parts}
+    return path.name in datasets[folder][1] and os.path.exists(path)
 
 
 def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
@@ -210,7 +210,7 @@ def _dataset(folder: Path) -> tuple[Schema, list[ShardFile]]:
     def parse() -> tuple[Schema, list[ShardFile]]:
         value = json.loads(read_json(about, links=True))
         name = get_format(value["format"]).name
-        return Schema.from_json(value["schema"]), [_part(folder, name, each) for each in value["parts"]]
+        return Schema.from_json(value["schema"]), [_part(folder, name, entry) for entry in value["parts"]]
 
     return _parsed(about, parse)
 

@@ -20,7 +20,7 @@ __all__ = [
     "Resume",
     "are_rows",
     "asked_for",
-    "found_again",
+    "match_parts",
     "is_count",
     "is_resume",
     "is_whole",
@@ -67,7 +67,7 @@ def require_order(saved: Mapping[str, Any] | None, here: Mapping[str, Any], *, o
         raise UsageError(f"not a state of {of}s: its 'order' is {shown(saved)}; load what state_dict() gave")
     for name, value in (saved or {}).items():
         if not isinstance(value, str | float | int | None) or here.get(name) != value:
-            was, has = (False if is_one_of(each, ("no",)) else each for each in (value, here.get(name)))
+            was, has = (False if is_one_of(setting, ("no",)) else setting for setting in (value, here.get(name)))
             raise UsageError(
                 f"the state was made with {name}={shown(was)}, this {of} has {has!r}; make it with {name}={shown(was)}"
             )
@@ -104,7 +104,7 @@ def are_rows(value: object) -> bool:
         and isinstance(row[0], str)
         and is_count(row[2])
         and isinstance(row[3], str)
-        and all(isinstance(each, str | int | float | None) for each in row)
+        and all(isinstance(cell, str | int | float | None) for cell in row)
         for row in value
     )
 
@@ -121,7 +121,7 @@ def is_resume(value: object) -> bool:
         resume = Resume(**value)
     except TypeError:
         return False
-    origins = isinstance(resume.origins, list | tuple) and all(isinstance(each, dict) for each in resume.origins)
+    origins = isinstance(resume.origins, list | tuple) and all(isinstance(origin, dict) for origin in resume.origins)
     origins = origins and _is_json(resume.origins)
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
     return origins and inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
@@ -135,7 +135,7 @@ def _is_json(value: object) -> bool:
         return False
 
 
-def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
+def match_parts(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
     """What is there now of the samples of an earlier snapshot, in its order; the ranges of indices that are not; and
     the parts that they were.
 
@@ -148,12 +148,12 @@ def found_again(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int]
     gone: list[str] = []
     start = 0
     for id, _, samples, content, *_ in resume.parts:
-        found = by_id.get(id) or by_content.get((content, samples))
-        if found is None:
+        part = by_id.get(id) or by_content.get((content, samples))
+        if part is None:
             lost.append((start, start + samples))
             gone.append(id)
         else:
-            parts.append(found)
+            parts.append(part)
         start += samples
     return replace(view, parts=tuple(parts)), tuple(lost), gone
 
@@ -166,7 +166,7 @@ def resumed(
 
     Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
     """
-    view, lost, _ = found_again(view, resume)
+    view, lost, _ = match_parts(view, resume)
     next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
     remedy = "missing='refetch' pulls them again"
     if settings.missing == "refetch":  # which was done, without a lease on what came

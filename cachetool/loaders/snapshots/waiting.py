@@ -55,14 +55,14 @@ def require(settings: Settings, samples: int, *, grows: bool) -> None:
     """Raise :class:`NotYet` when there are too few samples for an epoch; :class:`UsageError` where that never
     ``grows``, as with plain files."""
     need = max(settings.world_size, settings.min_samples) if grows else settings.world_size
-    whole = settings.world_size * settings.batch_size if settings.drop_last else 0
-    need = max(need, whole)
+    global_batch = settings.world_size * settings.batch_size if settings.drop_last else 0
+    need = max(need, global_batch)
     if samples >= need:
         return
     side = f" for {settings.split}" if settings.split else ""
     text = f"{samples} of {need} samples{side} in {settings.root}"
     less = "min_samples="
-    if need == whole:
+    if need == global_batch:
         text += f", where drop_last=True takes whole batches of {settings.batch_size} only"
         less = "batch_size="
     elif settings.split and not samples:

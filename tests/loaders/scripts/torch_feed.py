@@ -202,7 +202,7 @@ def main(root: Path) -> None:
             out["shared"] = torch.equal(shared, batch["x"])
             batch["x"] += 1  # a batch is the user's own
             del kept, batch, again
-            out["held"] = [ring.held for ring in loader._feed._rings]  # type: ignore[union-attr]
+            out["held"] = [ring.batches_in_use for ring in loader._feed._rings]  # type: ignore[union-attr]
         out["prefetched"] = prefetched(root)
         out["leases"] = len(leases(cache))
     print(json.dumps(out))
