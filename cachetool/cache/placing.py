@@ -117,12 +117,10 @@ def place(
     placed: Placed | None,
     *,
     brought: int,
-    skipped: int,
-    vanished: int,
-    fetched: int,
+    **counts: int,
 ) -> None:
     """A node has committed its claim below ``upto``, in the shard ``placed`` if that gave any sample. Harmless when it
-    was told before. Raises :class:`CatalogError` when the claim was taken from the node."""
+    was told before. ``counts`` are those of :func:`~cachetool.cache.draws.finish`. Raises :class:`CatalogError` when the claim was taken from the node."""
     if placed is not None and connection.execute("SELECT 1 FROM placed WHERE shard = ?", (placed.shard,)).fetchone():
         return
     query = "SELECT start FROM claims WHERE id = ? AND node = ? AND token = ?"  # the id may be another claim's by now
@@ -131,7 +129,7 @@ def place(
         return
     if row is None:
         raise CatalogError("what this pull was drawing was taken from it; run it again")
-    finish(connection, job, claim, upto, samples=brought, skipped=skipped, vanished=vanished, fetched=fetched)
+    finish(connection, job, claim, upto, samples=brought, **counts)
     if placed is not None:
         insert(connection, node, claim.source.id, placed, brought)
         next_seq(connection)

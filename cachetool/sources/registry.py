@@ -14,7 +14,8 @@ from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.rate_limit import RateLimit, paced
 from cachetool.sources.segments import SegmentedListing
-from cachetool.stores import Limits, Object, Store, open_store, redact
+from cachetool.stores import Limits, Object, Store, redact
+from cachetool.stores.registry import open_store
 
 __all__ = ["list_source", "open_source", "refuse_empty"]
 
