@@ -129,7 +129,8 @@ def place(
         return
     if row is None:
         raise CatalogError("what this pull was drawing was taken from it; run it again")
-    finish(connection, job, claim, upto, samples=brought, **counts)
+    skipped, vanished, fetched = counts["skipped"], counts["vanished"], counts["fetched"]
+    finish(connection, job, claim, upto, samples=brought, skipped=skipped, vanished=vanished, fetched=fetched)
     if placed is not None:
         insert(connection, node, claim.source.id, placed, brought)
         next_seq(connection)
