@@ -120,7 +120,8 @@ def place(
     **counts: int,
 ) -> None:
     """A node has committed its claim below ``upto``, in the shard ``placed`` if that gave any sample. Harmless when it
-    was told before. ``counts`` are those of :func:`~cachetool.cache.draws.finish`. Raises :class:`CatalogError` when the claim was taken from the node."""
+    was told before. ``counts`` are skipped, vanished and fetched, as :func:`~cachetool.cache.draws.finish` has them.
+    Raises :class:`CatalogError` when the claim was taken from the node."""
     if placed is not None and connection.execute("SELECT 1 FROM placed WHERE shard = ?", (placed.shard,)).fetchone():
         return
     query = "SELECT start FROM claims WHERE id = ? AND node = ? AND token = ?"  # the id may be another claim's by now
