@@ -29,7 +29,7 @@ import numpy as np
 
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache.catalog import FIRST_PAGES
-from cachetool.cache.layout import SHARD_FILE, Layout, tree_bytes
+from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.records import seal
 from cachetool.core.block import Block
 from cachetool.core.extents import Extents
@@ -43,6 +43,7 @@ TRAIN = """
 import json, os, sys, time
 from pathlib import Path
 from cachetool.loaders.numpy import Loader
+from cachetool.proc.folders import tree_bytes
 root, workers, grow = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 def private(pid):
     rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])

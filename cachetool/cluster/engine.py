@@ -3,7 +3,7 @@
 ::
 
     driver (the command)                     node (one Agent each)                child processes of the agent
-    RayEngine.start(node, task)        ->    a thread for the task           ->   engines.child, as on one machine
+    RayEngine.start(node, task)        ->    a thread for the task           ->   proc.child, as on one machine
     RayEngine.wait() <- messages, results -  gathered, five times a second   <-   messages, results
                                              asks whoever serves the run     <->  questions
 

@@ -15,7 +15,7 @@ def children() -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
-            if b"loaders.feeder" in (entry / "cmdline").read_bytes():
+            if b"loaders.feed.feeder" in (entry / "cmdline").read_bytes():
                 parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     keepers = sorted(pid for pid, parent in parents.items() if parent == os.getpid())
     return [pid for keeper in keepers for pid, parent in sorted(parents.items()) if parent == keeper]

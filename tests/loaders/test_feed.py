@@ -579,7 +579,7 @@ def test_what_a_transform_does_to_its_children_is_no_business_of_the_feeders(cac
 def test_feeders_that_cannot_be_forked_are_said_to_be_that_and_none_is_left(forked: int) -> None:
     script = f"""
 import os, signal
-from cachetool.loaders import keeper
+from cachetool.loaders.feed import feeder as keeper
 
 fork, left = os.fork, {forked}
 

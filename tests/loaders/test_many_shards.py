@@ -121,7 +121,7 @@ def test_maps_of_the_program_itself_are_counted_and_room_is_left_for_more(many: 
     script = """
 import mmap, sys
 import numpy as np
-from cachetool.loaders import arena
+from cachetool.loaders.read import arena
 from cachetool.loaders.read.gather import gather
 from cachetool.loaders.read.mapped import MappedParts
 from tests.loaders.test_many_shards import expected, open_cache, read, view_of, SMALL, maps_of
