@@ -36,6 +36,7 @@ from cachetool.core.extents import Extents
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, side_folder
+from cachetool.proc.folders import tree_bytes
 
 SCHEMA = Schema((Field("image", "|u1", (3, 16, 16)), Field("number", "<i8")))
 SAMPLES = 16
