@@ -157,7 +157,7 @@ def main() -> None:
             run_config=ray.train.RunConfig(storage_path=str(folder / "results")),
         ).fit()
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     saved = fit(cases).checkpoint
     if again := {each: place for each, place in cases.items() if goes_on(each)}:
         fit(again, saved=saved)
