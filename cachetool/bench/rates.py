@@ -134,7 +134,7 @@ _FASTER = 1.25
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured. Rates are MB/s."""
+    """The results of a benchmark; rates are MB/s."""
 
     total_bytes: int
     """Bytes of all the samples, of which some were measured."""

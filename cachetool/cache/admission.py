@@ -109,13 +109,13 @@ class _Shortage:
     wanted: int
     """Bytes asked for, with what the folders and the catalog may grow by."""
     disk_is_full: bool
-    """Whether it is the disk that is short: the cap is not, or no eviction would be enough."""
+    """True when the disk is full and the cap is not, or when no eviction would free enough."""
     may_pass: bool
-    """Whether room may come once those who read or write go on."""
+    """True when room may become free because readers or writers go on."""
     readers: list[str]
-    """Who holds a lease, a line each."""
+    """One line for each holder of a lease."""
     coming: bool
-    """Whether somebody is about to read what comes."""
+    """True when a loader waits for new shards."""
     writers: int
     """Shards being written."""
     trash: list[Id]

@@ -66,7 +66,7 @@ _LONG, _LOOKS = 0.005, 12_100
 """From then on; and how many looks there are in all, in a minute. A process that is stopped meanwhile loses none."""
 _KIND = 0xFF  # of an error code, whose other bits tell more
 _MAGIC = bytes.fromhex("d9d505f920a163d7")
-"""What a journal begins with, and the name of a super-journal ends with."""
+"""The first bytes of a journal, which are also the last bytes of a super-journal's name."""
 _statements = 0
 
 
@@ -139,7 +139,7 @@ def _refuse_foreign(journal: Path) -> None:
 
 
 def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str) -> CatalogError | CapacityError:
-    """What went wrong with the catalog at ``path``; ``mend`` is what to do about a file that is no catalog."""
+    """Make an error of cachetool from SQLite's ``error``. ``mend`` is the advice for a file that is no catalog."""
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
         return CatalogError(f"catalog {path} was closed in the middle of a call; open the cache again")
@@ -184,7 +184,7 @@ _ODD = (
     RecursionError,
     MemoryError,
 )
-"""What comes of a value that cachetool never writes, where rows are read."""
+"""Exceptions that a value which cachetool never writes may raise when a row is read."""
 _used: weakref.WeakSet[Catalog] = weakref.WeakSet()
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 """What the library raises: the second when a damaged file holds text, or its own message names it, that is none."""
@@ -376,18 +376,18 @@ class Catalog:
             raise self.foreign(error) or error from error
 
     def foreign(self, error: BaseException) -> CatalogError | None:
-        """What to raise in place of ``error`` where this catalog holds a value that cachetool never writes; else None:
-        the error is another's. Rows are looked through only now, so that nobody pays for it whose catalog is sound."""
+        """Return the error to raise instead of ``error`` if the catalog holds a value that cachetool never writes, else
+        None. The rows are searched only after an error, so a sound catalog costs nothing."""
         if isinstance(error, CacheToolError) or not isinstance(error, _ODD) or self._inside or self._outer is not None:
             return None  # of a part of a transaction the whole is asked
         try:
             with self.lock(), self._look() as connection:
-                found = foreign_value(connection)
+                value = foreign_value(connection)
         except (CacheToolError, OSError, *_FAILURES):
             return None
-        if found is None:
+        if value is None:
             return None
-        return CatalogError(f"catalog {self.path}: {found}, which cachetool never writes; {self._mend()}")
+        return CatalogError(f"catalog {self.path}: {value}, which cachetool never writes; {self._mend()}")
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

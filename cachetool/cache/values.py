@@ -1,8 +1,8 @@
-"""Which values cachetool writes into the tables of a catalog, and the first one of a catalog that is none of these.
+"""The values that cachetool writes into the tables of a catalog, and a search for any other value.
 
-SQLite keeps a value of any type in any column, and a catalog may come from somebody else. The rows are looked through
-when something went wrong with them (:meth:`cachetool.cache.catalog.Catalog.foreign`), by ``verify``, and by a rebuild,
-which takes over no row with such a value. Epochs do not pay for it: of twenty thousand shards it takes a second.
+SQLite keeps a value of any type in any column, and a catalog may come from somebody else. The rows are searched
+after an error in reading them (:meth:`cachetool.cache.catalog.Catalog.foreign`), by ``verify``, and by a rebuild,
+which takes over no row with such a value. Epochs do not pay for it: twenty thousand shards take a second.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REQUIRED = {
 def _draws(text: str) -> bool:
     value = json.loads(text)
     return isinstance(value, list) and all(
-        len(each) == 2 and all(type(number) is int and 0 <= number <= _MOST for number in each) for each in value
+        len(run) == 2 and all(type(number) is int and 0 <= number <= _MOST for number in run) for run in value
     )
 
 
@@ -56,7 +56,7 @@ def _numbers(text: str) -> bool:
 
 
 def _past(text: str) -> bool:
-    return all(_numbers(json.dumps([turn, units, *cuts])) for turn, units, cuts in json.loads(text))
+    return all(_numbers(json.dumps([number, units, *cuts])) for number, units, cuts in json.loads(text))
 
 
 def _schema(text: str) -> bool:
@@ -74,7 +74,7 @@ _JSON: Mapping[str, Callable[[str], bool]] = {
 
 
 def fits(column: str, kind: str, value: object) -> bool:
-    """Whether cachetool may have written ``value`` into a column that is declared as ``kind``; no value always fits."""
+    """Return True if cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
     if value is None:
         return True
     if kind == "TEXT":
@@ -116,7 +116,7 @@ def foreign_value(connection: Connection) -> str | None:
 def _wrong(
     table: str, kinds: Mapping[str, str], row: Mapping[str, Any], required: list[str], datasets: set[object]
 ) -> str | None:
-    """The column with such a value."""
+    """The column of ``row`` whose value cachetool never writes, or None."""
     needed = required
     if table == "shards" and row.get("state") in ("ready", "retiring"):
         needed = [*required, *_READY.split()]
@@ -134,14 +134,13 @@ def _wrong(
 def sound_rows(
     columns: Mapping[str, str], rows: Iterable[tuple[Any, ...]], *, optional: Collection[str] = ()
 ) -> list[tuple[Any, ...]]:
-    """Those of the ``rows`` of these columns, each with its kind, in which every value fits, and is there unless the
-    column is ``optional``."""
+    """Return the rows whose values all fit their columns; a value may be missing only in ``optional`` columns."""
     kinds = list(columns.items())
     return [
         row
         for row in rows
         if all(
-            (value is not None or each[0] in optional) and fits(*each, value)
-            for each, value in zip(kinds, row, strict=True)
+            (value is not None or name in optional) and fits(name, kind, value)
+            for (name, kind), value in zip(kinds, row, strict=True)
         )
     ]

@@ -13,7 +13,8 @@ Layout of the engine 0.9 format (``mdb.c`` of LMDB 0.9, structs MDB_page, MDB_no
            branch: child page = lo | hi << 16 | flags << 32
     meta   pages 0 and 1, at 16: magic u32 | version u32 | address u64 | map size u64 | db free | db main | last page u64 | txn u64
     db     pad u32 (of db free: the page size) | flags u16 | depth u16 | branch, leaf, overflow pages u64 | entries u64 | root u64
-An LMDB file written by appending: the pages of :mod:`cachetool.formats.lmdb_pages` made whole, each once, in order.
+
+An LMDB file is written by appending: the pages are made whole, each once, in order.
 
 ::
 

@@ -36,7 +36,7 @@ AT_ITS_END = "source at its end"
 
 @dataclass(frozen=True, slots=True)
 class ListingChange:
-    """What a refresh found beside the listing of before."""
+    """The difference between a refreshed listing and the one before it."""
 
     added: int
     """Units that are new, or have another content."""
@@ -45,11 +45,11 @@ class ListingChange:
     names: tuple[str, ...]
     """Keys of the first samples that vanished."""
     units: int
-    """Of the source with the new segment."""
+    """Units of the source with the new segment."""
     identity: str
-    """Of the source with the new segment."""
+    """Digest of the listing with the new segment."""
     name: str
-    """Of the new segment."""
+    """Name of the new segment."""
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -59,7 +59,7 @@ class ListingChange:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the listing and the first samples told."""
+    """The facts about a source that the listing and the first samples gave."""
 
     url: str
     """Redacted."""
@@ -72,11 +72,11 @@ class Prepared:
     per_unit: int
     """Samples of a unit."""
     left_out: tuple[tuple[str, str], ...]
-    """What is in no sample, and why."""
+    """Keys that belong to no sample, with the reason."""
     complete: bool
-    """Whether the listing is: else more segments come."""
+    """True when the listing is complete, so that no more segments follow."""
     change: ListingChange | None
-    """What a refresh found."""
+    """The result of ``--refresh``; None without it."""
 
     def to_json(self) -> Message:
         """Plain values."""
@@ -86,7 +86,7 @@ class Prepared:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """What :meth:`to_json` described."""
+        """The value that :meth:`to_json` described."""
         change = value["change"]
         return cls(
             **{
@@ -104,22 +104,22 @@ class PrepareArguments:
 
     url: str
     listing: str
-    """The folder of the listing; what is listed is written there unless it is there."""
+    """The folder of the listing, which is written unless it exists."""
     options: Message
-    """How samples are made of objects."""
+    """The source options: how samples are made of objects."""
     order: Message
     """Arguments of :meth:`Source.order`."""
     units: int | None
-    """How many the cache knows of."""
+    """Units that the cache knows of."""
     skip_bad: bool
     refresh: str | None
-    """A folder for what a new listing finds."""
+    """The folder for a new listing and its differences."""
     early: int | None
     """Objects of the first segment, where that is enough."""
     pace: Message | None
     """Arguments of :class:`RateLimit`."""
     looked: str | None
-    """The folder for what is looked at."""
+    """The folder that keeps the bytes of the samples read for the schema."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,11 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 from cachetool.proc.folders import make_folder, new_file
 from cachetool.stores import Object, Store
-from cachetool.stores.base import Pages
+from cachetool.stores.base import StoreAround
 
 __all__ = ["LookedAt"]
 
@@ -54,29 +53,12 @@ class LookedAt:
         return _Giving(store, self._bodies, places) if places else store
 
 
-class _Beside:
-    """A store that passes on what it does not do itself."""
-
-    def __init__(self, store: Store) -> None:
-        self._store, self._lock = store, threading.Lock()
-        self.url, self.concurrency = store.url, store.concurrency
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        return self._store.left_out
-
-    def list(self) -> Pages:
-        return self._store.list()
-
-    def find(self, key: str) -> Object:
-        return self._store.find(key)
-
-
-class _Keeping(_Beside):
+class _Keeping(StoreAround):
     """The store of who looks first."""
 
     def __init__(self, store: Store, bodies: Path, places: Path) -> None:
         super().__init__(store)
+        self._lock = threading.Lock()
         self._files = [new_file(path) for path in (bodies, places)]
         self._written = 0
 
@@ -112,11 +94,12 @@ class _Keeping(_Beside):
                     file.close()
 
 
-class _Giving(_Beside):
+class _Giving(StoreAround):
     """The store of a worker."""
 
     def __init__(self, store: Store, bodies: Path, places: dict[Object, list[_Place]]) -> None:
         super().__init__(store)
+        self._lock = threading.Lock()
         self._bodies, self._places = bodies, places
 
     def get(self, item: Object) -> memoryview:
@@ -146,6 +129,3 @@ class _Giving(_Beside):
         except OSError:
             return None
         return memoryview(body) if len(body) == want else None
-
-    def close(self) -> None:
-        self._store.close()

@@ -18,12 +18,12 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from cachetool.proc.folders import shared_file
 from cachetool.stores import Object, Store
-from cachetool.stores.base import Pages
+from cachetool.stores.base import StoreAround
 
 __all__ = ["RateLimit", "grant", "paced", "shared"]
 
@@ -84,22 +84,12 @@ def paced(store: Store, pace: RateLimit | None) -> Store:
     return store if pace is None else _PacedStore(store, pace)
 
 
-class _PacedStore:
+class _PacedStore(StoreAround):
     """A store behind a limit. Listing is not limited."""
 
     def __init__(self, store: Store, pace: RateLimit) -> None:
-        self._store, self._pace = store, pace
-        self.url, self.concurrency = store.url, store.concurrency
-
-    @property
-    def left_out(self) -> Mapping[str, int]:
-        return self._store.left_out
-
-    def list(self) -> Pages:
-        return self._store.list()
-
-    def find(self, key: str) -> Object:
-        return self._store.find(key)
+        super().__init__(store)
+        self._pace = pace
 
     def get(self, item: Object) -> memoryview:
         if item.size > 0:
@@ -112,6 +102,3 @@ class _PacedStore:
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
         self._pace(length)
         return self._store.get_range(item, start, length)
-
-    def close(self) -> None:
-        self._store.close()

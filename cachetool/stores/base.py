@@ -26,6 +26,7 @@ __all__ = [
     "OrderedStore",
     "Pages",
     "Store",
+    "StoreAround",
     "Streaming",
     "Telling",
     "check_identity",
@@ -198,3 +199,28 @@ def check_listed(item: Object, url: str) -> None:
         raise BadObject(f"{begins}, or its ETag, goes on for {longest} bytes; at most {KEY_BYTES} are taken")
     if not -1 <= item.size < LARGEST:
         raise BadObject(f"{begins} is said to have {item.size} bytes")
+
+
+class StoreAround:
+    """A store that passes to another one what it does not do itself; a base for limits and caches of bodies."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.url, self.concurrency = store.url, store.concurrency
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """See :class:`Store`."""
+        return self._store.left_out
+
+    def list(self) -> Pages:
+        """See :class:`Store`."""
+        return self._store.list()
+
+    def find(self, key: str) -> Object:
+        """See :class:`Store`."""
+        return self._store.find(key)
+
+    def close(self) -> None:
+        """See :class:`Store`."""
+        self._store.close()

@@ -40,7 +40,7 @@ def bounded_pages(stream: AsyncIterator[Any], place: str, limits: Limits) -> Ite
     stream raises.
     """
     loop, owner = asyncio.new_event_loop(), os.getpid()
-    thread = threading.Thread(target=_turn, args=(loop,), daemon=True)
+    thread = threading.Thread(target=_run, args=(loop,), daemon=True)
     try:
         thread.start()
     except RuntimeError:
@@ -74,7 +74,7 @@ async def _next(stream: AsyncIterator[Any]) -> Any:
     return await anext(stream, None)
 
 
-def _turn(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
 
