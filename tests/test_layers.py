@@ -41,7 +41,7 @@ HEAVY = {
     "h5py": {"formats.hdf5", "sources.hdf5"},
     "lmdb": {"formats.lmdb", "sources.lmdb"},
     "zarr": {"formats.zarr", "sources.zarr"},
-    "tfrecord": {"sources.tfrecord"},
+    "tfrecord": {"formats.tfrecord_package"},
     "crc32c": {"formats", "sources.tfrecord"},  # of TFRecord frames and of Zarr's shard index
     "tensorflow": {"loaders.tensorflow", "loaders.tensorflow_stages"},
     "jax": {"loaders.jax"},

@@ -40,7 +40,7 @@ from cachetool.formats.runs import Bytes, Int64s, ends
 from cachetool.formats.writing import ShardWriter
 from cachetool.proc.disk import DISK_BLOCK
 
-__all__ = ["StorageKind", "TFRecord", "shape_name", "storage_kind"]
+__all__ = ["StorageKind", "TFRecord", "is_gzip", "shape_name", "storage_kind"]
 
 _LEVEL = 4  # raw arrays hardly compress; higher levels cost time for nothing
 
@@ -152,8 +152,7 @@ class TFRecordReader:
         """Find the records by their lengths, whose checksums are checked."""
         with missing_is_corrupt(path):
             buffer = map_file(path)
-        # A plain file may begin with gzip's two bytes too, as a length; then its length checksum holds.
-        if buffer[:2].tobytes() == GZIP_MAGIC and frame_size(buffer[:BEFORE].tobytes()) is None:
+        if _begins_gzip(buffer[:BEFORE].tobytes()):
             stream = GzipFile(path)
             try:
                 return cls(path, schema, stream, *_scan_stream(stream))
@@ -200,6 +199,17 @@ class TFRecordReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def is_gzip(path: Path) -> bool:
+    """Whether the file at ``path`` is one gzip stream of records rather than records."""
+    with path.open("rb") as file:
+        return _begins_gzip(file.read(BEFORE))
+
+
+def _begins_gzip(head: bytes) -> bool:
+    # A plain file may begin with gzip's two bytes too, as a length; then its length checksum holds.
+    return head[:2] == GZIP_MAGIC and frame_size(head) is None
 
 
 def _scan_stream(stream: GzipFile) -> tuple[Int64s, Int64s]:
