@@ -154,7 +154,7 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def drop_stdout() -> None:
+def _drop_stdout() -> None:
     """Point stdout at nothing, so that the interpreter's flush at exit does not fail on a pipe that is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -180,10 +180,10 @@ def _writing() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        drop_stdout()
+        _drop_stdout()
         raise typer.Exit(PIPE_CLOSED) from None
     except OSError as error:
-        drop_stdout()
+        _drop_stdout()
         raise CapacityError(f"cannot write the result to stdout: {error.strerror}") from error
 
 
@@ -195,7 +195,7 @@ def _talk(text: str) -> None:
         return
 
 
-LINE_SECONDS = 3.0
+_LINE_SECONDS = 3.0
 """At least this long between two lines of one phase."""
 _BAR = 12
 """Columns of a bar; a spinner and spaces stand beside it."""
@@ -266,9 +266,9 @@ class _Phases:
 
 
 class Lines(_Phases):
-    """A plain line at most every :data:`LINE_SECONDS`; a phase shorter than that prints nothing."""
+    """A plain line at most every :data:`_LINE_SECONDS`; a phase shorter than that prints nothing."""
 
-    def __init__(self, write: Callable[[str], None], *, every: float = LINE_SECONDS) -> None:
+    def __init__(self, write: Callable[[str], None], *, every: float = _LINE_SECONDS) -> None:
         super().__init__()
         self._write = write
         self._every = every

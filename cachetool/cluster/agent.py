@@ -30,7 +30,7 @@ from cachetool.proc.task import Message, Task
 
 __all__ = ["Agent", "Server", "version_here"]
 
-GATHER = 0.2
+_GATHER = 0.2
 """Seconds for which an agent gathers what its children say before it passes it on."""
 _LISTEN = 5.0
 
@@ -135,7 +135,7 @@ class Agent:
         """What the tasks said since the last time, by number; waits some seconds for the first word."""
         with self._news:
             self._news.wait_for(lambda: self._said, _LISTEN)
-        time.sleep(GATHER)
+        time.sleep(_GATHER)
         with self._news:
             said, self._said = self._said, []
         return said

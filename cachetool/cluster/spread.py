@@ -20,7 +20,7 @@ from cachetool.proc.task import Message, Task
 
 __all__ = ["Spread", "of_node"]
 
-PIECES = 4
+_PIECES = 4
 """Tasks for each process of a node: a slow node then has the fewer, and a lost one little to do again."""
 
 
@@ -32,7 +32,7 @@ class Spread:
 
     def pieces(self, workers: int) -> int:
         """Into how many tasks work is best cut."""
-        return PIECES * self._per_node * len(self._nodes)
+        return _PIECES * self._per_node * len(self._nodes)
 
     def run(
         self, tasks: Sequence[Task], on_message: Callable[[int, Message], None] | None = None

@@ -22,7 +22,7 @@ from cachetool.core.errors import CapacityError, CorruptError, UsageError
 from cachetool.core.units import format_size
 from cachetool.formats.runs import Bytes, as_bytes
 from cachetool.proc.disk import DISK_BLOCK, MAP_SHARE, naming_inodes, whole_blocks
-from cachetool.proc.folders import new_descriptor, remove_path
+from cachetool.proc.folders import fsync_folder, new_descriptor, remove_path
 
 __all__ = [
     "BulkFile",
@@ -30,7 +30,6 @@ __all__ = [
     "allocated_bound",
     "capacity_errors",
     "create_exclusive",
-    "fsync_folder",
     "map_file",
     "missing_is_corrupt",
     "not_plain",
@@ -207,15 +206,6 @@ def write_durably(path: Path, data: bytes) -> None:
     finally:
         file.close()
     fsync_folder(path.parent)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make the names inside the folder ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from cachetool.core.schema import Schema
 from cachetool.formats.base import Format, Reader, Written
 from cachetool.formats.columnar import corrupt_errors
 from cachetool.formats.digest import ContentDigest, check_plain, file_digests, joined_digest
-from cachetool.formats.files import allocated_bound, fsync_folder, missing_is_corrupt, refuse_links, write_durably
+from cachetool.formats.files import allocated_bound, missing_is_corrupt, refuse_links, write_durably
 from cachetool.formats.files import open_plain as open_file
 from cachetool.formats.reading import (
     ExtentsReader,
@@ -36,7 +36,7 @@ from cachetool.formats.reading import (
 )
 from cachetool.proc.arrays import load_array
 from cachetool.proc.disk import DISK_BLOCK
-from cachetool.proc.folders import make_folder
+from cachetool.proc.folders import fsync_folder, make_folder
 
 __all__ = [
     "CHECKSUMS_FILE",

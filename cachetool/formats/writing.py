@@ -22,8 +22,8 @@ from cachetool.core.extents import Extents, FieldExtents
 from cachetool.core.schema import Schema
 from cachetool.formats.base import Written
 from cachetool.formats.digest import canonical, checksums
-from cachetool.formats.files import fsync_folder
 from cachetool.formats.reading import ExtentsReader, check_values
+from cachetool.proc.folders import fsync_folder
 
 __all__ = ["ShardWriter"]
 

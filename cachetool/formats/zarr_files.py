@@ -16,10 +16,10 @@ import numpy as np
 
 from cachetool.core.errors import CorruptError, UsageError
 from cachetool.formats.columnar import ArrayPlan
-from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors, fsync_folder
+from cachetool.formats.files import BulkFile, allocated_bound, capacity_errors
 from cachetool.formats.runs import Bytes
 from cachetool.proc.disk import DISK_BLOCK, whole_blocks
-from cachetool.proc.folders import make_folder
+from cachetool.proc.folders import fsync_folder, make_folder
 
 __all__ = [
     "INNER_BYTES",

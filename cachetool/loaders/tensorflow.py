@@ -84,10 +84,10 @@ def feature_spec(schema: Iterable[Field]) -> dict[str, tf.io.FixedLenFeature]:
 
 def parse_batch(records: tf.Tensor, schema: Schema) -> dict[str, tf.Tensor | tf.RaggedTensor]:
     """The fields of serialised records, (batch,) strings; see :func:`make_dataset` for the result."""
-    return fields_of(records, schema, None)
+    return _fields_of(records, schema, None)
 
 
-def fields_of(
+def _fields_of(
     records: tf.Tensor, schema: Schema, layout: ExampleLayout | None
 ) -> dict[str, tf.Tensor | tf.RaggedTensor]:
     """As :func:`parse_batch`; of records of a ``layout``, which we wrote, fixed fields are cut out where they lie."""
@@ -287,7 +287,7 @@ def _batches(epochs: tf.data.Dataset, stored: Schema, schema: Schema, size: int,
     layout = ExampleLayout(stored) if size < _LARGE else None
 
     def parsed(records: tf.Tensor) -> dict[str, tf.Tensor | tf.RaggedTensor]:
-        return fields_of(records, schema, layout)
+        return _fields_of(records, schema, layout)
 
     def parsed_alone(record: tf.Tensor) -> dict[str, tf.Tensor]:
         return {name: tf.squeeze(value, 0) for name, value in parsed(tf.expand_dims(record, 0)).items()}

@@ -87,7 +87,7 @@ _DIVIDERS = ("BatchSamplerShard", "DataLoaderDispatcher")
 """Classes of that module that give each process a part of what the sampler returns."""
 
 
-def check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
+def _check_sharded_once(*, rank: int, world_size: int, run: str | None) -> bool:
     """Check that the caller, a sampler for process ``rank`` of ``world_size``, is not divided a second time.
 
     Called when the sampler is asked for its first index. Prints one line to stderr on rank 0 if it is divided twice,
@@ -369,7 +369,7 @@ class _EpochIndices(Iterator[int]):
         sampler.epoch = epoch + 1
         run = getattr(dataset, "run", None)
         if not sampler._warned:
-            sampler._warned = check_sharded_once(rank=sampler.rank, world_size=sampler.world_size, run=run)
+            sampler._warned = _check_sharded_once(rank=sampler.rank, world_size=sampler.world_size, run=run)
         # Somebody else may divide the indices of a sampler for all samples among the processes of the job, which is
         # right only if all of them use one snapshot.
         shared = sampler.world_size > 1 or (run is not None and _processes() > 1)

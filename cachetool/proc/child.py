@@ -31,7 +31,7 @@ from cachetool.proc.task import Message
 
 __all__ = ["bug", "main"]
 
-WATCH = 0.5
+_WATCH = 0.5
 """Seconds until a child notices at the latest that its starter is gone."""
 AGAIN = 30.0
 """Seconds that the clean-up may take before the work is stopped once more: something may have caught the first
@@ -153,7 +153,7 @@ class _Tasks:
         were forked."""
         partial = b""
         while not self._starter or os.getppid() == self._starter:
-            if not select.select([0], [], [], WATCH)[0]:
+            if not select.select([0], [], [], _WATCH)[0]:
                 continue
             if not (data := os.read(0, 2**16)):
                 break

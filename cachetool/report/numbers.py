@@ -19,7 +19,7 @@ from cachetool.cache.history import History, history_of, present
 
 __all__ = ["Bins", "Figures", "figures", "waiting"]
 
-BINS = 48
+_BINS = 48
 _BINS_OF_SHARDS = 20
 _BEGIN = 60.0
 """Seconds before the first point in which the cache may have been made, at most, for it to have begun empty."""
@@ -81,7 +81,7 @@ class Figures:
 
     def _edges(self) -> Floats:
         points = self.history.points
-        return np.linspace(points[0]["at"], points[-1]["at"], BINS + 1)
+        return np.linspace(points[0]["at"], points[-1]["at"], _BINS + 1)
 
     def _grown(self, name: str, edges: Floats, reason: str | None = None) -> Floats:
         """How much a total that only grows gained in each bin: evenly from point to point, which there are at both ends

@@ -191,7 +191,7 @@ _SOON = 0.03
 """Seconds of work that are left when the next plan is asked for: what its transactions take on busy processors."""
 
 
-class Listener(Protocol):
+class _Listener(Protocol):
     """What a feeder's second thread does."""
 
     def run(self, life: int) -> None:
@@ -225,7 +225,7 @@ def main() -> None:
         os.close(fd)
     raise_limit()
     mailbox = Mailbox()
-    listener: Listener
+    listener: _Listener
     if number == 0:
         from cachetool.loaders.feed.leader import Leader  # the catalog, which the others do not need: 60 ms to import
 
@@ -269,7 +269,7 @@ def _schedule(policy: str) -> None:
             os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
-def _listen(listener: Listener, life: int) -> None:
+def _listen(listener: _Listener, life: int) -> None:
     _as_usual()
     try:
         listener.run(life)

@@ -38,7 +38,7 @@ _READY_BYTES = 384 * 2**20
 """What all feeders of a loader keep ready together. A busy training process comes for its batches once in 5 to 10 ms,
 the turns of its GIL, and for the first ones of an epoch after 10: meanwhile two feeders make up to 300 MB."""
 _LEAST_READY_BYTES = 48 * 2**20
-LEAST, MOST = 2, 128
+_LEAST, MOST = 2, 128
 
 
 class Batch(NamedTuple):
@@ -96,7 +96,7 @@ class SlotWriter:
 
     def __init__(self, ring: RingWriter, *, ready: int | None, feeders: int = 1) -> None:
         self._ring = ring
-        self._wanted, self._permitted = ready, LEAST
+        self._wanted, self._permitted = ready, _LEAST
         self._bytes = max(_LEAST_READY_BYTES, _READY_BYTES // max(2, feeders))
         ring.permit(self._permitted)
         self._schema: Schema | None = None
@@ -199,7 +199,7 @@ class SlotWriter:
 
     def _more(self) -> None:
         """Once it is known how large a batch is: as many slots as there shall be."""
-        wanted = max(LEAST, self._wanted or min(MOST, round(self._bytes / max(1, self._used))))
+        wanted = max(_LEAST, self._wanted or min(MOST, round(self._bytes / max(1, self._used))))
         if wanted > self._permitted:
             self._ring.permit(wanted - self._permitted)
             self._permitted = wanted
