@@ -67,7 +67,7 @@ def begin(
 def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """A process with pipes to and from it, which a terminal's Ctrl-C does not reach; ``options`` are of ``Popen``.
 
-    Raises :class:`UsageError` where the system starts none.
+    Raises the error of the limit that was met, or :class:`UsageError` where the system starts none.
     """
     options |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     try:
@@ -76,9 +76,10 @@ def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         except PermissionError:  # some sandboxes forbid setsid(); a process group of its own does as well
             return subprocess.Popen(command, process_group=0, **options)
     except OSError as error:
-        raise UsageError(
-            f"a process cannot be started: {error.strerror}; raise the limit (ulimit -u), or allow fork, exec and"
-            " setsid where this runs"
+        from cachetool.proc.disk import limit_error
+
+        raise limit_error(error) or UsageError(
+            f"a process cannot be started: {error.strerror}; allow fork, exec and setsid where this runs"
         ) from error
 
 

@@ -111,7 +111,7 @@ _early: list[Child] = []
 def begun_early(imports: str) -> Iterator[None]:
     """Start a process that loads the module ``imports`` while this program itself still loads what knows the task; the
     first :meth:`LocalEngine.expect` takes it, and it ends if none does."""
-    with contextlib.suppress(OSError):  # too many processes: whoever needs one says so
+    with contextlib.suppress(OSError, CacheToolError):  # too many processes or files: whoever needs one says so
         _early.append(Child(imports=imports))
     try:
         yield

@@ -82,8 +82,9 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_too_many_open_files_are_named_and_nothing_is_lost(root: Path, objects: Path) -> None:
-    for verb in (["pull", objects, "--samples", "8"], ["convert", "--to", "hdf5"]):
-        done = under("ulimit -n 12; exec", "-m", "cachetool", *verb, "--cache", root, "-q")
+    pulling = ["pull", objects, "--samples", "8"]
+    for files, verb in (8, pulling), (12, pulling), (12, ["convert", "--to", "hdf5"]):
+        done = under(f"ulimit -n {files}; exec", "-m", "cachetool", *verb, "--cache", root, "-q")
         assert "too many open files for one process (ulimit -n)" in one_line(done)
     assert samples_of(root) == 48
     assert verify(root).problems == []

@@ -167,7 +167,7 @@ except cachetool.UsageError as error:
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
 
-    assert done.stdout.startswith("a process cannot be started: No such file or directory; raise the limit"), done
+    assert done.stdout.startswith("a process cannot be started: No such file or directory; allow fork"), done
     assert len(done.stdout.splitlines()) == 1
 
 
