@@ -169,7 +169,8 @@ def read_json(path: Path, *, links: bool = False) -> bytes:
 @contextlib.contextmanager
 def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
     """A new file to write to, which takes the place of ``target`` at the end by one rename: whole or not at all. A link
-    at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask."""
+    at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask; one that is there keeps its
+    own."""
     while True:
         aside = target.with_name(f".{shortened(target.name)}.{secrets.token_hex(6)}")
         try:
@@ -179,6 +180,9 @@ def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Itera
         break
     try:
         with open(fd, "w+b") as file:
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISREG(before := os.lstat(target).st_mode):
+                    os.fchmod(fd, before & 0o777)
             yield file
             file.flush()
             if durable:

@@ -79,6 +79,15 @@ def test_the_page_goes_where_a_link_leads(here: Run, filled: Path, tmp_path: Pat
     assert [path.name for path in folder.iterdir()] == ["target.html"]
 
 
+def test_a_page_that_is_written_again_is_seen_by_nobody_more_than_before(
+    here: Run, filled: Path, tmp_path: Path
+) -> None:
+    (page := tmp_path / "page.html").touch(mode=0o600)
+    assert here("stats", "--html", "page.html").code == 0
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert page.stat().st_size
+
+
 def test_a_link_into_the_cache_is_no_way_into_it(here: Run, filled: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(filled / "catalog.sqlite3")
 
