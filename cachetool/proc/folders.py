@@ -169,8 +169,8 @@ def read_json(path: Path, *, links: bool = False) -> bytes:
 @contextlib.contextmanager
 def replacing(target: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
     """A new file to write to, which takes the place of ``target`` at the end by one rename: whole or not at all. A link
-    at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask; one that is there keeps its
-    own."""
+    at ``target`` is replaced, not followed. ``mode`` is that of a new file, before the umask; one that is there keeps
+    its own."""
     while True:
         aside = target.with_name(f".{shortened(target.name)}.{secrets.token_hex(6)}")
         try:
