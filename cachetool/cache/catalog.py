@@ -25,6 +25,7 @@ after another, a trainer waited 30 to 55 ms for its turn among transactions of 3
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import sqlite3
@@ -32,7 +33,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,42 @@ def statements() -> int:
 _CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE")
 
 
-class PatientConnection(sqlite3.Connection):
-    """A connection whose statements wait for others."""
+_STEPS, _FREE_STEPS, _BYTES_PER_STEPS = 1_000_000, 10, 10_000
+"""Instructions of SQLite's machine; how often so many are allowed for any statement, and for how many bytes of the file
+once more. A scan of a table does about one for two bytes."""
+_MOST_BYTES = 32 * 2**20
+"""Of a value and of a row. A source's draws and options, the largest that cachetool writes, have some 100 kB."""
 
+
+class PatientConnection(sqlite3.Connection):
+    """A connection whose statements wait for others, and end where a file says that it has rows without end."""
+
+    path = ""
+    _pieces = 0
     before_change: Callable[[], None] | None = None
     """Called once, before the next statement that changes something."""
+
+    def _allow_steps(self) -> None:
+        """Bound the work of the next statement by the size of the file: pages of a tree that are named many times are
+        rows without end, in a loop in C that no signal interrupts.
+
+        The counter is made of C functions, in which no signal's handler can raise: SQLite's module would lose that.
+        """
+        if not self.in_transaction:
+            with contextlib.suppress(OSError):
+                self._pieces = os.stat(self.path).st_size // _BYTES_PER_STEPS
+        go_on = itertools.repeat(0, _FREE_STEPS + self._pieces)
+        self.set_progress_handler(itertools.chain(go_on, itertools.repeat(1)).__next__, _STEPS)
+
+    def executemany(self, sql: str, rows: Iterable[Any], /) -> sqlite3.Cursor:
+        """Do a statement that inserts, for each of ``rows``, however many these are."""
+        self.set_progress_handler(None, 0)
+        return super().executemany(sql, rows)
 
     def execute(self, sql: str, values: Any = (), /) -> sqlite3.Cursor:
         """Do a statement."""
         global _statements
+        self._allow_steps()
         if self.before_change is not None and sql.lstrip().startswith(_CHANGES):
             self.before_change()
             self.before_change = None
@@ -113,6 +141,8 @@ def connect(path: Path) -> PatientConnection:
     """
     _refuse_foreign(path.with_name(f"{path.name}-journal"))
     opened = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=PatientConnection)
+    opened.path = os.path.abspath(path)
+    opened.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
     opened.execute("PRAGMA trusted_schema = OFF")  # views and triggers, of which ours has none, may call nothing
     return opened
 
@@ -147,6 +177,8 @@ def failure(path: Path, error: sqlite3.Error | UnicodeDecodeError, *, mend: str)
         return locked(path, path)
     if os.path.isdir(path):
         return CatalogError(f"catalog {path} is a folder; remove it, then {mend}")
+    if name == "SQLITE_INTERRUPT":
+        return CatalogError(f"catalog {path}: it has more rows than fit into a file of its size; {mend}")
     if name == "SQLITE_FULL":
         return CapacityError(f"catalog {path}: no room on the disk ({error}); free some space")
     if name.startswith(("SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")):
@@ -509,7 +541,10 @@ class Catalog:
                 continue
             if stat.S_ISLNK(status.st_mode):
                 raise CatalogError(f"catalog {path} is a link, which leads to a file that is no part of the cache")
-            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+            if not stat.S_ISREG(status.st_mode):  # SQLite would wait for a pipe's other end for ever
+                what = "a folder" if stat.S_ISDIR(status.st_mode) else "no plain file"
+                raise CatalogError(f"catalog {path} is {what}; remove it, then {self._mend()}")
+            if status.st_nlink > 1:
                 command = 'cp -p "$f" "$f.own" && mv "$f.own" "$f"'
                 raise CatalogError(
                     f"catalog {path} is shared with a copy of the cache that was made of hard links (cp -al, rsync"
