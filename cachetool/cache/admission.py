@@ -21,7 +21,7 @@ from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
-from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -114,8 +114,6 @@ class _Shortage:
     """True when room may become free because readers or writers go on."""
     readers: list[str]
     """One line for each holder of a lease."""
-    coming: bool
-    """True when a loader waits for new shards."""
     writers: int
     """Shards being written."""
     trash: list[Id]
@@ -150,7 +148,7 @@ def _reserve(
     retiring = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
-    endless, readers, coming = room.wait == math.inf, leaseholders(connection), about_to_read(connection)
+    endless, readers = room.wait == math.inf, leaseholders(connection)
     hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
     evict = room.evict and not hopeless
     if evict:
@@ -160,14 +158,13 @@ def _reserve(
             {"need": wanted, "job": room.job},
         )
     # Those who read let go of the share that was asked for.
-    if evict and not (endless and (readers or coming)):
+    if evict and not (endless and readers):
         victims = choose(
             candidates(connection, seen=endless),
             excess=max(excess, lack) - int(retiring),
             policy=room.policy,
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
-            keep=frozenset(room.keep),
         )
         retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
     trash = sweep(connection, holder)
@@ -180,7 +177,6 @@ def _reserve(
         disk_is_full=excess <= 0 or hopeless,
         may_pass=endless or bool(retiring) or bool(readers and evict) or bool(writers),
         readers=readers,
-        coming=coming,
         writers=writers,
         trash=trash,
     )
@@ -234,9 +230,9 @@ def _who(catalog: Catalog, room: Room, shortage: _Shortage) -> str:
     if shortage.writers:
         return f"{shortage.writers} {'shard is' if shortage.writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
-        return "evicted shards come back for an epoch" if shortage.coming else "no training has read yet what is in it"
+        return "no training has read yet what is in it"
     own = room.job if room.keep_own else None
-    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own, keep=frozenset(room.keep))
+    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own)
     return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"
 
 

@@ -37,7 +37,6 @@ from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.holders import Holder
-from cachetool.cache.kinds import AGAIN, NOT_AGAIN, OVER, let_go
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import Room
 from cachetool.cache.records import write_source_record
@@ -50,6 +49,7 @@ __all__ = [
     "Copies",
     "Job",
     "Loss",
+    "OF_NODE",
     "Pass",
     "SourceRow",
     "accept",
@@ -78,6 +78,10 @@ __all__ = [
 
 Pass = tuple[int, int, tuple[int, ...]]
 """What the positions of a pass are of: its number, units, cuts."""
+
+
+OF_NODE = "id LIKE 'over-%'"
+"""Of a job: it is a node's part of a pull over several."""
 
 
 _COLUMNS = {"pass_number": "turn", "complete": "whole"}
@@ -180,7 +184,7 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
 
 def positions_done(connection: Connection, source: SourceRow) -> int:
     """Positions of the present turn that are done, skipped ones included; less what was lost of earlier ones."""
-    query = f"SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND {NOT_AGAIN}"
+    query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ?"
     pending = connection.execute(query, (source.id,)).fetchone()[0]
     return max(0, source.frontier - int(pending))
 
@@ -250,9 +254,8 @@ def open_job(
     seed: int | None,
     room: Room | None = None,
     next_pass: bool = True,
-    kind: str = "",
 ) -> tuple[str, SourceRow]:
-    """Begin a pull: its id, which begins with its ``kind``, and the source. A complete turn is followed by a new one
+    """Begin a pull: its id and the source. A complete turn is followed by a new one
     when samples are asked for by number, unless ``next_pass`` is False. ``room`` says how room may be made for it, also
     by the trainers' snapshots.
 
@@ -265,15 +268,12 @@ def open_job(
         raise UsageError(
             f"{row.url} is drawn with --seed {row.seed} in this cache; leave --seed out, or use another cache"
         )
-    if connection.execute("SELECT 1 FROM jobs WHERE source = ? AND id LIKE ?", (source, f"{OVER}%")).fetchone():
+    if connection.execute(f"SELECT 1 FROM jobs WHERE source = ? AND {OF_NODE}", (source,)).fetchone():
         raise UsageError(f"a pull over several nodes draws from {row.url} at this moment; wait for its end")
     if next_pass and wanted is not None and _over(connection, row):
-        if not begin_next_pass(connection, source):
-            raise UsageError(
-                f"evicted shards of {row.url} come back at this moment, for an epoch that goes on; run this again"
-            )
+        begin_next_pass(connection, source)
         row = source_row(connection, source) or row
-    job = kind + secrets.token_hex(6)
+    job = secrets.token_hex(6)
     add_job(connection, job, source, holder=holder, wanted=wanted, room=room or Room())
     return job, row
 
@@ -355,17 +355,16 @@ def finish(
     connection.execute(
         "UPDATE jobs SET committed = committed + ?, skipped = skipped + ? WHERE id = ?", (samples, skipped, job)
     )
-    unused = 0 if job.startswith(AGAIN) else skipped + vanished  # those were counted when they were drawn first
     connection.execute(
         "UPDATE sources SET skipped = skipped + ?, fetched = fetched + ?"
         " WHERE id = (SELECT source FROM jobs WHERE id = ?)",
-        (unused, fetched, job),
+        (skipped + vanished, fetched, job),
     )
 
 
 def give_back(connection: Connection, holder: str, job: str) -> None:
     """Open the claims that this process still has of a pull that it leaves."""
-    let_go(connection, "holder = ? AND job = ?", holder, job)
+    connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ? AND job = ?", (holder, job))
 
 
 def _insert(
@@ -393,11 +392,9 @@ def _over(connection: Connection, source: SourceRow) -> bool:
 
 
 def begin_next_pass(connection: Connection, source: str) -> bool:
-    """Begin the next pass, in one new order of all units, when the present one is complete; whether it was. Not while
-    evicted shards of the present one come back."""
+    """Begin the next pass, in one new order of all units, when the present one is complete; whether it was."""
     row = source_row(connection, source)
-    returning = f"SELECT 1 FROM claims WHERE source = ? AND NOT {NOT_AGAIN} LIMIT 1"
-    if row is None or not _over(connection, row) or connection.execute(returning, (source,)).fetchone():
+    if row is None or not _over(connection, row):
         return False
     connection.execute("DELETE FROM claims WHERE source = ? AND turn = ? AND tried IS NULL", (source, row.pass_number))
     past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.cuts)])

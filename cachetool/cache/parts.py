@@ -10,8 +10,7 @@ import json
 import secrets
 
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import Claim, SourceRow, add_job, source_row
-from cachetool.cache.kinds import OVER
+from cachetool.cache.draws import OF_NODE, Claim, SourceRow, add_job, source_row
 from cachetool.cache.layout import Layout
 from cachetool.cache.placing import Placed, carve
 from cachetool.cache.policies import Room
@@ -19,6 +18,9 @@ from cachetool.cache.records import write_source_record
 from cachetool.core.errors import CatalogError, UsageError
 
 __all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
+
+
+_OVER = "over-"
 
 
 def identity(connection: Connection) -> int:
@@ -30,7 +32,7 @@ def identity(connection: Connection) -> int:
 def part_of(job: str) -> str:
     """The id of a node's job for its part of the pull ``job`` over several. Another one each time that it takes part:
     what it began before it was cut off from that pull commits nothing once it is back."""
-    return f"{OVER}{job}.{secrets.token_hex(4)}"
+    return f"{_OVER}{job}.{secrets.token_hex(4)}"
 
 
 def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *, holder: str, room: Room) -> None:
@@ -39,7 +41,7 @@ def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *
 
     Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
     """
-    connection.execute("DELETE FROM jobs WHERE source = ? AND id LIKE ?", (source.id, f"{OVER}%"))
+    connection.execute(f"DELETE FROM jobs WHERE source = ? AND {OF_NODE}", (source.id,))
     if connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source.id,)).fetchone():
         raise UsageError(
             f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
@@ -120,7 +122,7 @@ def ready_shards(connection: Connection, source: str) -> list[Placed]:
             tuple((start, stop) for start, stop in json.loads(row["draws"])),
             row["samples"],
             row["payload"],
-            str(row["job"]).removeprefix(OVER).partition(".")[0] if str(row["job"]).startswith(OVER) else None,
+            str(row["job"]).removeprefix(_OVER).partition(".")[0] if str(row["job"]).startswith(_OVER) else None,
         )
         for row in rows
     ]

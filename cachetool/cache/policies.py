@@ -8,7 +8,7 @@ How room may be made is a value that travels from the command line to admission 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,7 @@ def check_policy(policy: str) -> None:
         raise UsageError(f"unknown eviction policy {shown(policy)}; there are {', '.join(POLICIES)}")
 
 
-def _kept(
-    row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None, keep: Collection[str]
-) -> str | None:
+def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None) -> str | None:
     """Why a shard is protected; None when it may go."""
     if dataset is not None and row.dataset != dataset:
         return "of other datasets"
@@ -107,19 +105,16 @@ def _kept(
         return f"which fewer than {min_epochs} epochs used (--min-epochs)"
     if keep_job is not None and row.job == keep_job:
         return "of this very pull"
-    if row.id in keep:
-        return "of the epoch that is to go on"
     return None
 
 
 def protected(
-    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None,
-    keep: Collection[str] = (),
-) -> list[str]:  # fmt: skip
+    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None
+) -> list[str]:
     """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
     sizes_by_reason: dict[str, list[int]] = {}
     for row in rows:
-        why = _kept(row, min_epochs, dataset, keep_job, keep)
+        why = _kept(row, min_epochs, dataset, keep_job)
         if why is not None:
             sizes_by_reason.setdefault(why, []).append(row.bytes)
     return [f"{shards_of(sizes)} {why}" for why, sizes in sizes_by_reason.items()]
@@ -138,16 +133,15 @@ def choose(
     min_epochs: int = 0,
     dataset: str | None = None,
     keep_job: str | None = None,
-    keep: Collection[str] = (),
 ) -> Sequence[Victim]:
     """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
 
     Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
-    named, of the pull ``keep_job``, those that ``keep`` names, and those whose data exists nowhere else. Raises
+    named, of the pull ``keep_job``, and those whose data exists nowhere else. Raises
     :class:`UsageError` for an unknown policy.
     """
     check_policy(policy)
-    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job, keep) is None]
+    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]
     victims: list[Victim] = []
     for row in sorted(free, key=POLICIES[policy]):
         if excess <= 0:
@@ -171,8 +165,6 @@ class Room:
     keep_own: bool = False
     """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
     what it has would be for nothing."""
-    keep: tuple[str, ...] = ()
-    """Shards that stay in any case."""
     wait: float = 60.0
     """Seconds to wait for others."""
     advise: bool = True

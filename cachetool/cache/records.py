@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import Connection
-from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.core.names import Id, Name
 from cachetool.proc.folders import fsync_folder, read_json, write_durable
@@ -134,7 +133,7 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     if row is None:
         return None
     claims = connection.execute(
-        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN} ORDER BY start",
+        "SELECT start, stop FROM claims WHERE source = ? AND turn = ? ORDER BY start",
         (row["id"], row["turn"]),
     )
     pending = merged((claim["start"], claim["stop"]) for claim in claims)

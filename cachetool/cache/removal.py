@@ -15,7 +15,6 @@ from typing import Any
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
 from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
-from cachetool.cache.kinds import let_go
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
@@ -30,7 +29,6 @@ __all__ = [
     "Lease",
     "LeasedShards",
     "Removal",
-    "about_to_read",
     "candidates",
     "delete_trash",
     "held_back",
@@ -221,13 +219,8 @@ def leases(connection: Connection) -> list[Lease]:
 
 
 def leaseholders(connection: Connection) -> list[str]:
-    """Who reads what, one line a lease; not those whose snapshot is empty."""
-    return list(dict.fromkeys(lease.who for lease in leases(connection) if lease.version))
-
-
-def about_to_read(connection: Connection) -> bool:
-    """Whether somebody has an empty snapshot: what is there is to be read as soon as the rest of it has come."""
-    return connection.execute("SELECT 1 FROM leases WHERE version = 0 LIMIT 1").fetchone() is not None
+    """Who reads what, one line a lease."""
+    return list(dict.fromkeys(lease.who for lease in leases(connection)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +271,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, p
             connection.execute("DELETE FROM holders WHERE id = ?", (dead_id,))
             layout.remove(layout.lock(dead_id))
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
-        let_go(connection, _UNHELD)
+        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {_UNHELD}")
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")
         connection.execute(f"UPDATE shards SET state = 'trash', holder = ? WHERE {_ORPHANED}", (own.id,))
         remove_unfinished(layout, dead)
@@ -308,7 +301,7 @@ def sign_out(catalog: Catalog, layout: Layout, holder: Holder) -> None:
     """Give back all that this process holds, and take it out of the catalog."""
     with catalog.write() as connection:
         connection.execute("DELETE FROM leases WHERE holder = ?", (holder.id,))
-        let_go(connection, "holder = ?", holder.id)
+        connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (holder.id,))
         connection.execute("DELETE FROM jobs WHERE holder = ?", (holder.id,))
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
-from cachetool.cache.removal import about_to_read, candidates, retire
+from cachetool.cache.removal import candidates, retire
 from cachetool.cache.usage import measure
 
 __all__ = ["top_up"]
@@ -36,7 +36,7 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
     job = connection.execute(
         "SELECT id, renew, policy, min_epochs, keep_own, hungry FROM jobs WHERE hungry > 0 ORDER BY renew DESC LIMIT 1"
     ).fetchone()
-    if job is None or about_to_read(connection):
+    if job is None:
         return current
     cap = int(connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0])
     leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")

@@ -269,7 +269,6 @@ def take(
     sparing: bool = False,
     instead: Snapshot | None = None,
     previous: tuple[int, int | None] | None = None,
-    empty: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
@@ -277,8 +276,7 @@ def take(
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
     shards of a snapshot of the version and stamp ``previous`` is not told them again while that is the present one: a
-    thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
-    let go, evict nothing meanwhile.
+    thousand take 2 ms.
     """
     trash: list[Id] = []
     with catalog.write() as connection:
@@ -296,9 +294,7 @@ def take(
         )
         newest = present = int(numbers["version"])
         seen = int(numbers.get("seen", 0))
-        if empty:
-            version = 0
-        elif shared is not None:
+        if shared is not None:
             version = newest = int(shared[0])
         else:
             version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)

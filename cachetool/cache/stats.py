@@ -329,7 +329,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                     f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
                     wanted,
                 )
-                if row["holder"] not in gone and row["version"]  # an empty snapshot, of version 0, reads nothing
+                if row["holder"] not in gone
             ],
             quarantine=[shard for shard in quarantined(connection) if dataset in (None, shard["dataset"])],
             missing=[asdict(loss) for loss in losses(connection) if dataset in (None, loss.dataset)],

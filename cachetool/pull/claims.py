@@ -23,18 +23,17 @@ One that was damaged is drawn again as what it was, a draw of an earlier pass; t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.cache import CacheDir, Claim, SourceRow, again, draws
+from cachetool.cache import CacheDir, Claim, SourceRow, draws
 from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import copies, job_row, promised
-from cachetool.cache.kinds import AGAIN
 from cachetool.proc.task import Asking
 from cachetool.sources import Source
 from cachetool.sources.order import DrawOrder
@@ -185,8 +184,7 @@ class Claims(Protocol):
 class Own:
     """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
 
-    ``note`` is called with each claim, inside the transaction that made it. ``redraw``: where evicted shards come back,
-    the draws of each claim that were theirs.
+    ``note`` is called with each claim, inside the transaction that made it.
     """
 
     def __init__(
@@ -201,9 +199,7 @@ class Own:
         lost: bool = False,
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
-        redraw: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
-        self._redraw = redraw or {}
         self._cache, self._open, self._job = cache, open, job
         self.most = most
         """Draws of a claim."""
@@ -245,8 +241,7 @@ class Own:
                 if self._follow and not is_idle:
                     draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
-            only = self._lost or self._job.startswith(AGAIN)
-            if self._follow or not (self._row.complete or left == 0 or only):
+            if self._follow or not (self._row.complete or left == 0 or self._lost):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                 return 2.0 if is_idle else 0.2
             return None
@@ -266,8 +261,6 @@ class Own:
             return self._claim(connection)
 
     def _claim(self, connection: Connection) -> Claim | None:
-        if self._job.startswith(AGAIN):
-            return again.take(connection, self._job, holder=self._holder)
         claim = draws.claim(
             connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, lost=self._lost
         )
@@ -285,11 +278,6 @@ class Own:
 
     def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
-        if ranges := self._redraw.get((claim.start, claim.stop)):
-            flags = np.ones(len(units), dtype=np.bool_)
-            for start, stop in ranges:
-                flags[start - claim.start : stop - claim.start] = False
-            return flags
         # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
         return (
             self.cached.among(units)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,6 @@ class WorkerJob:
     per_unit: int
     """About how many samples one draw brings."""
     first: FirstShard
-    redraw: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
 
 
 class Drawing:
@@ -167,11 +165,11 @@ class Drawing:
 
     def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
         """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
-        its record has then. Draws that are lost or come back are counted in one piece."""
+        its record has then. Draws that are lost are counted in one piece."""
         claim, at = self._claim, self._there[gaps]
         more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
         fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
-        if not fits or claim.lost or self._is_handed or self._plan.redraw:
+        if not fits or claim.lost or self._is_handed:
             return False
         self._gaps[at] = True
         return True
@@ -250,7 +248,6 @@ class Drawing:
         if files is None or staging is None:
             if upto == start:
                 return
-            self._require_same(start, upto, "")
             with self._cache.catalog.write() as connection:
                 self._regain(connection, upto, 0)
                 self._claims.finish(connection, self._claim, done)
@@ -261,7 +258,6 @@ class Drawing:
         else:
             facts = files.facts()
             self._files = None
-            self._require_same(start, upto, facts.content)
 
             def close(connection: Connection) -> None:
                 self._regain(connection, upto, facts.samples)
@@ -281,15 +277,6 @@ class Drawing:
         if skipped:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
-
-    def _require_same(self, start: int, upto: int, content: str) -> None:
-        """Raise :class:`BadObject` when these draws were another shard before: it is not taken in, so that it can be
-        tried again with what the source had then."""
-        redraw = self._plan.redraw
-        if redraw and redraw.get((start, upto)) != content:
-            last = self._skipped[-1:]
-            why = f"; of {last[0].key} it says: {last[0].reason}" if last else ""
-            raise BadObject(f"{self._source.url} does not give the same samples any more as for an evicted shard{why}")
 
     def _regain(self, connection: Connection, upto: int, samples: int) -> None:
         """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
@@ -316,8 +303,6 @@ class Drawing:
         return int(self._vanished[upto - self._claim.start - 1]) if upto > self._claim.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
-        if self._plan.redraw:  # they were counted when they were drawn first
-            return
         unused, draw_count = self._claims.unused()
         if too_many(unused, draw_count):
             raise BadObject(
