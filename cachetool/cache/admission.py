@@ -205,13 +205,12 @@ def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, 
 
 def _evictable(connection: Connection) -> int:
     """Bytes that evictions and the ends of other writers could free at most."""
-    query = "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state = 'staging' OR (state != 'quarantine' AND NOT sole)"
-    return int(connection.execute(query).fetchone()[0])
+    return int(connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards").fetchone()[0])
 
 
 def _evict_hint(catalog: Catalog, layout: Layout, used: int, target: int) -> str:
     """The command that makes room; nothing where it could not, since what is left may not go."""
-    if used - sum(row.bytes for row in _ready(catalog) if not row.sole) > target:
+    if used - sum(row.bytes for row in _ready(catalog)) > target:
         return ""
     return f", or make room with: cachetool evict --max-size {target}{cache_option(layout.root)}"
 

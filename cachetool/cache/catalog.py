@@ -10,7 +10,6 @@ admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=F
 ::
 
     shards   staging -> ready -> retiring -> trash -> (row gone)
-                        \\-> quarantine: bad bytes that exist nowhere else, kept but in no snapshot
     claims   held by a live worker, or open (holder NULL) after it died; below a source's frontier all else is done
     jobs     live pulls; ``hungry`` is the bytes of the shard that found no room, 0 before that
     leases   one row a snapshot: who may still read the shards visible at which version

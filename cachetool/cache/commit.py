@@ -65,8 +65,6 @@ class Origin:
     pass_number: int | None = None
     draws: tuple[tuple[int, int], ...] = ()
     """Ranges of positions of the turn, whether used or skipped."""
-    sole: bool = False
-    """Whether the data exists nowhere else, so that eviction must ask."""
 
 
 def folder_bound(schema: Schema, nbytes: int, disk_block: int) -> int:
@@ -139,7 +137,6 @@ class Staging:
             "draws": json.dumps(origin.draws),
             "content": facts.content,
             "digest": facts.digest,
-            "sole": int(origin.sole),
         }
         columns = ", ".join(f"{name} = :{name}" for name in row)
         family = {"ancestors": list(heir.ancestors), "together": together}
@@ -168,7 +165,6 @@ class Staging:
             "files": dict(facts.files),
             **row,
             "draws": [list(part) for part in origin.draws],
-            "sole": origin.sole,
             "url": origin.url,
             "progress": source_progress(connection, origin.source),
         }
@@ -205,8 +201,7 @@ def stage_together(
 
     def insert(connection: Connection) -> None:
         connection.executemany(
-            "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
-            " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
+            "INSERT INTO shards (id, dataset, format, state, bytes, holder, job) VALUES (?, ?, ?, 'staging', ?, ?, ?)",
             [(shard, dataset, format, bound, holder.id, job) for shard, bound in shards],
         )
 

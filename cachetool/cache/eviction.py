@@ -153,7 +153,6 @@ def _not_reached(
     """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet, ``stuck`` the
     sizes of those whose files are still there."""
     writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
-    bad = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'quarantine'")]
     why = []
     if leased.sizes:
         why.append(f"{shards_of(leased.sizes)} that go when their readers end: {'; '.join(leased.who[:3])}")
@@ -162,8 +161,6 @@ def _not_reached(
     if stuck:
         why.append(f"{shards_of(stuck)} evicted before, whose files could not be deleted yet")
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
-    if bad:
-        why.append(f"{shards_of(bad)} in quarantine")
     text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
     if leased.sizes or writing or stuck:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")

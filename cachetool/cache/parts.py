@@ -66,7 +66,7 @@ def follow(connection: Connection, source: SourceRow) -> bool:
         return False
     new = now.pass_number < source.pass_number
     if new:
-        connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
+        connection.execute("DELETE FROM claims WHERE source = ? AND NOT reopened", (source.id,))
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
         "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
@@ -100,7 +100,7 @@ def settle(
         carve(connection, now.id, now.pass_number, ((start, upto),))
         # What others have below is none of this cache's business: to it, it is done.
         connection.execute(
-            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
+            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND NOT reopened",
             (now.id, now.pass_number, start),
         )
     connection.execute(

@@ -249,8 +249,8 @@ def take_in(
 
 
 def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges) -> bool:
-    """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were lost
-    to the cache itself stay what they are."""
+    """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were
+    reopened stay what they are."""
     fresh = False
     for start, stop in ranges:
         frontier = connection.execute("SELECT frontier FROM sources WHERE id = ?", (source,)).fetchone()[0]
@@ -260,7 +260,7 @@ def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges)
             fresh = True
         rows = connection.execute(
             "DELETE FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ? AND holder IS NULL"
-            " AND lost IS NULL RETURNING start, stop",
+            " AND NOT reopened RETURNING start, stop",
             (source, pass_number, stop, start),
         ).fetchall()
         for row in rows:

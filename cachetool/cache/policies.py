@@ -45,8 +45,6 @@ class Candidate:
     """When it last served one (seconds since 1970), or was committed."""
     job: str | None = None
     """The pull that wrote it."""
-    sole: bool = False
-    """Its data exists nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,6 @@ def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | 
     """Why a shard is protected; None when it may go."""
     if dataset is not None and row.dataset != dataset:
         return "of other datasets"
-    if row.sole:
-        return "of converted samples, which no source can bring back and nothing evicts"
     if row.epochs < min_epochs:
         return f"which fewer than {min_epochs} epochs used (--min-epochs)"
     if keep_job is not None and row.job == keep_job:
@@ -137,8 +133,7 @@ def choose(
     """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
 
     Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
-    named, of the pull ``keep_job``, and those whose data exists nowhere else. Raises
-    :class:`UsageError` for an unknown policy.
+    named, and of the pull ``keep_job``. Raises :class:`UsageError` for an unknown policy.
     """
     check_policy(policy)
     free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]

@@ -41,8 +41,8 @@ Record = dict[str, Any]
 MOST_PENDING = 256
 """Ranges of open draws in a record. Of more, the smallest are left out: after a rebuild they wait for the next pass."""
 
-MOST_LOST = 64
-"""Ranges of lost draws in a record, those of the most samples: after a rebuild no more are called missing."""
+MOST_REOPENED = 64
+"""Ranges of reopened draws in a record, the largest: after a rebuild the others wait for the next pass."""
 
 
 RANGE_BYTES = 64
@@ -81,13 +81,13 @@ _SHARD = {
     "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
     "seq": (int, float), "samples": (int,), "payload": (int,), "created": (int, float), "epochs": (int,),
     "used": (int, float), "source": (str, type(None)), "turn": (int, type(None)), "draws": (list,), "content": (str,),
-    "digest": (str,), "sole": (bool,),
+    "digest": (str,),
 }  # fmt: skip
 _PROGRESS = {
     "id": (str,), "url": (str,), "options": (dict,), "identity": (str,), "dataset": (str,), "units": (int,),
     "samples": (int,), "seed": (int,), "turn": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
     "created": (int, float), "fetched": (int,), "cuts": (str,), "sequential": (int,), "whole": (int,), "past": (str,),
-    "pending": (list,),
+    "pending": (list,), "reopened": (list,),
 }  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def record_bound(schema: Sequence[Mapping[str, Any]], disk_block: int, nbytes: i
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:
-    """The row of a source, which draws of its present pass are not done, and which of any pass were lost: turn, start,
-    stop, samples; inside a transaction."""
+    """The row of a source, which draws of its present pass are not done, and which of any pass were reopened: turn,
+    start, stop; inside a transaction."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     if row is None:
         return None
@@ -139,15 +139,15 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     pending = merged((claim["start"], claim["stop"]) for claim in claims)
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
-    lost = connection.execute(
-        "SELECT turn, start, stop, lost FROM claims WHERE source = ? AND lost IS NOT NULL ORDER BY lost DESC LIMIT ?",
-        (row["id"], MOST_LOST),
+    reopened = connection.execute(
+        "SELECT turn, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
+        (row["id"], MOST_REOPENED),
     )
     return {
         **dict(row),
         "options": json.loads(row["options"]),
         "pending": pending,
-        "lost": [list(claim) for claim in lost],
+        "reopened": [list(claim) for claim in reopened],
     }
 
 

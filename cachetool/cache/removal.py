@@ -85,7 +85,7 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
     """All ready shards, or only those that some snapshot contained: a pull without an end must not throw away what
     nobody has read, or it would fetch for ever while nobody trains."""
     rows = connection.execute(
-        "SELECT id, dataset, samples, bytes, seq, epochs, used, job, sole FROM shards WHERE state = 'ready'"
+        "SELECT id, dataset, samples, bytes, seq, epochs, used, job FROM shards WHERE state = 'ready'"
         " AND (NOT ? OR since <= coalesce((SELECT value FROM meta WHERE key = 'seen'), 0))",
         (seen,),
     )
@@ -287,7 +287,7 @@ def _make_folders(connection: Connection, layout: Layout) -> None:
         if folder == layout.shards:
             row = connection.execute(
                 "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
-                " WHERE state IN ('ready', 'retiring', 'quarantine')"
+                " WHERE state IN ('ready', 'retiring')"
             ).fetchone()
             if row["shards"]:
                 raise CatalogError(

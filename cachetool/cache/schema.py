@@ -112,6 +112,7 @@ MIGRATIONS = (
         source TEXT, node TEXT, job TEXT, word TEXT, PRIMARY KEY (source, node)
     ) WITHOUT ROWID
     """,
+    "ALTER TABLE claims ADD COLUMN reopened INTEGER NOT NULL DEFAULT 0",
 )
 
 SCHEMA_VERSION = len(MIGRATIONS)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
-from cachetool.cache.draws import SourceRow, losses, positions_done, quarantined, source_row
+from cachetool.cache.draws import SourceRow, positions_done, reopened, source_row
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
@@ -239,10 +239,9 @@ class Stats:
     holders: list[dict[str, Any]]
     """Living processes that use the cache, this one apart: pid, host, what, started."""
     leases: list[dict[str, Any]]
-    quarantine: list[dict[str, Any]]
-    """Shards that are not whole and exist nowhere else: id, dataset, samples, bytes, why. No snapshot has them."""
     missing: list[dict[str, Any]]
-    """Samples that were damaged and not yet pulled again: the fields of :class:`cachetool.cache.draws.Loss`."""
+    """Draws whose samples were damaged and which the next pull fetches again: the fields of
+    :class:`cachetool.cache.draws.Reopened`."""
     evicted: int
     """Shards evicted so far."""
     evictions: list[dict[str, Any]]
@@ -331,8 +330,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                 )
                 if row["holder"] not in gone
             ],
-            quarantine=[shard for shard in quarantined(connection) if dataset in (None, shard["dataset"])],
-            missing=[asdict(loss) for loss in losses(connection) if dataset in (None, loss.dataset)],
+            missing=[asdict(draws) for draws in reopened(connection) if dataset in (None, draws.dataset)],
             evicted=sum(row["shards"] for row in evictions),
             evictions=[dict(row) for row in evictions],
             fetched=fetched,

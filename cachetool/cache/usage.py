@@ -61,9 +61,7 @@ def is_copied(catalog: Catalog, layout: Layout) -> bool:
 
 def charge_anew(connection: Connection, layout: Layout) -> None:
     """Charge every committed shard and listing what it takes on the disk where the cache lies now."""
-    for row in connection.execute(
-        "SELECT id FROM shards WHERE state IN ('ready', 'retiring', 'quarantine')"
-    ).fetchall():
+    for row in connection.execute("SELECT id FROM shards WHERE state IN ('ready', 'retiring')").fetchall():
         with contextlib.suppress(OSError):  # `verify` tells of a shard that is missing
             nbytes = tree_bytes(layout.shards / row["id"])
             connection.execute("UPDATE shards SET bytes = ? WHERE id = ?", (nbytes, row["id"]))

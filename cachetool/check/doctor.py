@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cachetool.cache.catalog import Catalog, library_version
-from cachetool.cache.draws import losses, quarantined
+from cachetool.cache.draws import reopened
 from cachetool.cache.holders import lock_states, locks_work
 from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, place_of, root_of
 from cachetool.cache.marker import look, settings
@@ -151,8 +151,7 @@ def _catalog(layout: Layout) -> list[Finding]:
             usage = measure(connection, layout)
             holders = connection.execute("SELECT id, pid, host, what, started FROM holders ORDER BY started").fetchall()
             leases = leaseholders(connection)
-            aside = list(quarantined(connection))
-            missing = losses(connection)
+            missing = reopened(connection)
             errors = connection.execute(
                 "SELECT at, text FROM events WHERE kind = 'error' ORDER BY id DESC LIMIT 1"
             ).fetchall()
@@ -187,13 +186,13 @@ def _catalog(layout: Layout) -> list[Finding]:
     if left:
         size = format_size(sum(stray.bytes for stray in left))
         findings.append(Finding("left over", "bad", f"{len(left)} files or folders, {size}; {_mended(layout)}"))
-    if aside:
-        size = format_size(sum(shard["bytes"] for shard in aside))
-        option = cache_option(layout.root)
-        text = f"{len(aside)} shards, {size}; see: cachetool verify{option}; to delete them: --repair --purge"
-        findings.append(Finding("quarantine", "note", text))
     findings += [
-        Finding("missing", "bad", f"{loss.samples} samples of {loss.url}; {_mended(layout)}") for loss in missing
+        Finding(
+            "missing",
+            "bad" if row.draws > row.tried else "note",
+            f"{row.draws} damaged draws of {row.url} will be fetched again by the next pull",
+        )
+        for row in missing
     ]
     said = settings(layout)
     if any(meta[name] != value for name, value in said.items()):

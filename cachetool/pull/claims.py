@@ -196,14 +196,14 @@ class Own:
         source: str,
         most: int,
         follow: bool = False,
-        lost: bool = False,
+        reopened: bool = False,
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
     ) -> None:
         self._cache, self._open, self._job = cache, open, job
         self.most = most
         """Draws of a claim."""
-        self._follow, self._lost, self._note = follow, lost, note
+        self._follow, self._reopened, self._note = follow, reopened, note
         self._holder = cache.holder.id if holder is None else holder
         self._source = source
         self.samples: Source | None = None
@@ -241,16 +241,14 @@ class Own:
                 if self._follow and not is_idle:
                     draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
-            if self._follow or not (self._row.complete or left == 0 or self._lost):
+            if self._follow or not (self._row.complete or left == 0 or self._reopened):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                 return 2.0 if is_idle else 0.2
             return None
         return None
 
     def ahead(self) -> Claim | None:
-        """As :meth:`Claims.ahead`. Of what was lost there is none: each claim of that decides what is left of it."""
-        if self._lost:
-            return None
+        """As :meth:`Claims.ahead`."""
         assert self.samples is not None
         with self._cache.catalog.write() as connection:
             now = draws.source_row(connection, self._source)
@@ -262,7 +260,7 @@ class Own:
 
     def _claim(self, connection: Connection) -> Claim | None:
         claim = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, lost=self._lost
+            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, reopened=self._reopened
         )
         if claim is not None and self._note is not None:
             self._note(connection, claim)
@@ -278,7 +276,7 @@ class Own:
 
     def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
-        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
+        # Of an earlier pass: reopened draws. The present pass goes around them, so nobody else has them.
         return (
             self.cached.among(units)
             if claim.pass_number == claim.source.pass_number
@@ -399,5 +397,5 @@ def claim_json(claim: Claim) -> dict[str, object]:
         "start": claim.start,
         "stop": claim.stop,
         "source": claim.source.to_json(),
-        "lost": claim.lost,
+        "reopened": claim.reopened,
     }

@@ -142,7 +142,7 @@ class WorkerArguments:
     room: Message
     """Arguments of :class:`~cachetool.cache.Room`."""
     follow: bool
-    lost: bool
+    reopened: bool
     skip_bad: bool
     pace: Message | None
     """Arguments of :class:`RateLimit`."""
@@ -206,7 +206,7 @@ class PullJob:
             per_unit=self.per_unit,
             room=asdict(replace(options.room, job=job)),
             follow=options.follow,
-            lost=options.lost,
+            reopened=options.reopened,
             skip_bad=options.on_error == "skip",
             pace=self.pace,
             first_shard_in=None if after is None else max(0.0, after - (time.monotonic() - self.began)),

@@ -65,8 +65,8 @@ class PullOptions:
     """Seconds to wait for room that readers hold."""
     renew: float | str = 0.1
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
-    lost: bool = False
-    """Only what was there and was lost, which any pull draws first."""
+    reopened: bool = False
+    """Only the reopened draws, which any pull draws first."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
 
@@ -77,7 +77,7 @@ class PullOptions:
         Raises :class:`UsageError` also for a name that is none.
         """
         source = {option.name: given.pop(option.name) for option in fields(SourceOptions) if option.name in given}
-        names = [option.name for option in fields(cls) if option.name not in ("source", "lost")]
+        names = [option.name for option in fields(cls) if option.name not in ("source", "reopened")]
         if unknown := set(given) - set(names):
             names += [option.name for option in fields(SourceOptions)]
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(names)}")

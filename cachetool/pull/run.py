@@ -120,7 +120,7 @@ def pull(
         else:
             engine.dismiss()
             result = nodes.draw(cache, plan, report)
-        if not options.lost:
+        if not options.reopened:
             result = _checked(cache, id, result)
         result = replace(result, left_out=prepared.left_out)
         if change is None:
@@ -251,7 +251,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
     endless = options.follow or not source.complete
     workers = options.workers if endless else max(1, min(options.workers, -(-count // plan.per_shard)))
     root = str(cache.root.resolve())
-    tasks = [plan.task(root, job)] * workers if count or endless else []
+    tasks = [plan.task(root, job)] * workers if count or endless or options.reopened else []
     if not source.complete:
         tasks.append(_listing(cache, plan.url, options, plan.id))
     reports = WorkerReports()
@@ -308,7 +308,7 @@ def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
         holder.register(connection)
         return draws.open_job(
             connection, plan.id, holder=holder.id, wanted=plan.wanted, seed=options.seed, room=options.room,
-            next_pass=not options.lost,
+            next_pass=not options.reopened,
         )  # fmt: skip
 
     return edged(cache.catalog, cache.layout, begin)
@@ -346,7 +346,7 @@ def _watched(
 def _stopped(options: PullOptions, share: str, why: str, *, evicted: int, cap: int | None) -> CapBlocked:
     """The error of a pull that came to ``share`` of its samples; ``cap`` would hold all."""
     larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
-    renewed = "" if options.lost else ", or let --follow renew what this cap holds"
+    renewed = "" if options.reopened else ", or let --follow renew what this cap holds"
     went = f", for which {counted(evicted, 'older shard')} went" if evicted else ""
     return CapBlocked(f"stopped at the cap with {share} samples{went}: {why};\n{larger}{renewed}")
 

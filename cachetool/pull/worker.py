@@ -99,5 +99,6 @@ def _claims(channel: Asking, cache: CacheDir, task: WorkerArguments) -> Claims:
     if task.handed:
         return Handed(channel, opened, job=task.job, most=task.units_per_shard)
     return Own(
-        cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow, lost=task.lost,
+        cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow,
+        reopened=task.reopened,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.cache import CacheDir, Origin, Room, SourceRow, draws, open_cache
+from cachetool.cache import CacheDir, Room, SourceRow, draws, open_cache
 from cachetool.cache.draws import close_job
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall, UsageError
 from cachetool.core.names import Id
@@ -99,18 +99,6 @@ def test_the_numbers_and_the_command_of_a_full_cache_agree_and_help(cache: Cache
 
     cache.evict(target)
     put(200_000)
-
-
-def test_a_cache_full_of_what_nothing_evicts_proposes_no_eviction(cache: CacheDir, put: Put) -> None:
-    while cache.max_size - cache.usage().total > 270_000:
-        put(200_000, origin=Origin(sole=True))
-    count = len(cache.shards())
-    with pytest.raises(CapBlocked) as caught:
-        put(250_000, room=Room(evict=True, wait=0))
-
-    text = str(caught.value)
-    assert re.search(rf"{count} shards \([0-9.]+ MB\) of converted samples, which no source can bring back", text)
-    assert text.endswith(";\nraise --max-size")
 
 
 def test_a_minimum_counts_that_the_catalog_is_about_to_grow(cache: CacheDir, root: Path) -> None:

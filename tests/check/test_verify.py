@@ -114,9 +114,9 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert [(p["shard"], p["file"], p["action"]) for p in document["problems"]] == [(shard, "data.h5", None)]
 
     ran = run("verify", "--cache", root, "--repair", "--no-repull")
-    assert ran.returncode == 5, "10 samples are missing now"
+    assert ran.returncode == 5, "10 draws are still to be fetched"
     assert "10 draws of" in ran.stdout
-    assert f"10 samples of {objects} are missing" in ran.stdout
+    assert f"10 damaged draws of {objects} will be fetched again by the next pull" in ran.stdout
     assert "pulled" not in ran.stdout
     assert len(keys(root)) == 40
     with open_cache(root) as cache:
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert ran.returncode == 0, ran
     assert shard in ran.stdout
     assert "10 draws of" in ran.stdout
-    assert "10 pulled" in ran.stdout
+    assert "10 samples pulled again" in ran.stdout
     assert keys(root) == before
     assert run("verify", "--cache", root).returncode == 0
 
@@ -141,20 +141,20 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
         ran = run("verify", "--cache", root, "--repair")
         assert ran.returncode == 5
         why = f"there is no file or folder '{objects}'"
-        assert f"10 samples of {objects} are missing and could not be pulled again: {why}" in ran.stdout
-        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 samples missing")
+        waiting = f"10 damaged draws of {objects} will be fetched again by the next pull"
+        assert f"{waiting}, and could not be now: {why}" in ran.stdout
+        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 draws to be fetched again")
         assert "--repair" in ran.stderr
-        assert "--purge" in ran.stderr
 
         ran = run("verify", "--cache", root)
         assert ran.returncode == 5
-        assert f"10 samples of {objects} are missing; the last error of that source: {why}" in ran.stdout
+        assert f"{waiting}; the last error of that source: {why}" in ran.stdout
         assert "run: cachetool verify --repair" in ran.stderr
-        assert f"10 samples of {objects} are missing; " in run("stats", "--cache", root).stdout
+        assert waiting in run("stats", "--cache", root).stdout
         assert by_name(root)["missing"].state == "bad"
         ran = run("verify", "--cache", root, "--repair", "--json")
         assert ran.returncode == 5
-        assert [(m["source"], m["samples"]) for m in json.loads(ran.stdout)["missing"]] == [(str(objects), 10)]
+        assert [(m["source"], m["draws"]) for m in json.loads(ran.stdout)["missing"]] == [(str(objects), 10)]
         with open_cache(root) as cache:
             assert cache.stats().sources[0]["drawn"] == 40
             assert cache.stats().errors[0]["kind"] in ("error", "corrupt")
