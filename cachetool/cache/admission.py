@@ -166,7 +166,7 @@ def _reserve(
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
         )
-        retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
+        retire(connection, victims, reason="room", policy=room.policy, job=room.job)
     trash = sweep(connection, holder)
     writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
     return _Shortage(

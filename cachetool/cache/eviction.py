@@ -55,7 +55,7 @@ def evict_to(
     recover(catalog, layout, lambda: own)
     with catalog.write() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
-        retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
+        retire(connection, plan, reason="evict", policy=policy)
         trash = sweep_all(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:

@@ -8,6 +8,7 @@ How room may be made is a value that travels from the command line to admission 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,13 @@ POLICIES: dict[str, Callable[[Candidate], tuple[Any, ...]]] = {
 """Name to sort key; the smallest key goes first."""
 
 
+def _value(row: Candidate, policy: str) -> str:
+    """The value of a shard by which the policy chose it, in words."""
+    if policy == "lru":
+        return f"last used {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row.used))}"
+    return {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
+
+
 def policy_names() -> tuple[str, ...]:
     """The names that ``--policy`` takes."""
     return tuple(POLICIES)
@@ -142,8 +150,7 @@ def choose(
         if excess <= 0:
             break
         excess -= row.bytes
-        why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
-        victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {why}"))
+        victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {_value(row, policy)}"))
     return victims
 
 

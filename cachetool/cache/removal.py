@@ -92,16 +92,19 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
     return [Candidate(*row) for row in rows]
 
 
-def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str, job: str | None = None) -> int:
+def retire(
+    connection: Connection, chosen: Sequence[str | Victim], *, reason: str, policy: str, job: str | None = None
+) -> int:
     """Take ready shards out of every snapshot to come, and count them as evicted, for the pull ``job`` if they go for
     one; inside a transaction.
 
     ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for) or ``corrupt``. Raises the version once,
     and gives it.
     """
-    version = bump(connection) if ids else 0
+    version = bump(connection) if chosen else 0
     now = time.time()
-    for shard in ids:
+    for each in chosen:
+        shard, why = (each.id, each.reason) if isinstance(each, Victim) else (each, policy)
         row = connection.execute(
             "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'"
             " RETURNING dataset, samples, bytes",
@@ -109,7 +112,7 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
         ).fetchone()
         if row is None:
             continue
-        event(connection, now, "evict", shard, f"{reason}, {policy}")
+        event(connection, now, "evict", shard, f"{reason}, {why}")
         connection.execute(
             "INSERT INTO evictions VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT (dataset, reason, policy) DO UPDATE SET"
             " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",

@@ -59,8 +59,10 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
         min_epochs=job["min_epochs"],
         keep_job=job["id"] if job["keep_own"] else None,
     )
-    chosen = [victim.id for victim in victims][: max(0, ready - 1)]
-    return retire(connection, chosen, reason="renewal", policy=job["policy"], job=job["id"]) or current
+    return (
+        retire(connection, victims[: max(0, ready - 1)], reason="renewal", policy=job["policy"], job=job["id"])
+        or current
+    )
 
 
 def _holding_back(connection: Connection, dataset: str, renew: float, lack: int) -> int | None:

@@ -215,6 +215,8 @@ class Stats:
     """Of it, upper bounds of shards being written."""
     listings: int
     overhead: int
+    charged: dict[str, int]
+    """What is charged, row by row: the fields of :class:`cachetool.cache.usage.Usage`, whose sum is ``used``."""
     free_disk: int
     """Free bytes of the disk the cache is on."""
     min_free: int
@@ -303,6 +305,7 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             reserved=usage.reserved,
             listings=usage.listings,
             overhead=usage.overhead,
+            charged=usage.rows(),
             free_disk=layout.free_disk(),
             min_free=meta["min_free"],
             shards=sum(entry["shards"] for entry in datasets),

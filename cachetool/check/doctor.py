@@ -19,10 +19,11 @@ from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, pl
 from cachetool.cache.marker import look, settings
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
-from cachetool.cache.usage import is_copied, measure
+from cachetool.cache.usage import WORDS, is_copied, measure
 from cachetool.core.errors import CatalogError
 from cachetool.core.units import format_size
 from cachetool.proc.disk import ALLOW, DISK_BLOCK, file_system, is_network, refused_in
+from cachetool.proc.folders import tree_bytes
 
 __all__ = ["Finding", "examine"]
 
@@ -170,6 +171,10 @@ def _catalog(layout: Layout) -> list[Finding]:
             f" reserved, {format_size(meta['min_free'])} of the disk kept free",
         ),
     ]
+    findings += [
+        Finding("charged", "ok", f"{format_size(size)}: {WORDS[name]}") for name, size in usage.rows().items() if size
+    ]
+    findings.append(Finding("on disk", "ok", f"{format_size(tree_bytes(layout.root))} in all files and folders"))
     if copied:
         text = f"the cache came from a disk with other blocks; {_NEXT_COUNTS}"
         findings.append(Finding("cap", "note", text))

@@ -127,6 +127,7 @@ def _plain_file(path: Path) -> Path:
 def _print(out: Output, figures: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
     _print_fill(out, figures)
+    _print_charged(out, figures["charged"])
     _print_datasets(out, figures["datasets"])
     _print_sources(out, figures["sources"])
     _print_pulls(out, figures["pulls"])
@@ -149,6 +150,13 @@ def _print_fill(out: Output, figures: dict[str, Any]) -> None:
     out.line(
         f"{count(figures['evicted'], 'shard')} evicted so far, {format_size(figures['free_disk'])} of disk free{floor}"
     )
+
+
+def _print_charged(out: Output, charged: Mapping[str, int]) -> None:
+    """What the cap is charged with, so that it can be compared with ``du``."""
+    from cachetool.cache.usage import WORDS
+
+    out.table(["charged for", ">bytes"], [(WORDS[name], format_size(size)) for name, size in charged.items() if size])
 
 
 def _print_datasets(out: Output, datasets: Sequence[Mapping[str, Any]]) -> None:

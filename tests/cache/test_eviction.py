@@ -185,3 +185,16 @@ def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, m
 
     with pytest.raises(CapBlocked, match=r"stay:\n1 shard \(.* kB\) evicted before, whose files could not be deleted"):
         cache.evict(empty_size(cache))
+
+
+def test_lru_says_by_which_time_it_chose_in_the_plan_and_in_the_event(cache: CacheDir, put: Put) -> None:
+    old, new = put(), put()
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE shards SET used = 1e9 WHERE id = ?", (new,))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+
+    (victim,) = cache.evict(cache.usage().total - 1, policy="lru").plan
+    assert (victim.id, victim.reason) == (new, f"lru: last used {when}")
+    (event,) = [event for event in cache.stats().events if event["kind"] == "evict"]
+    assert (event["subject"], event["text"]) == (new, f"evict, lru: last used {when}")
+    assert [shard.id for shard in cache.shards()] == [old]

@@ -147,3 +147,20 @@ def test_shards_whose_folder_somebody_deleted_are_counted_as_gone(cache: CacheDi
         assert held.shards[0].path.exists(), "what is retiring is no more gone than what is ready"
         assert cache.stats().gone == cache.stats("default").gone == 1
         assert cache.stats("other").gone == 0
+
+
+def test_what_the_cap_is_charged_with_is_told_row_by_row(cache: CacheDir, put: Put) -> None:
+    put()
+    staging = cache.stage(dataset="default", schema=cache.schema("default"), format="lmdb", bound=50_000)
+    with staging, cache.snapshot():
+        going = put()
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE shards SET state = 'retiring', until = 99 WHERE id = ?", (going,))
+        stats = cache.stats()
+        rows = {row["id"]: row["bytes"] for row in cache.catalog.rows("SELECT id, bytes FROM shards")}
+    charged = stats.charged
+    assert sum(charged.values()) == stats.used
+    assert charged["retiring"] == rows[going]
+    assert charged["reserved"] == rows[staging.id] == stats.reserved
+    assert charged["ready"] == sum(rows.values()) - rows[going] - rows[staging.id]
+    assert stats.overhead == stats.used - sum(rows.values()) - charged["listings"]

@@ -226,6 +226,10 @@ def test_doctor_finds_nothing_wrong_and_changes_nothing(root: Path) -> None:
     found = by_name(root)
 
     assert {finding.state for finding in found.values()} == {"ok"}
+    charged = [finding.text.partition(": ")[2] for finding in examine(root) if finding.what == "charged"]
+    assert charged[0] == "shards"
+    assert "catalog, as large as it may grow" in charged
+    assert found["on disk"].text.endswith(" in all files and folders")
     assert "journal mode persist" in found["SQLite"].text
     assert "keeps another out" in found["locks"].text
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
