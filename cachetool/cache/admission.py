@@ -154,7 +154,7 @@ def _reserve(
     if evict:
         # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
         connection.execute(
-            "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
+            "UPDATE jobs SET bytes_wanted = :need WHERE id = :job AND bytes_wanted < :need",
             {"need": wanted, "job": room.job},
         )
     # Those who read let go of the share that was asked for.
@@ -236,7 +236,7 @@ def _who(catalog: Catalog, room: Room, shortage: _Shortage) -> str:
 
 
 def _meta(connection: Connection, key: str) -> int:
-    return int(connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+    return int(connection.execute(f"SELECT {key} FROM cache").fetchone()[0])
 
 
 def _catalog_growth(connection: Connection) -> int:
@@ -254,5 +254,5 @@ def allow_growth(connection: Connection) -> None:
 
 def _double_page_limit(connection: Connection) -> None:
     limit = 2 * _meta(connection, "pages")
-    connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (limit,))
+    connection.execute("UPDATE cache SET pages = ?", (limit,))
     connection.execute(f"PRAGMA max_page_count = {limit}")

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from cachetool.cache import history
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
-from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.policies import Room
@@ -133,7 +133,7 @@ class Staging:
             "epochs": heir.epochs,
             "used": heir.used,
             "source": origin.source,
-            "turn": origin.pass_number,
+            "pass_number": origin.pass_number,
             "draws": json.dumps(origin.draws),
             "content": facts.content,
             "digest": facts.digest,
@@ -256,9 +256,10 @@ def commit_together(
         for (staging, facts, origin), heir in zip(parts, heirs, strict=True):
             staging.ready(connection, facts, origin, heir, together)
         trash = sweep(connection, holder) if replaces else []
-        note_point(connection, layout)
+        point = history.due_point(connection, layout)
     for staging, _, _ in parts:
         staging._open = False
+    history.write(layout, point=point)
     delete_trash(catalog, layout, trash, edge=True)
     return [staging.id for staging, _, _ in parts]
 

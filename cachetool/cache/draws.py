@@ -67,11 +67,11 @@ Pass = tuple[int, int, tuple[int, ...]]
 """What the positions of a pass are of: its number, units, cuts."""
 
 
-OF_NODE = "id LIKE 'over-%'"
+OF_NODE = "over IS NOT NULL"
 """Of a job: it is a node's part of a pull over several."""
 
 
-_COLUMNS = {"pass_number": "turn", "complete": "whole"}
+_COLUMNS = {"cuts": "segments"}
 """Fields of :class:`SourceRow` whose column has another name."""
 
 
@@ -107,12 +107,12 @@ class SourceRow:
     def of(cls, row: Row) -> SourceRow:
         """From a row of the table."""
         values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
-        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["cuts"]))}
+        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["segments"]))}
         values["id"] = Id(row["id"])
         values["past"] = tuple(
             (pass_number, units, tuple(cuts)) for pass_number, units, cuts in json.loads(row["past"])
         )
-        return cls(**values | {"sequential": bool(row["sequential"]), "complete": bool(row["whole"])})
+        return cls(**values | {"sequential": bool(row["sequential"]), "complete": bool(row["complete"])})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -156,7 +156,7 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
     columns = {
         **{_COLUMNS.get(name, name): value for name, value in asdict(row).items()},
         "options": json.dumps(dict(row.options)),
-        "cuts": json.dumps(row.cuts),
+        "segments": json.dumps(row.cuts),
         "past": json.dumps(row.past),
         "bytes": nbytes,
         "created": time.time(),
@@ -197,12 +197,17 @@ class Job:
         return None if self.wanted is None else self.wanted - self.committed
 
 
-def add_job(connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room) -> None:
-    """Enter a pull of ``source``, which lives as long as its holder."""
+def add_job(
+    connection: Connection, job: str, source: str, *, holder: str, wanted: int | None, room: Room,
+    over: str | None = None,
+) -> None:  # fmt: skip
+    """Enter a pull of ``source``, which lives as long as its holder; ``over``: the pull over several nodes that it is a
+    part of."""
     row = {
         "id": job,
         "holder": holder,
         "source": source,
+        "over": over,
         "wanted": wanted,
         "committed": 0,
         "skipped": 0,
@@ -211,7 +216,7 @@ def add_job(connection: Connection, job: str, source: str, *, holder: str, wante
         "policy": room.policy,
         "min_epochs": room.min_epochs,
         "keep_own": int(room.keep_own),
-        "hungry": 0,
+        "bytes_wanted": 0,
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO jobs ({names}) VALUES ({marks})", row)
@@ -291,21 +296,21 @@ def claim(
         return min(limit, start + budget, stop if stop_at is None else stop_at(pass_number, start, stop))
 
     row = connection.execute(
-        "SELECT id, turn, start, stop, reopened FROM claims WHERE source = ? AND holder IS NULL AND tried IS NOT ?"
-        " ORDER BY reopened DESC, turn, start LIMIT 1",
+        "SELECT id, pass_number, start, stop, reopened FROM claims"
+        " WHERE source = ? AND holder IS NULL AND tried IS NOT ? ORDER BY reopened DESC, pass_number, start LIMIT 1",
         (source.id, job),
     ).fetchone()
     if reopened and not (row and row["reopened"]):
         return None
     if row is not None:
-        start, stop = row["start"], end(row["turn"], row["start"], row["stop"])
+        start, stop = row["start"], end(row["pass_number"], row["start"], row["stop"])
         connection.execute(
             "UPDATE claims SET stop = ?, holder = ?, job = ?, tried = NULL WHERE id = ?", (stop, holder, job, row["id"])
         )
         again = bool(row["reopened"])
         if stop < row["stop"]:
-            _insert(connection, source, stop, row["stop"], reopened=again, pass_number=row["turn"])
-        return Claim(row["id"], row["turn"], start, stop, source, reopened=again)
+            _insert(connection, source, stop, row["stop"], reopened=again, pass_number=row["pass_number"])
+        return Claim(row["id"], row["pass_number"], start, stop, source, reopened=again)
     start = source.frontier
     if start >= source.units:
         return None
@@ -365,7 +370,8 @@ def _insert(
     tried: str | None = None,
 ) -> int:
     cursor = connection.execute(
-        "INSERT INTO claims (source, turn, start, stop, holder, job, reopened, tried) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO claims (source, pass_number, start, stop, holder, job, reopened, tried)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
             source.id,
             source.pass_number if pass_number is None else pass_number,
@@ -393,10 +399,10 @@ def begin_next_pass(connection: Connection, source: str) -> bool:
     connection.execute("DELETE FROM claims WHERE source = ?", (source,))  # tried in vain: this pass tries once more
     past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.cuts)])
     connection.execute(
-        "UPDATE sources SET turn = turn + 1, frontier = 0, skipped = 0, cuts = '[]', past = ? WHERE id = ?",
+        "UPDATE sources SET pass_number = pass_number + 1, frontier = 0, skipped = 0, segments = '[]', past = ?,"
+        " began_at_moves = (SELECT moves FROM cache) WHERE id = ?",
         (json.dumps(past), source),
     )
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"turned:{source}", _moves(connection)))
     connection.execute("UPDATE jobs SET skipped = 0 WHERE source = ?", (source,))
     event(connection, time.time(), "turn", row.url, f"pass {row.pass_number + 2} begins", dataset=row.dataset)
     return True
@@ -405,14 +411,9 @@ def begin_next_pass(connection: Connection, source: str) -> bool:
 def idle(connection: Connection, source: str) -> bool:
     """Whether nothing came into the cache or went since the present pass began: when it is at its end, the next would
     bring nothing either. What is left out by ``--on-error skip`` is in no shard, and would be fetched for ever."""
-    row = connection.execute("SELECT value FROM meta WHERE key = ?", (f"turned:{source}",)).fetchone()
-    return row is not None and int(row[0]) == _moves(connection)
-
-
-def _moves(connection: Connection) -> int:
-    """A number that every commit and every eviction raises."""
-    query = "SELECT (SELECT value FROM meta WHERE key = 'seq') + (SELECT coalesce(sum(shards), 0) FROM evictions)"
-    return int(connection.execute(query).fetchone()[0])
+    query = "SELECT began_at_moves IS (SELECT moves FROM cache) FROM sources WHERE id = ?"
+    row = connection.execute(query, (source,)).fetchone()
+    return row is not None and bool(row[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,23 +435,26 @@ def copies(connection: Connection, source: str, *, but: int | None = None) -> li
     """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
     these."""
     rows = connection.execute(
-        "SELECT id, turn, draws FROM shards WHERE source = :source AND state = 'ready' AND turn IS NOT :but"
-        " UNION ALL SELECT shard, turn, draws FROM placed WHERE source = :source AND turn IS NOT :but",
+        "SELECT id, pass_number, draws FROM shards"
+        " WHERE source = :source AND state = 'ready' AND pass_number IS NOT :but UNION ALL"
+        " SELECT shard, pass_number, draws FROM placed WHERE source = :source AND pass_number IS NOT :but",
         {"source": source, "but": but},
     )
-    return [Copies(row["id"], row["turn"], row["draws"]) for row in rows]
+    return [Copies(row["id"], row["pass_number"], row["draws"]) for row in rows]
 
 
 def promised(connection: Connection, source: str) -> list[Copies]:
     """Open draws of earlier passes, which are drawn again as such, each by one claim: to the present pass they are as
     good as there, else it would bring them too."""
     rows = connection.execute(
-        "SELECT c.id, c.turn, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
-        " WHERE c.source = ? AND c.turn <> s.turn",
+        "SELECT c.id, c.pass_number, c.start, c.stop FROM claims c JOIN sources s ON s.id = c.source"
+        " WHERE c.source = ? AND c.pass_number <> s.pass_number",
         (source,),
     )
     return [
-        Copies(f"claim {row['id']} {row['start']} {row['stop']}", row["turn"], f"[[{row['start']}, {row['stop']}]]")
+        Copies(
+            f"claim {row['id']} {row['start']} {row['stop']}", row["pass_number"], f"[[{row['start']}, {row['stop']}]]"
+        )
         for row in rows
     ]
 
@@ -458,7 +462,9 @@ def promised(connection: Connection, source: str) -> list[Copies]:
 def still_there(connection: Connection, source: str, passes: Sequence[Pass]) -> list[Pass]:
     """Those of ``passes`` of which there are ready shards, or open draws."""
     left = {copy.pass_number for copy in copies(connection, source)}
-    left |= {row["turn"] for row in connection.execute("SELECT turn FROM claims WHERE source = ?", (source,))}
+    left |= {
+        row["pass_number"] for row in connection.execute("SELECT pass_number FROM claims WHERE source = ?", (source,))
+    }
     return [candidate for candidate in passes if candidate[0] in left]
 
 

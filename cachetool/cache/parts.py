@@ -20,19 +20,15 @@ from cachetool.core.errors import CatalogError, UsageError
 __all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
 
 
-_OVER = "over-"
-
-
 def identity(connection: Connection) -> int:
-    """A number by which this cache is known from any other, wherever it is reached from; made at its first use."""
-    connection.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (secrets.randbits(62),))
-    return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
+    """A number by which this cache is known from any other, wherever it is reached from."""
+    return int(connection.execute("SELECT identity FROM cache").fetchone()[0])
 
 
 def part_of(job: str) -> str:
     """The id of a node's job for its part of the pull ``job`` over several. Another one each time that it takes part:
     what it began before it was cut off from that pull commits nothing once it is back."""
-    return f"{_OVER}{job}.{secrets.token_hex(4)}"
+    return f"{job}.{secrets.token_hex(4)}"
 
 
 def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *, holder: str, room: Room) -> None:
@@ -46,8 +42,8 @@ def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *
         raise UsageError(
             f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
         )
-    add_job(connection, part, source.id, holder=holder, wanted=None, room=room)
     before = part.partition(".")[0]
+    add_job(connection, part, source.id, holder=holder, wanted=None, room=room, over=before)
     connection.execute("UPDATE shards SET job = ? WHERE job >= ? AND job < ?", (part, f"{before}.", f"{before}/"))
     if follow(connection, source):
         bump(connection)
@@ -69,7 +65,7 @@ def follow(connection: Connection, source: SourceRow) -> bool:
         connection.execute("DELETE FROM claims WHERE source = ? AND NOT reopened", (source.id,))
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
-        "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
+        "UPDATE sources SET pass_number = ?, segments = ?, past = ?, complete = ? WHERE id = ?",
         (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.complete, source.id),
     )
     return True
@@ -100,7 +96,7 @@ def settle(
         carve(connection, now.id, now.pass_number, ((start, upto),))
         # What others have below is none of this cache's business: to it, it is done.
         connection.execute(
-            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND NOT reopened",
+            "DELETE FROM claims WHERE source = ? AND pass_number = ? AND stop <= ? AND holder IS NULL AND NOT reopened",
             (now.id, now.pass_number, start),
         )
     connection.execute(
@@ -112,17 +108,18 @@ def settle(
 def ready_shards(connection: Connection, source: str) -> list[Placed]:
     """The shards of a source that snapshots to come contain, without copies of them."""
     rows = connection.execute(
-        "SELECT id, turn, draws, samples, payload, job FROM shards WHERE source = ? AND state = 'ready' ORDER BY seq",
+        "SELECT id, pass_number, draws, samples, payload, job FROM shards"
+        " WHERE source = ? AND state = 'ready' ORDER BY seq",
         (source,),
     )
     return [
         Placed(
             row["id"],
-            row["turn"],
+            row["pass_number"],
             tuple((start, stop) for start, stop in json.loads(row["draws"])),
             row["samples"],
             row["payload"],
-            str(row["job"]).removeprefix(_OVER).partition(".")[0] if str(row["job"]).startswith(_OVER) else None,
+            row["job"].partition(".")[0] if "." in (row["job"] or "") else None,
         )
         for row in rows
     ]

@@ -167,7 +167,12 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
         records.shards.append(value)
     for path in layout.listings.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # then the shards alone must do
-            records.learn(unseal(path))
+            value = unseal(path)
+            Schema.from_json(value["schema"])
+            records.schemas.setdefault(
+                value["dataset"], (value["declared"] or value.get("created", 0.0), value["schema"])
+            )
+            records.learn(value)
     return records
 
 
@@ -193,7 +198,7 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
             continue
         lineages.update(value.get("ancestors", ()))
         ranges = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
-        others = draws_by_pass.setdefault((value["source"], value["turn"]), [])
+        others = draws_by_pass.setdefault((value["source"], value["pass_number"]), [])
         doubled = any(start < b and a < stop for start, stop in ranges for a, b in others)
         if doubled or value["lineage"] in lineages:
             superseded.append(Id(value["id"]))
@@ -228,23 +233,26 @@ def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[st
     with catalog.write() as connection:
         newest = max([at[0] for at, _ in records.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
-        for key, number in {"version": newest + 1, "seq": last}.items():
-            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, number))
+        connection.execute("UPDATE cache SET version = ?, next_seq = ?", (newest + 1, last + 1))
         for name, (declared, schema) in records.schemas.items():
-            connection.execute("INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema), declared))
+            connection.execute(
+                "INSERT INTO datasets (name, schema, created) VALUES (?, ?, ?)", (name, json.dumps(schema), declared)
+            )
         connection.executemany(
             "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
-            " used, source, turn, draws, content, digest, lineage) VALUES (:id, :seq, :dataset, :format, 'ready',"
-            " :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :turn, :draws, :content, :digest,"
-            " :lineage)",
+            " used, source, pass_number, draws, content, digest, lineage) VALUES (:id, :seq, :dataset, :format,"
+            " 'ready', :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :pass_number, :draws,"
+            " :content, :digest, :lineage)",
             _rows(layout, kept),
         )
         for _, progress in records.progress.values():
-            _add_progress(connection, layout, records, progress, kept)
+            if progress["dataset"] in records.schemas:
+                _add_progress(connection, layout, records, progress, kept)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
     for path in beside:
         layout.remove(path)
+    layout.remove(layout.history)
     # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
@@ -260,16 +268,18 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
     """A source's row, and its open draws: those of the newest record without those of shards that are here."""
     frontier, pending = open_draws(progress, kept)
     listing = layout.listing(Id(progress["id"]))
-    schema = records.schemas.get(progress["dataset"], (0.0, []))[1]
+    schema = records.schemas[progress["dataset"]][1]
     columns = {column["name"] for column in connection.execute("PRAGMA table_info(sources)")}
     row = {name: value for name, value in progress.items() if name in columns} | {
         "frontier": frontier,
+        "began_at_moves": None,
+        "served": 0,
         "options": json.dumps(progress["options"]),
         "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema, layout.disk_block),
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
-    present = progress["turn"]
+    present = progress["pass_number"]
     reopened = [
         (number, start, stop)
         for number, *draws in progress["reopened"]
@@ -277,7 +287,7 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
     ]
     fresh = without(pending, [(start, stop) for number, start, stop in reopened if number == present])
     connection.executemany(
-        "INSERT INTO claims (source, turn, start, stop, reopened) VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO claims (source, pass_number, start, stop, reopened) VALUES (?, ?, ?, ?, ?)",
         [(progress["id"], *claim, 1) for claim in reopened]
         + [(progress["id"], present, start, stop, 0) for start, stop in fresh],
     )
@@ -286,7 +296,7 @@ def _add_progress(connection: Connection, layout: Layout, records: Found, progre
 def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
     """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
     of shards that are here."""
-    here = _draws_in_shards(kept, progress["id"], progress["turn"])
+    here = _draws_in_shards(kept, progress["id"], progress["pass_number"])
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
     return frontier, without(pending, here)
@@ -294,5 +304,7 @@ def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list
 
 def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
     """The draws of a pass that are in shards."""
-    draws_of_pass = (value["draws"] for value in kept if value["source"] == source and value["turn"] == pass_number)
+    draws_of_pass = (
+        value["draws"] for value in kept if value["source"] == source and value["pass_number"] == pass_number
+    )
     return [(start, stop) for draws in draws_of_pass for start, stop in draws]

@@ -80,14 +80,14 @@ _RECORD: Mapping[str, tuple[type, ...]] = {"layout": (int,), "since": (int,), "p
 _SHARD = {
     "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
     "seq": (int, float), "samples": (int,), "payload": (int,), "created": (int, float), "epochs": (int,),
-    "used": (int, float), "source": (str, type(None)), "turn": (int, type(None)), "draws": (list,), "content": (str,),
-    "digest": (str,),
+    "used": (int, float), "source": (str, type(None)), "pass_number": (int, type(None)), "draws": (list,),
+    "content": (str,), "digest": (str,),
 }  # fmt: skip
 _PROGRESS = {
     "id": (str,), "url": (str,), "options": (dict,), "identity": (str,), "dataset": (str,), "units": (int,),
-    "samples": (int,), "seed": (int,), "turn": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
-    "created": (int, float), "fetched": (int,), "cuts": (str,), "sequential": (int,), "whole": (int,), "past": (str,),
-    "pending": (list,), "reopened": (list,),
+    "samples": (int,), "seed": (int,), "pass_number": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
+    "created": (int, float), "fetched": (int,), "segments": (str,), "sequential": (int,), "complete": (int,),
+    "past": (str,), "pending": (list,), "reopened": (list,),
 }  # fmt: skip
 
 
@@ -133,14 +133,14 @@ def source_progress(connection: Connection, source: str | None) -> Record | None
     if row is None:
         return None
     claims = connection.execute(
-        "SELECT start, stop FROM claims WHERE source = ? AND turn = ? ORDER BY start",
-        (row["id"], row["turn"]),
+        "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ? ORDER BY start",
+        (row["id"], row["pass_number"]),
     )
     pending = merged((claim["start"], claim["stop"]) for claim in claims)
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
     reopened = connection.execute(
-        "SELECT turn, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
+        "SELECT pass_number, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
         (row["id"], MOST_REOPENED),
     )
     return {
@@ -211,11 +211,13 @@ def write_source_record(connection: Connection, layout: Layout, source: str) -> 
     progress = source_progress(connection, source)
     if progress is None:
         return
-    version = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0]
+    dataset = connection.execute("SELECT * FROM datasets WHERE name = ?", (progress["dataset"],)).fetchone()
+    about = {"dataset": dataset["name"], "declared": dataset["created"], "schema": json.loads(dataset["schema"])}
+    version = connection.execute("SELECT version FROM cache").fetchone()[0]
     path = layout.record(Id(source))
     aside = path.with_name(f"{path.name}.new")
     layout.remove(aside)
-    write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, "progress": progress}))
+    write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, **about, "progress": progress}))
     os.replace(aside, path)
     fsync_folder(layout.listings)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetool.cache import history
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
-from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
@@ -86,7 +86,7 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
     nobody has read, or it would fetch for ever while nobody trains."""
     rows = connection.execute(
         "SELECT id, dataset, samples, bytes, seq, epochs, used, job FROM shards WHERE state = 'ready'"
-        " AND (NOT ? OR since <= coalesce((SELECT value FROM meta WHERE key = 'seen'), 0))",
+        " AND (NOT ? OR since <= (SELECT seen FROM cache))",
         (seen,),
     )
     return [Candidate(*row) for row in rows]
@@ -119,6 +119,7 @@ def retire(
             (row["dataset"], reason, policy, row["samples"], row["bytes"]),
         )
         connection.execute("UPDATE jobs SET evicted = evicted + 1 WHERE id = ?", (job,))
+        connection.execute("UPDATE cache SET moves = moves + 1")
     return version
 
 
@@ -181,8 +182,10 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[Id], *, edge: b
                 freed += int(row["bytes"])
         return samples, freed
 
-    # A full disk can still be emptied: without the point, if there is no room for it.
-    samples, freed = noting(catalog, forget, lambda connection, _: note_point(connection, layout, edge=edge))
+    with catalog.write() as connection:
+        samples, freed = forget(connection)
+        point = history.due_point(connection, layout, edge=edge)
+    history.write(layout, point=point, edge=edge)
     if failed is not None:
         raise failed
     return len(gone), samples, freed

@@ -35,7 +35,7 @@ __all__ = [
     "strays",
 ]
 
-_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "turn")
+_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "pass_number")
 _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
 
@@ -63,6 +63,7 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
         if not (source in sources and owner in ("", "json", *holders)):
             unknown.append((path, Id.fits(source)))
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
+    names |= {layout.history.name, layout.history_aside.name}
     names |= {f"{layout.catalog.name}-journal", f"{layout.catalog.name}-lock"}
     for path in layout.root.iterdir():
         if path.name not in names:
@@ -175,7 +176,7 @@ def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: Id, why: str) 
         retire(connection, [id], reason="corrupt", policy="verify")
         count, source = 0, source_row(connection, row["source"] or "")
         if source is not None:
-            count = reopen(connection, source, row["turn"], json.loads(row["draws"]))
+            count = reopen(connection, source, row["pass_number"], json.loads(row["draws"]))
             write_source_record(connection, layout, source.id)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)

@@ -262,7 +262,8 @@ class CacheDir:
         """Fix the schema of a dataset. Raises :class:`UsageError` when it has another one already."""
         with self.catalog.write() as connection:
             connection.execute(
-                "INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
+                "INSERT OR IGNORE INTO datasets (name, schema, created) VALUES (?, ?, ?)",
+                (name, json.dumps(schema.to_json()), time.time()),
             )
         self._catalog.make_again = None
         self.check_schema(name, schema)

@@ -5,6 +5,7 @@ It looks and reports, and changes nothing: a small lock file is made and removed
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -141,14 +142,11 @@ def _catalog(layout: Layout) -> list[Finding]:
         return [Finding("catalog", "bad", str(error))]
     if trouble is not None:
         return [Finding("catalog", "bad", f"{trouble}; {_mended(layout)}")]
-    if (older := catalog.older()) is not None:
-        text = f"sound, schema {older} of an older cachetool; any other command brings it up to date: then look again"
-        return [Finding("catalog", "note", text)]
     try:
         with catalog.read() as connection:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
             schema = connection.execute("PRAGMA user_version").fetchone()[0]
-            meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+            numbers = connection.execute("SELECT version, max_size, min_free FROM cache").fetchone()
             usage = measure(connection, layout)
             holders = connection.execute("SELECT id, pid, host, what, started FROM holders ORDER BY started").fetchall()
             leases = leaseholders(connection)
@@ -162,19 +160,20 @@ def _catalog(layout: Layout) -> list[Finding]:
         catalog.close()
     sizes = [format_size(path.stat().st_size) for path in (layout.catalog, _journal(layout)) if path.exists()]
     findings = [
-        Finding("catalog", "ok", f"sound, schema {schema}, version {meta['version']}, {' + '.join(sizes)}"),
+        Finding("catalog", "ok", f"sound, schema {schema}, version {numbers['version']}, {' + '.join(sizes)}"),
         Finding("SQLite", "ok" if mode == "persist" else "bad", f"{library_version()}, journal mode {mode}"),
         Finding(
             "cap",
-            "ok" if usage.total <= meta["max_size"] else "bad",
-            f"{format_size(usage.total)} of {format_size(meta['max_size'])} used, {format_size(usage.reserved)} of it"
-            f" reserved, {format_size(meta['min_free'])} of the disk kept free",
+            "ok" if usage.total <= numbers["max_size"] else "bad",
+            f"{format_size(usage.total)} of {format_size(numbers['max_size'])} used,"
+            f" {format_size(usage.reserved)} of it reserved, {format_size(numbers['min_free'])} of the disk kept free",
         ),
     ]
     findings += [
         Finding("charged", "ok", f"{format_size(size)}: {WORDS[name]}") for name, size in usage.rows().items() if size
     ]
-    findings.append(Finding("on disk", "ok", f"{format_size(tree_bytes(layout.root))} in all files and folders"))
+    with contextlib.suppress(OSError):  # what others delete meanwhile, and what this user may not look into
+        findings.append(Finding("on disk", "ok", f"{format_size(tree_bytes(layout.root))} in all files and folders"))
     if copied:
         text = f"the cache came from a disk with other blocks; {_NEXT_COUNTS}"
         findings.append(Finding("cap", "note", text))
@@ -200,7 +199,7 @@ def _catalog(layout: Layout) -> list[Finding]:
         for row in missing
     ]
     said = settings(layout)
-    if any(meta[name] != value for name, value in said.items()):
+    if any(numbers[name] != value for name, value in said.items()):
         text = f"{layout.marker.name} says {said}, the catalog, which decides, another cap; {_mended(layout)}"
         findings.append(Finding(layout.marker.name, "bad", text))
     findings += [

@@ -103,7 +103,7 @@ class Cached:
 
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
         """Whether a further pass would bring nothing: every unit is in a ready shard, or has vanished."""
-        version = int(connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0])
+        version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)
             lots = sum(b - a for copy in shard_copies for a, b in copy.ranges) + len(source.vanished) >= row.units

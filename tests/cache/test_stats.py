@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,33 +95,6 @@ def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_
     assert default.leases == []
     assert (both.evicted, len(both.errors), both.fetched, both.served) == (2, 2, 2001, 600_000)
     assert both.evictions == default.evictions + other.evictions
-
-
-def test_evictions_of_an_old_catalog_are_those_of_its_only_dataset(cache: CacheDir, put: Put) -> None:
-    """The fourth schema counted by reason and policy alone."""
-    put(400_000)
-    cache.close()
-    with sqlite3.connect(cache.layout.catalog) as raw:
-        raw.execute("DROP TABLE members")
-        raw.execute("DROP TABLE nodes")
-        raw.execute("DROP TABLE placed")
-        raw.execute("ALTER TABLE claims DROP COLUMN node")
-        raw.execute("ALTER TABLE claims DROP COLUMN token")
-        raw.execute("DROP TABLE history")
-        raw.execute("DROP TABLE epochs")
-        raw.execute("ALTER TABLE claims DROP COLUMN lost")
-        raw.execute("ALTER TABLE claims DROP COLUMN tried")
-        raw.execute("ALTER TABLE sources DROP COLUMN past")
-        raw.execute("ALTER TABLE jobs DROP COLUMN evicted")
-        raw.execute("ALTER TABLE events DROP COLUMN dataset")
-        raw.execute("DROP TABLE evictions")
-        raw.execute("CREATE TABLE evictions (reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER)")
-        raw.execute("INSERT INTO evictions VALUES ('room', 'oldest', 7, 70, 700)")
-        raw.execute("PRAGMA user_version = 4")
-    raw.close()
-
-    with open_cache(cache.root) as again:
-        assert again.stats("default").evicted == again.stats().evicted == 7
 
 
 def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: CacheDir, put: Put) -> None:

@@ -61,7 +61,7 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
         left = cache.stats().samples
         cache.pull(str(remote), samples=second, shard_size=160, workers=1)
         before = keys(cache)
-        bad = cache.catalog.one("SELECT id, samples FROM shards WHERE state = 'ready' AND turn = 0")
+        bad = cache.catalog.one("SELECT id, samples FROM shards WHERE state = 'ready' AND pass_number = 0")
         assert bad is not None
         assert left + min(second, 60 - left) == before.total()
     flip(root / "shards" / bad["id"])

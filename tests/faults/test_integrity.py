@@ -41,9 +41,11 @@ def answers(root: Path) -> dict[str, Any]:
     """What a user is told of the cache, without what is counted anew."""
     with open_cache(root, create=False) as cache:
         stats = cache.stats().as_dict()
-        claims = [tuple(row) for row in cache.catalog.rows("SELECT source, turn, start, stop FROM claims ORDER BY 3")]
+        claims = [
+            tuple(row) for row in cache.catalog.rows("SELECT source, pass_number, start, stop FROM claims ORDER BY 3")
+        ]
         shards = [(s.id, s.dataset, s.format, s.samples, s.bytes, s.payload, s.content) for s in cache.shards()]
-        rows = [tuple(row) for row in cache.catalog.rows("SELECT id, draws, source, turn, lineage FROM shards")]
+        rows = [tuple(row) for row in cache.catalog.rows("SELECT id, draws, source, pass_number, lineage FROM shards")]
     keep = ("datasets", "sources", "shards", "samples", "shard_bytes", "listings", "max_size", "reserved")
     return {"shards": shards, "claims": claims, "rows": sorted(rows), **{name: stats[name] for name in keep}}
 
