@@ -107,8 +107,8 @@ def make(pool: Path, start: int, stop: int, name: str = "lmdb") -> list[dict[str
         facts = files.facts()
         row = {
             "seq": float(number + 1), "lineage": id, "samples": facts.samples, "payload": facts.payload,
-            "since": number + 2, "created": 1.8e9, "epochs": 0, "used": 1.8e9, "source": None, "turn": None,
-            "draws": [], "content": facts.content, "digest": facts.digest, "sole": False,
+            "since": number + 2, "created": 1.8e9, "epochs": 0, "used": 1.8e9, "source": None, "pass_number": None,
+            "draws": [], "content": facts.content, "digest": facts.digest,
         }  # fmt: skip
         about = {
             "layout": 1, "id": id, "dataset": "default", "declared": 1.8e9, "format": name, "data": facts.data,
@@ -164,16 +164,16 @@ def enter(cache: CacheDir, rows: list[dict[str, Any]]) -> None:
         pages *= 2
     names = [name for name in rows[0] if name != "data"]
     with cache.catalog.write() as connection:
-        connection.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'pages'", (pages,))
+        connection.execute("UPDATE cache SET pages = max(pages, ?)", (pages,))
         connection.execute(f"PRAGMA max_page_count = {pages}")
         connection.execute("UPDATE datasets SET created = 1.8e9")
         connection.executemany(
             f"INSERT INTO shards (dataset, state, {', '.join(names)})"
             f" VALUES ('default', 'ready', {', '.join(f':{name}' for name in names)})",
-            [{**row, "draws": "[]", "sole": 0} for row in rows],
+            [{**row, "draws": "[]"} for row in rows],
         )
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'version'", (rows[-1]["since"],))
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'seq'", (int(rows[-1]["seq"]),))
+        connection.execute("UPDATE cache SET version = ?", (rows[-1]["since"],))
+        connection.execute("UPDATE cache SET next_seq = ?", (int(rows[-1]["seq"]) + 1,))
 
 
 def folder_of(pool: Path, rows: list[dict[str, Any]], out: Path) -> None:

@@ -51,12 +51,12 @@ def fill(root: Path, shards: int) -> None:
         while pages * 4096 < 1000 * shards:
             pages *= 2
         with cache.catalog.write() as connection:
-            connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (pages,))
+            connection.execute("UPDATE cache SET pages = ?", (pages,))
             connection.execute(f"PRAGMA max_page_count = {pages}")
             connection.executemany(
                 "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
-                " used, source, turn, draws, content, digest, sole, lineage, job) VALUES"
-                " (?, ?, 'default', 'lmdb', 'ready', ?, 64000000, 64100000, ?, ?, 3, ?, ?, 0, ?, ?, ?, 0, ?, ?)",
+                " used, source, pass_number, draws, content, digest, lineage, job) VALUES"
+                " (?, ?, 'default', 'lmdb', 'ready', ?, 64000000, 64100000, ?, ?, 3, ?, ?, 0, ?, ?, ?, ?, ?)",
                 [
                     (
                         id := os.urandom(8).hex(),
@@ -75,7 +75,7 @@ def fill(root: Path, shards: int) -> None:
                     for number in range(shards)
                 ],
             )
-            connection.execute("UPDATE meta SET value = ? WHERE key IN ('version', 'seq')", (shards + 1,))
+            connection.execute("UPDATE cache SET version = ?, next_seq = ?", (shards + 1, shards + 2))
             connection.execute("UPDATE sources SET frontier = ?", (shards * SAMPLES,))
 
 

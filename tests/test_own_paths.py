@@ -52,6 +52,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cache.holders": {"os.O_CREAT": CACHE, "mkdir": CACHE, "unlink": CACHE},
     "cache.layout": {"mkdir": CACHE},
     "cache.listings": {"os.O_CREAT": CACHE, "shutil.copytree": CACHE, "shutil.copyfileobj": CACHE, "os.rename": CACHE},
+    "cache.history": {"os.replace": CACHE},
     "cache.marker": {"os.replace": CACHE},
     "cache.rebuild": {"os.replace": CACHE},
     "cache.records": {"os.replace": CACHE, "os.rename": CACHE},

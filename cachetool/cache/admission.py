@@ -21,7 +21,7 @@ from cachetool.cache.catalog import Catalog, Connection, allowance
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.policies import Candidate, Room, choose, protected
-from cachetool.cache.removal import about_to_read, candidates, delete_trash, leaseholders, recover, retire, sweep
+from cachetool.cache.removal import candidates, delete_trash, leaseholders, recover, retire, sweep
 from cachetool.cache.usage import measure
 from cachetool.core.errors import CapacityError, CapBlocked, CapTooSmall
 from cachetool.core.names import Id
@@ -114,8 +114,6 @@ class _Shortage:
     """True when room may become free because readers or writers go on."""
     readers: list[str]
     """One line for each holder of a lease."""
-    coming: bool
-    """True when a loader waits for new shards."""
     writers: int
     """Shards being written."""
     trash: list[Id]
@@ -150,26 +148,25 @@ def _reserve(
     retiring = connection.execute(
         "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')"
     ).fetchone()[0]
-    endless, readers, coming = room.wait == math.inf, leaseholders(connection), about_to_read(connection)
+    endless, readers = room.wait == math.inf, leaseholders(connection)
     hopeless = lack > _evictable(connection)  # nothing goes for a disk that would be too full all the same
     evict = room.evict and not hopeless
     if evict:
         # From now on the snapshots that trainers take make room as well (cachetool.cache.renewal).
         connection.execute(
-            "UPDATE jobs SET hungry = :need WHERE id = :job AND hungry < :need",
+            "UPDATE jobs SET bytes_wanted = :need WHERE id = :job AND bytes_wanted < :need",
             {"need": wanted, "job": room.job},
         )
     # Those who read let go of the share that was asked for.
-    if evict and not (endless and (readers or coming)):
+    if evict and not (endless and readers):
         victims = choose(
             candidates(connection, seen=endless),
             excess=max(excess, lack) - int(retiring),
             policy=room.policy,
             min_epochs=room.min_epochs,
             keep_job=room.job if room.keep_own else None,
-            keep=frozenset(room.keep),
         )
-        retire(connection, [victim.id for victim in victims], reason="room", policy=room.policy, job=room.job)
+        retire(connection, victims, reason="room", policy=room.policy, job=room.job)
     trash = sweep(connection, holder)
     writers = connection.execute("SELECT count(*) FROM shards WHERE state = 'staging'").fetchone()[0]
     return _Shortage(
@@ -180,7 +177,6 @@ def _reserve(
         disk_is_full=excess <= 0 or hopeless,
         may_pass=endless or bool(retiring) or bool(readers and evict) or bool(writers),
         readers=readers,
-        coming=coming,
         writers=writers,
         trash=trash,
     )
@@ -209,13 +205,12 @@ def _blocked(catalog: Catalog, layout: Layout, room: Room, shortage: _Shortage, 
 
 def _evictable(connection: Connection) -> int:
     """Bytes that evictions and the ends of other writers could free at most."""
-    query = "SELECT coalesce(sum(bytes), 0) FROM shards WHERE state = 'staging' OR (state != 'quarantine' AND NOT sole)"
-    return int(connection.execute(query).fetchone()[0])
+    return int(connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards").fetchone()[0])
 
 
 def _evict_hint(catalog: Catalog, layout: Layout, used: int, target: int) -> str:
     """The command that makes room; nothing where it could not, since what is left may not go."""
-    if used - sum(row.bytes for row in _ready(catalog) if not row.sole) > target:
+    if used - sum(row.bytes for row in _ready(catalog)) > target:
         return ""
     return f", or make room with: cachetool evict --max-size {target}{cache_option(layout.root)}"
 
@@ -234,14 +229,14 @@ def _who(catalog: Catalog, room: Room, shortage: _Shortage) -> str:
     if shortage.writers:
         return f"{shortage.writers} {'shard is' if shortage.writers == 1 else 'shards are'} being written"
     if room.wait == math.inf:
-        return "evicted shards come back for an epoch" if shortage.coming else "no training has read yet what is in it"
+        return "no training has read yet what is in it"
     own = room.job if room.keep_own else None
-    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own, keep=frozenset(room.keep))
+    kept = protected(_ready(catalog), min_epochs=room.min_epochs, keep_job=own)
     return f"nothing may go of {', '.join(kept)}" if kept else "there is nothing to evict"
 
 
 def _meta(connection: Connection, key: str) -> int:
-    return int(connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+    return int(connection.execute(f"SELECT {key} FROM cache").fetchone()[0])
 
 
 def _catalog_growth(connection: Connection) -> int:
@@ -259,5 +254,5 @@ def allow_growth(connection: Connection) -> None:
 
 def _double_page_limit(connection: Connection) -> None:
     limit = 2 * _meta(connection, "pages")
-    connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (limit,))
+    connection.execute("UPDATE cache SET pages = ?", (limit,))
     connection.execute(f"PRAGMA max_page_count = {limit}")

@@ -17,8 +17,8 @@ PLACEMENTS = ("split", "replicate")
 
 def bound(connection: Connection, source: str) -> bool | None:
     """Whether a source is replicated; None where it is open."""
-    row = connection.execute("SELECT value FROM meta WHERE key = ?", (_key(source),)).fetchone()
-    return None if row is None else bool(row["value"])
+    row = connection.execute("SELECT replicated FROM bound WHERE source = ?", (source,)).fetchone()
+    return None if row is None else bool(row["replicated"])
 
 
 def refuse_other(url: str, before: bool | None, replicate: bool) -> None:
@@ -33,7 +33,7 @@ def refuse_other(url: str, before: bool | None, replicate: bool) -> None:
 def bind(connection: Connection, source: str, url: str, *, replicate: bool) -> None:
     """From now on a source is drawn so. Raises :class:`UsageError` when it was drawn the other way."""
     refuse_other(url, bound(connection, source), replicate)
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (_key(source), int(replicate)))
+    connection.execute("INSERT OR REPLACE INTO bound VALUES (?, ?)", (source, replicate))
 
 
 def unbind(connection: Connection, source: str) -> None:
@@ -41,8 +41,4 @@ def unbind(connection: Connection, source: str) -> None:
     row = source_row(connection, source)
     used = connection.execute("SELECT 1 FROM shards WHERE source = ? LIMIT 1", (source,)).fetchone()
     if row is None or not (used or row.pass_number or positions_done(connection, row)):
-        connection.execute("DELETE FROM meta WHERE key = ?", (_key(source),))
-
-
-def _key(source: str) -> str:
-    return f"replicate:{source}"
+        connection.execute("DELETE FROM bound WHERE source = ?", (source,))

@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from cachetool.cache.admission import folder_slack, minimum
-from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection, allowance
+from cachetool.cache.catalog import Catalog, Connection
 from cachetool.cache.commit import folder_bound
 from cachetool.cache.holders import dead_holders, is_ours
 from cachetool.cache.layout import Layout, cache_option
 from cachetool.cache.listings import listing_bound
 from cachetool.cache.records import record_bound
-from cachetool.cache.usage import measure
+from cachetool.cache.usage import least_overhead, measure
 from cachetool.core.errors import CapTooSmall, UsageError
 from cachetool.core.schema import Schema
 from cachetool.core.units import format_size
@@ -28,7 +28,7 @@ def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schem
     if listing is not None:
         need += listing_bound(listing, block) + record_bound(schema.to_json(), block) + folder_slack(layout)
     if catalog is None:
-        return layout.fixed_bytes() + allowance(FIRST_PAGES, block) + need + folder_slack(layout)
+        return least_overhead(layout) + need + folder_slack(layout)
     with catalog.read() as connection:
         return minimum(connection, layout, need)
 
@@ -36,7 +36,7 @@ def least_cap(catalog: Catalog | None, layout: Layout, bound: int, schema: Schem
 def refuse(connection: Connection, layout: Layout, size: int) -> None:
     """Raise :class:`UsageError` when another process lives by the present cap, and :class:`CapTooSmall` when more than
     ``size`` bytes are used; call it within a write transaction."""
-    present = connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0]
+    present = connection.execute("SELECT max_size FROM cache").fetchone()[0]
     if size == present:
         return
     dead = dead_holders(connection, layout.holders)
@@ -60,4 +60,4 @@ def change(connection: Connection, layout: Layout, wanted: dict[str, int]) -> No
     if "max_size" in wanted:
         refuse(connection, layout, wanted["max_size"])
     for key, value in wanted.items():
-        connection.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
+        connection.execute(f"UPDATE cache SET {key} = ?", (value,))

@@ -10,9 +10,8 @@ admission, commit, snapshots, removal). Journal ``PERSIST`` with ``synchronous=F
 ::
 
     shards   staging -> ready -> retiring -> trash -> (row gone)
-                        \\-> quarantine: bad bytes that exist nowhere else, kept but in no snapshot
     claims   held by a live worker, or open (holder NULL) after it died; below a source's frontier all else is done
-    jobs     live pulls; ``hungry`` is the bytes of the shard that found no room, 0 before that
+    jobs     live pulls; ``bytes_wanted`` of the shard that found no room, 0 before that
     leases   one row a snapshot: who may still read the shards visible at which version
 
 A connection to the catalog's file, which at first looks every half millisecond whether it is its turn; and what its
@@ -39,9 +38,9 @@ from typing import Any
 
 from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
-from cachetool.cache.schema import SCHEMA_VERSION, migrate
+from cachetool.cache.schema import APPLICATION_ID, SCHEMA_VERSION, create, difference
 from cachetool.cache.transaction_lock import PATIENCE, TransactionLock, locked
-from cachetool.cache.values import KEYS, foreign_value
+from cachetool.cache.values import foreign_value
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.core.names import Id
 from cachetool.core.text import shown
@@ -65,6 +64,8 @@ _SHORT, _SHORTS = 0.0005, 100
 """Seconds between looks, and how many there are of these: longer than most transactions take."""
 _LONG, _LOOKS = 0.005, 12_100
 """From then on; and how many looks there are in all, in a minute. A process that is stopped meanwhile loses none."""
+_OLDEST = (3, 37)
+"""The first version of SQLite with STRICT tables."""
 _KIND = 0xFF  # of an error code, whose other bits tell more
 _MAGIC = bytes.fromhex("d9d505f920a163d7")
 """The first bytes of a journal, which are also the last bytes of a super-journal's name."""
@@ -140,6 +141,10 @@ def connect(path: Path) -> PatientConnection:
     :class:`CatalogError` for a journal that cachetool did not write.
     """
     _refuse_foreign(path.with_name(f"{path.name}-journal"))
+    if sqlite3.sqlite_version_info < _OLDEST:
+        raise CatalogError(
+            f"cachetool needs SQLite 3.37 or newer, and this Python has {sqlite3.sqlite_version}; use a newer Python"
+        )
     opened = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False, factory=PatientConnection)
     opened.path = os.path.abspath(path)
     opened.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
@@ -202,7 +207,7 @@ Connection = sqlite3.Connection
 Row = sqlite3.Row
 
 PAGE_BYTES = 4096
-FIRST_PAGES = 128
+FIRST_PAGES = 64
 """A new catalog may grow to this many pages; the limit is raised, and charged, as it fills."""
 MAX_EVENTS = 1000
 
@@ -239,13 +244,6 @@ def allowance(pages: int, disk_block: int = DISK_BLOCK) -> int:
     return int(2.01 * pages * PAGE_BYTES) + 65536 + 5 * (disk_block - DISK_BLOCK)
 
 
-def _foreign_part(connection: Connection) -> str | None:
-    """What the tables have that cachetool never makes: a view in place of a table may have rows without end."""
-    query = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%'"
-    row = connection.execute(f"{query} LIMIT 1").fetchone()
-    return None if row is None else f"has a {row[0]} {ascii(row[1])[:80]}, which cachetool never makes"
-
-
 class Catalog:
     """One process's connection to a catalog file, opened again by itself in a forked child.
 
@@ -280,7 +278,7 @@ class Catalog:
     def create(self, *, max_size: int, min_free: int, pages: int = FIRST_PAGES) -> None:
         """Make the tables of a new cache; harmless when another process was first."""
         try:
-            self._open(meta={"max_size": max_size, "min_free": min_free, "version": 1, "seq": 0, "pages": pages})
+            self._open(settings={"max_size": max_size, "min_free": min_free, "pages": pages})
         except _FAILURES as error:
             raise self._error(error) from error
 
@@ -310,34 +308,23 @@ class Catalog:
         except _FAILURES:
             return False
 
-    def older(self) -> int | None:
-        """The version of its tables when that is not the newest, to which every use but this and :meth:`trouble` would
-        bring them; else None."""
-        try:
-            with self.lock(), self._look() as connection:
-                version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        except _FAILURES as error:
-            raise self._error(error) from error
-        return version if version < SCHEMA_VERSION else None
-
     def trouble(self) -> str | None:
-        """What is wrong with the file itself: missing, not a database, damaged; None when it is sound, or of a newer
-        cachetool. Raises :class:`CatalogError` or :class:`CapacityError` when that cannot be found out."""
+        """What is wrong with the file itself: missing, not a database, damaged, other tables; None when it is sound.
+        Raises :class:`CatalogError` for one of another version, and that or :class:`CapacityError` when it cannot be
+        found out."""
         if not self.path.exists():
             return "it is missing"
         try:
             with self.lock(), self._look() as connection:
-                schema = connection.execute("PRAGMA user_version").fetchone()[0]
-                if schema > SCHEMA_VERSION:
-                    return None
-                if not schema:
+                if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
                     return "it is empty"
-                if (foreign := _foreign_part(connection)) is not None:
-                    return f"it {foreign}"
+                if (other := self._difference(connection)) is not None:
+                    return f"it {other}"
                 findings = [row[0] for row in connection.execute("PRAGMA integrity_check(3)")]
-                if findings == ["ok"] and schema == SCHEMA_VERSION and (value := foreign_value(connection)) is not None:
+                if findings != ["ok"]:
+                    return "; ".join(findings)
+                if (value := foreign_value(connection)) is not None:
                     return value
-                keys = {row[0] for row in connection.execute("SELECT key FROM meta")}
                 for table in ("shards", "sources", "holders"):
                     for row in connection.execute(f"SELECT id FROM {table}"):
                         if not Id.fits(row[0]):
@@ -347,10 +334,7 @@ class Catalog:
             if name in ("", "SQLITE_NOTADB", "SQLITE_ERROR") or name.startswith("SQLITE_CORRUPT"):
                 return str(error)
             raise self._error(error) from error
-        if findings != ["ok"]:
-            return "; ".join(findings)
-        lacking = set(KEYS) - keys
-        return f"it lacks {', '.join(sorted(lacking))}" if lacking else None
+        return None
 
     @contextlib.contextmanager
     def _look(self) -> Iterator[sqlite3.Connection]:
@@ -374,8 +358,8 @@ class Catalog:
         return rows[0] if rows else None
 
     def meta(self, key: str) -> int:
-        """A number of the table ``meta``: ``version``, ``max_size``, ``min_free``, ``pages``."""
-        return self._number(key, self.one("SELECT value FROM meta WHERE key = ?", (key,)))
+        """A number of the table ``cache``: ``version``, ``max_size``, ``min_free``, ``pages``."""
+        return self._number(key, self.one(f"SELECT {key} FROM cache"))
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -505,14 +489,14 @@ class Catalog:
             if connection is not None and connection.in_transaction:  # a full disk makes SQLite roll back by itself
                 connection.execute("ROLLBACK")
 
-    def _open(self, *, meta: Mapping[str, int] | None = None, patience: float = PATIENCE) -> PatientConnection:
-        """This process's connection; ``meta`` is what a new catalog begins with."""
+    def _open(self, *, settings: Mapping[str, int] | None = None, patience: float = PATIENCE) -> PatientConnection:
+        """This process's connection; ``settings`` are what a new catalog begins with."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         if self._connection is not None:
             # Inherited through fork: it must be neither used nor closed here, so it is kept for ever.
             self._inherited.append(self._connection)
-        if meta is None and not self.path.exists():
+        if settings is None and not self.path.exists():
             if not self.path.parent.exists():
                 if self.make_again is not None:
                     self.make_again()
@@ -522,7 +506,7 @@ class Catalog:
         self._refuse_links()
         connection = connect(self.path)
         try:
-            self._prepare(connection, meta, patience)
+            self._prepare(connection, settings, patience)
         except BaseException:
             connection.close()
             raise
@@ -552,43 +536,54 @@ class Catalog:
                     f" cd {shlex.quote(str(path.parent))} && for f in {self.path.name}*; do {command}; done"
                 )
 
-    def _prepare(self, connection: sqlite3.Connection, meta: Mapping[str, int] | None, patience: float) -> None:
+    def _prepare(self, connection: sqlite3.Connection, settings: Mapping[str, int] | None, patience: float) -> None:
         connection.row_factory = Row
         with self._among_processes.hold(shared=True, patience=patience):
             connection.execute("PRAGMA journal_mode = PERSIST")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA temp_store = MEMORY")
+            connection.execute("PRAGMA foreign_keys = ON")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if (foreign := _foreign_part(connection)) is not None:
-                raise CatalogError(f"catalog {self.path} {foreign}; {self._mend()}")
-            if version == SCHEMA_VERSION:
-                self._limit_pages(connection)
-        if version > SCHEMA_VERSION:
+        if not version and settings is None:
+            raise CatalogError(
+                f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
+            )
+        if not version:
+            with self._among_processes.hold(shared=False, patience=patience):
+                create(connection, settings or {})
+        with self._among_processes.hold(shared=True, patience=patience):
+            if (other := self._difference(connection)) is not None:
+                raise CatalogError(f"catalog {self.path} {other}; {self._mend()}")
+            self._limit_pages(connection)
+
+    def _difference(self, connection: Connection) -> str | None:
+        """In what the file differs from those that cachetool makes; None for nothing. Raises :class:`CatalogError` for
+        a catalog of another version of cachetool."""
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if not application:
+            raise CatalogError(
+                f"cache {self.path.parent} was made by a pre-release of cachetool; pull again into an empty folder"
+            )
+        if application != APPLICATION_ID:
+            return f"has the application id {application}, which cachetool never writes"
+        if version != SCHEMA_VERSION:
             raise CatalogError(
                 f"catalog {self.path} was written by a newer cachetool (schema {version}, this one knows"
                 f" {SCHEMA_VERSION}); upgrade cachetool"
             )
-        if not version and meta is None:
-            raise CatalogError(
-                f"catalog {self.path} is empty, though the folder says that it is a cache; {self._mend()}"
-            )
-        if version < SCHEMA_VERSION:
-            with self._among_processes.hold(shared=False, patience=patience):
-                migrate(connection, meta or {})
-                self._limit_pages(connection)
+        return difference(connection)
 
     def _limit_pages(self, connection: Connection) -> None:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()
+        row = connection.execute("SELECT pages FROM cache").fetchone()
         connection.execute(f"PRAGMA max_page_count = {self._number('pages', row)}")
 
     def _number(self, key: str, row: Row | None) -> int:
-        """A number of the table ``meta``."""
-        if row is None:
-            raise CatalogError(f"catalog {self.path} has no {key}; {self._mend()}")
-        if not isinstance(row[0], int) or row[0] < 0:
+        """A number of the table ``cache``."""
+        if row is None or not isinstance(row[0], int) or row[0] < 0:
+            had = "no row" if row is None else f"{key} {shown(row[0])}"
             raise CatalogError(
-                f"catalog {self.path}: its table 'meta' has {key} {shown(row[0])}, which cachetool never writes;"
-                f" {self._mend()}"
+                f"catalog {self.path}: its table 'cache' has {had}, which cachetool never writes; {self._mend()}"
             )
         return row[0]
 
@@ -610,17 +605,17 @@ def bump(connection: sqlite3.Connection) -> int:
 
     With it comes a random number: a catalog that is made anew may reach the same version.
     """
-    connection.execute(
-        "INSERT INTO meta VALUES ('stamp', random() & ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        (2**62 - 1,),
-    )
-    row = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'version' RETURNING value").fetchone()
+    row = connection.execute(
+        "UPDATE cache SET version = version + 1, stamp = random() & ? RETURNING version", (2**62 - 1,)
+    ).fetchone()
     return int(row[0])
 
 
 def next_seq(connection: sqlite3.Connection) -> int:
     """The next number in the order of commits."""
-    row = connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'seq' RETURNING value").fetchone()
+    row = connection.execute(
+        "UPDATE cache SET next_seq = next_seq + 1, moves = moves + 1 RETURNING next_seq - 1"
+    ).fetchone()
     return int(row[0])
 
 
@@ -630,7 +625,8 @@ def event(
     """Append to the event log, which keeps the newest 1,000. A ``subject`` that is a shard tells its ``dataset``."""
     cursor = connection.execute(
         "INSERT INTO events (at, kind, subject, text, dataset)"
-        " VALUES (:at, :kind, :subject, :text, coalesce(:dataset, (SELECT dataset FROM shards WHERE id = :subject)))",
+        " VALUES (:at, :kind, :subject, :text,"
+        " coalesce(:dataset, (SELECT dataset FROM shards WHERE id = :subject), ''))",
         {"at": at, "kind": kind, "subject": subject, "text": text[:500], "dataset": dataset},
     )
     connection.execute("DELETE FROM events WHERE id <= ?", ((cursor.lastrowid or 0) - MAX_EVENTS,))

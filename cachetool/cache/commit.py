@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+from cachetool.cache import history
 from cachetool.cache.admission import admit
 from cachetool.cache.catalog import Catalog, Connection, bump, next_seq
-from cachetool.cache.history import note_point
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.policies import Room
@@ -65,8 +65,6 @@ class Origin:
     pass_number: int | None = None
     draws: tuple[tuple[int, int], ...] = ()
     """Ranges of positions of the turn, whether used or skipped."""
-    sole: bool = False
-    """Whether the data exists nowhere else, so that eviction must ask."""
 
 
 def folder_bound(schema: Schema, nbytes: int, disk_block: int) -> int:
@@ -135,11 +133,10 @@ class Staging:
             "epochs": heir.epochs,
             "used": heir.used,
             "source": origin.source,
-            "turn": origin.pass_number,
+            "pass_number": origin.pass_number,
             "draws": json.dumps(origin.draws),
             "content": facts.content,
             "digest": facts.digest,
-            "sole": int(origin.sole),
         }
         columns = ", ".join(f"{name} = :{name}" for name in row)
         family = {"ancestors": list(heir.ancestors), "together": together}
@@ -168,7 +165,6 @@ class Staging:
             "files": dict(facts.files),
             **row,
             "draws": [list(part) for part in origin.draws],
-            "sole": origin.sole,
             "url": origin.url,
             "progress": source_progress(connection, origin.source),
         }
@@ -205,8 +201,7 @@ def stage_together(
 
     def insert(connection: Connection) -> None:
         connection.executemany(
-            "INSERT INTO shards (id, dataset, format, state, bytes, holder, job, sole)"
-            " VALUES (?, ?, ?, 'staging', ?, ?, ?, 0)",
+            "INSERT INTO shards (id, dataset, format, state, bytes, holder, job) VALUES (?, ?, ?, 'staging', ?, ?, ?)",
             [(shard, dataset, format, bound, holder.id, job) for shard, bound in shards],
         )
 
@@ -261,9 +256,10 @@ def commit_together(
         for (staging, facts, origin), heir in zip(parts, heirs, strict=True):
             staging.ready(connection, facts, origin, heir, together)
         trash = sweep(connection, holder) if replaces else []
-        note_point(connection, layout)
+        point = history.due_point(connection, layout)
     for staging, _, _ in parts:
         staging._open = False
+    history.write(layout, point=point)
     delete_trash(catalog, layout, trash, edge=True)
     return [staging.id for staging, _, _ in parts]
 

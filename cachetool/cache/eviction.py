@@ -55,7 +55,7 @@ def evict_to(
     recover(catalog, layout, lambda: own)
     with catalog.write() as connection:
         plan = _plan(connection, layout, target, policy=policy, **limits)
-        retire(connection, [victim.id for victim in plan], reason="evict", policy=policy)
+        retire(connection, plan, reason="evict", policy=policy)
         trash = sweep_all(connection, own)
     shards, samples, freed = _delete_until(catalog, layout, own, trash, target, wait)
     with catalog.read() as connection:
@@ -153,7 +153,6 @@ def _not_reached(
     """The error that names all that stays, and why; ``chosen`` are the victims that did not retire yet, ``stuck`` the
     sizes of those whose files are still there."""
     writing = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'staging'")]
-    bad = [row["bytes"] for row in connection.execute("SELECT bytes FROM shards WHERE state = 'quarantine'")]
     why = []
     if leased.sizes:
         why.append(f"{shards_of(leased.sizes)} that go when their readers end: {'; '.join(leased.who[:3])}")
@@ -162,8 +161,6 @@ def _not_reached(
     if stuck:
         why.append(f"{shards_of(stuck)} evicted before, whose files could not be deleted yet")
     why += protected((row for row in candidates(connection) if row.id not in chosen), **limits)
-    if bad:
-        why.append(f"{shards_of(bad)} in quarantine")
     text = f"cannot shrink the cache to {format_size(target)}, {format_size(used)} stay"
     if leased.sizes or writing or stuck:
         return CapBlocked(f"{text}:\n{'; '.join(why)}")

@@ -41,7 +41,7 @@ def bring_in(cache: CacheDir, row: SourceRow, listing: Path, *, new: bool) -> No
 
     def insert(connection: Connection) -> None:
         if declared:  # who declared it too may have taken it back
-            connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", tuple(declared))
+            connection.execute("INSERT OR IGNORE INTO datasets VALUES (?, ?, ?, ?)", tuple(declared))
         add_source(connection, row, bound, new=new)
 
     admit(catalog, layout, cache.holder, bound, insert, room=Room(wait=0))
@@ -98,7 +98,7 @@ def _grow(connection: Connection, source: SourceRow, *, units: int, identity: st
         raise UsageError(f"another process lists {source.url} into this cache at this moment; try again later")
     cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
     connection.execute(
-        "UPDATE sources SET units = ?, samples = ?, identity = ?, whole = ?, cuts = ? WHERE id = ?",
+        "UPDATE sources SET units = ?, samples = ?, identity = ?, complete = ?, segments = ? WHERE id = ?",
         (units, units, identity, complete, json.dumps(cuts), source.id),
     )
     text = f"{units} units, {units - now.units} of them new"

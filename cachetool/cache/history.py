@@ -2,13 +2,13 @@
 
 ::
 
-    history   a point: what was charged, held, fetched, served and evicted by then
-    epochs    what one epoch of a training run read, and how often and how long it waited for batches
+    history.json   points   what was charged, held, fetched, served and evicted by then
+                   epochs   what one epoch of a training run read, and how often and how long it waited for batches
 
-Nothing is written for these alone: rows go with transactions that commit, delete or count an epoch in any case. Points
-come at most once a second, more seldom the older the cache is, and where a pull begins or ends or an eviction ends, so
-that the pause between two pulls is told as one. Of more than :data:`MOST_POINTS` the one goes that is missed least: a
-year is told evenly and the last hour in detail. What has no room is left out.
+The file is for the report alone. It is written after a transaction that commits, deletes or counts an epoch, and where
+that fails nothing is lost but a point. Points come at most once a second, more seldom the older the cache is, and where
+a pull begins or ends or an eviction ends, so that the pause between two pulls is told as one. Of more than
+:data:`MOST_POINTS` the one goes that is missed least: a year is told evenly and the last hour in detail.
 """
 
 from __future__ import annotations
@@ -16,34 +16,39 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from cachetool.cache.catalog import Catalog, Connection
-from cachetool.cache.layout import Layout
+from cachetool.cache.layout import HISTORY_LIMIT, Layout
 from cachetool.cache.usage import measure
-from cachetool.core.errors import CapacityError
+from cachetool.core.errors import CacheToolError
+from cachetool.proc.folders import new_file, read_json
 
 __all__ = [
     "Delivered",
     "History",
+    "due_point",
     "edged",
+    "epoch_row",
     "history_of",
     "least_missed",
-    "note_epoch",
-    "note_point",
-    "noting",
     "present",
-    "restore",
+    "write",
 ]
 
 MOST_POINTS = 240
 MOST_EPOCHS = 200
-_MOST = 2**63  # what the catalog holds as a whole number
+_MOST = 2**63  # a whole number that any report can show
 _AGE_SHARE = 100_000
 """A point is due after this share of the time since the first one."""
+_NEAR = 1.0
+"""And after so many seconds at least."""
+_STALE = 10.0
+"""Seconds after which a file that is being written was left by a process that died."""
 
 T = TypeVar("T")
 
@@ -72,7 +77,7 @@ class History:
 
 def present(connection: Connection, layout: Layout) -> dict[str, Any]:
     """What the cache is like now: a point, as :attr:`History.points` has them."""
-    meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+    numbers = connection.execute("SELECT max_size, served FROM cache").fetchone()
     # `+state`: through the index of states each row would be looked up by itself.
     totals = connection.execute(
         "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
@@ -81,35 +86,38 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
     return {
         "at": time.time(),
         "used": measure(connection, layout).total,
-        "max_size": meta["max_size"],
+        "max_size": numbers["max_size"],
         **dict(totals),
         "fetched": connection.execute("SELECT coalesce(sum(fetched), 0) FROM sources").fetchone()[0],
-        "served": meta["served"],
+        "served": numbers["served"],
         "evicted": dict(connection.execute("SELECT reason, sum(bytes) FROM evictions GROUP BY reason").fetchall()),
     }
 
 
-def note_point(connection: Connection, layout: Layout, *, edge: bool = False) -> None:
-    """Write down what the cache is like now, if a point is due; inside a transaction that writes something else.
+def due_point(connection: Connection, layout: Layout, *, edge: bool = False) -> dict[str, Any] | None:
+    """What the cache is like now, if a point is due; inside a transaction that writes something else. At an ``edge``,
+    where the cache begins or ends to change, one is due at any time."""
+    with contextlib.suppress(OSError):  # its time is that of the newest point: the file need not be read for this
+        if not edge and abs(time.time() - os.lstat(layout.history).st_mtime) < _NEAR:
+            return None
+    return present(connection, layout)
 
-    At an ``edge``, where it begins or ends to change, one is due at any time. Of many that follow close on each other
-    only the newest stays: it takes the place of the last point while the one before that is as new.
-    """
-    now = time.time()
-    first = connection.execute("SELECT min(at) FROM history").fetchone()[0]
-    newest = connection.execute("SELECT id, at FROM history ORDER BY at DESC, id DESC LIMIT 2").fetchall()
-    if newest:
-        near = max(1.0, (newest[0]["at"] - first) / _AGE_SHARE)
-        if abs(now - newest[0]["at"]) < near:
+
+def _add_point(points: list[dict[str, Any]], point: dict[str, Any], *, edge: bool) -> None:
+    """Add a point if it is due. Of many that follow close on each other only the newest stays: it takes the place of
+    the last point while the one before that is as new."""
+    now = point["at"]
+    if points:
+        near = max(_NEAR, (points[-1]["at"] - points[0]["at"]) / _AGE_SHARE)
+        if abs(now - points[-1]["at"]) < near:
             if not edge:
                 return
-            if len(newest) > 1 and abs(now - newest[1]["at"]) < near:
-                connection.execute("DELETE FROM history WHERE id = ?", (newest[0]["id"],))
-    _insert(connection, "history", _flat(present(connection, layout)))
-    rows = connection.execute("SELECT id, at FROM history ORDER BY at, id").fetchall()
-    if len(rows) > MOST_POINTS:
-        gone = rows[least_missed([row["at"] for row in rows], now)]
-        connection.execute("DELETE FROM history WHERE id = ?", (gone["id"],))
+            if len(points) > 1 and abs(now - points[-2]["at"]) < near:
+                points.pop()
+    points.append(point)
+    points.sort(key=lambda row: float(row["at"]))
+    if len(points) > MOST_POINTS:
+        del points[least_missed([row["at"] for row in points], now)]
 
 
 def least_missed(times: Sequence[float], now: float) -> int:
@@ -123,79 +131,130 @@ def least_missed(times: Sequence[float], now: float) -> int:
     return min(range(1, len(times) - 1), key=gap)
 
 
-def note_epoch(connection: Connection, lease: int | None, delivered: Delivered | None, **read: Any) -> None:
-    """Write down an epoch that ended; ``read``: dataset, shards, samples, bytes. How long it took is known from the
-    loader, else from when its snapshot was taken."""
+def epoch_row(connection: Connection, lease: int | None, delivered: Delivered | None, **read: Any) -> dict[str, Any]:
+    """An epoch that ended; ``read``: dataset, shards, samples, bytes. How long it took is known from the loader, else
+    from when its snapshot was taken."""
     now = time.time()
     about = connection.execute("SELECT run, epoch, taken FROM leases WHERE id = ?", (lease,)).fetchone()
-    row: dict[str, Any] = {"ended": now, "run": None, "epoch": None, "seconds": None, **read}
+    row: dict[str, Any] = {**dict.fromkeys(_EPOCH), "ended": now, **read}
     if about is not None:
         row |= {"run": about["run"], "epoch": about["epoch"], "seconds": max(0.0, now - about["taken"])}
     if delivered is not None:
         row |= delivered._asdict()
-    newest = _insert(connection, "epochs", row)
-    connection.execute("DELETE FROM epochs WHERE id <= ?", (newest - MOST_EPOCHS,))
-
-
-def noting(catalog: Catalog, work: Callable[[Connection], T], note: Callable[[Connection, T], None]) -> T:
-    """One transaction for ``work`` and for ``note`` of what it gave; of the first alone when both have no room."""
-    with contextlib.suppress(CapacityError), catalog.write() as connection:
-        done = work(connection)
-        note(connection, done)
-        return done
-    with catalog.write() as connection:
-        return work(connection)
+    return row
 
 
 def edged(catalog: Catalog, layout: Layout, work: Callable[[Connection], T]) -> T:
-    """One transaction for ``work``, with which the cache begins or ends to change, and for a point of that moment."""
-    return noting(catalog, work, lambda connection, _: note_point(connection, layout, edge=True))
+    """One transaction for ``work``, with which the cache begins or ends to change, and then a point of that moment."""
+    with catalog.write() as connection:
+        done = work(connection)
+        point = due_point(connection, layout, edge=True)
+    write(layout, point=point, edge=True)
+    return done
 
 
-def history_of(catalog: Catalog, *, dataset: str | None = None) -> History:
-    """All points of the cache, and the epochs of one dataset or of all. Of a damaged catalog what makes sense."""
-    points = [dict(row) for row in catalog.rows("SELECT * FROM history ORDER BY at, id")]
-    epochs = [dict(row) for row in catalog.rows("SELECT * FROM epochs ORDER BY id")]
-    for row in (*points, *epochs):
-        del row["id"]
-    for row in points:
-        row["evicted"] = _numbers(row["evicted"])
-    return History(
-        [row for row in points if all(row[name] is not None and _sound(row[name]) for name in row)],
-        [row for row in epochs if dataset in (None, row["dataset"]) and _epoch_sound(row)],
+def write(
+    layout: Layout, *, point: dict[str, Any] | None = None, epoch: dict[str, Any] | None = None, edge: bool = False
+) -> None:
+    """Write down a point and an epoch. Best effort: where the file cannot be written, or another process writes it at
+    this moment, they are left out."""
+    if point is None and epoch is None:
+        return
+    with contextlib.suppress(CacheToolError, OSError, ValueError):
+        try:
+            file = new_file(layout.history_aside)
+        except FileExistsError:
+            if time.time() - os.lstat(layout.history_aside).st_mtime > _STALE:
+                layout.remove(layout.history_aside)
+            return
+        try:
+            with file:
+                history = _loaded(layout)
+                if point is not None:
+                    _add_point(history.points, point, edge=edge)
+                history.epochs.extend([] if epoch is None else [epoch])
+                file.write(_bytes(history))
+            newest = history.points[-1]["at"] if history.points else 0.0
+            os.utime(layout.history_aside, (newest, newest))
+            os.replace(layout.history_aside, layout.history)
+        except BaseException:
+            layout.remove(layout.history_aside)
+            raise
+
+
+def _bytes(history: History) -> bytes:
+    """The file's bytes, with as many of the newest epochs as it may hold."""
+    epochs = history.epochs[-MOST_EPOCHS:]
+    while True:
+        value = {"points": history.points[-MOST_POINTS:], "epochs": epochs}
+        raw = json.dumps(value, separators=(",", ":")).encode()
+        if len(raw) <= HISTORY_LIMIT:
+            return raw
+        if not epochs:
+            raise ValueError("the points alone are too large")
+        epochs = epochs[1 + len(epochs) // 4 :]
+
+
+def _loaded(layout: Layout) -> History:
+    """The history, to be written again; a bad file is deleted."""
+    try:
+        return _read(layout)
+    except (OSError, ValueError):
+        layout.remove(layout.history)
+        return History([], [])
+
+
+def history_of(layout: Layout, *, dataset: str | None = None) -> History:
+    """All points of the cache, and the epochs of one dataset or of all; nothing of a bad file."""
+    try:
+        history = _read(layout)
+    except (OSError, ValueError):
+        return History([], [])
+    return History(history.points, [row for row in history.epochs if dataset in (None, row["dataset"])])
+
+
+_POINT = ("at", "used", "max_size", "shards", "samples", "fetched", "served")
+_EPOCH = (
+    *("ended", "dataset", "run", "epoch", "shards", "samples", "bytes", "seconds"),
+    *("batches", "waits", "waited"),
+)
+
+
+def _read(layout: Layout) -> History:
+    """The rows of the file that make sense. Raises ``ValueError`` for what is none of ours, and ``OSError``."""
+    try:
+        raw = read_json(layout.history)
+    except FileNotFoundError:
+        return History([], [])
+    if len(raw) > HISTORY_LIMIT:
+        raise ValueError(f"{layout.history} is larger than cachetool makes it")
+    try:
+        value = json.loads(raw)
+        points, epochs = list(value["points"]), list(value["epochs"])
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{layout.history} is no history") from error
+    points = [
+        {**{name: row[name] for name in _POINT}, "evicted": row["evicted"]} for row in points if _point_is_sound(row)
+    ]
+    epochs = [{name: row[name] for name in _EPOCH} for row in epochs if _epoch_is_sound(row)]
+    return History(sorted(points, key=lambda row: float(row["at"])), epochs)
+
+
+def _point_is_sound(row: object) -> bool:
+    if not isinstance(row, dict) or not all(_is_number(row.get(name)) for name in _POINT):
+        return False
+    evicted = row.get("evicted")
+    return isinstance(evicted, dict) and all(_is_number(value) for value in evicted.values())
+
+
+def _epoch_is_sound(row: object) -> bool:
+    if not isinstance(row, dict) or not row.keys() >= set(_EPOCH) or row["ended"] is None:
+        return False
+    names = ("dataset", "run")
+    return all(isinstance(row[name], str | None) for name in names) and all(
+        row[name] is None or _is_number(row[name]) for name in _EPOCH if name not in names
     )
 
 
-def _numbers(text: object) -> dict[str, int]:
-    with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-        numbers = json.loads(str(text))
-        return {str(name): int(value) for name, value in numbers.items()} if isinstance(numbers, dict) else {}
-    return {}
-
-
-def _sound(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, int | float) and 0 <= value < _MOST)
-
-
-def _epoch_sound(row: dict[str, Any]) -> bool:
-    names = ("dataset", "run")
-    values = [value for name, value in row.items() if name not in names]
-    named = all(isinstance(row[name], str | None) for name in names)
-    return named and row["ended"] is not None and all(value is None or _sound(value) for value in values)
-
-
-def restore(connection: Connection, history: History) -> None:
-    """Write what an earlier catalog held into a new one."""
-    for row in history.points:
-        _insert(connection, "history", _flat(row))
-    for row in history.epochs:
-        _insert(connection, "epochs", row)
-
-
-def _flat(point: dict[str, Any]) -> dict[str, Any]:
-    return {**point, "evicted": json.dumps(point["evicted"])}
-
-
-def _insert(connection: Connection, table: str, row: dict[str, Any]) -> int:
-    names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
-    return int(connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", row).lastrowid or 0)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < _MOST

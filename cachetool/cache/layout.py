@@ -6,6 +6,7 @@
       CACHEDIR.TAG       backup tools leave the folder out
       cachetool.json     layout version: a newer one is refused; the cap, for when the catalog is lost
       catalog.sqlite3    the truth; beside it its journal, and the file that a transaction locks
+      history.json       what the report shows of the past; may be missing
       holders/<id>.lock  one per live process
       shards/<id>/       one immutable shard each
       listings/<id>/     what a source holds
@@ -39,6 +40,7 @@ from cachetool.proc.folders import ALLOW_SHARED, disk_bytes, remove, write_durab
 
 __all__ = [
     "ALLOW_SHARED",
+    "HISTORY_LIMIT",
     "LAYOUT_VERSION",
     "Layout",
     "SHARD_FILE",
@@ -54,6 +56,8 @@ __all__ = [
 
 LAYOUT_VERSION = 1
 SHARD_FILE = Name("shard.json")
+HISTORY_LIMIT = 256 * 1024
+"""Bytes of the history file at most."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# This folder is a cache made by cachetool; it can be remade.\n"
 
@@ -122,6 +126,8 @@ class Layout:
         self.marker_aside = root / "cachetool.json.new"
         self.catalog = root / "catalog.sqlite3"
         self.catalog_asides = tuple(root / f"catalog.sqlite3.new{part}" for part in ("", "-journal", "-lock"))
+        self.history = root / "history.json"
+        self.history_aside = root / "history.json.new"
         self.holders = root / "holders"
         self.shards = root / "shards"
         self.listings = root / "listings"
@@ -212,6 +218,11 @@ class Layout:
         """Bytes that the smallest file or folder takes on the cache's disk; larger ones take multiples of it. Measured
         by each process, because a cache may be copied to another file system."""
         return disk_block(self._above())
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes charged for the history: twice its limit, because a new file is written beside the old one."""
+        return 2 * -(-HISTORY_LIMIT // self.disk_block) * self.disk_block
 
     def free_disk(self) -> int:
         """Bytes an unprivileged user may still write on the cache's disk; also where the root does not exist yet."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cachetool.cache.catalog import FIRST_PAGES, Catalog, allowance
+from cachetool.cache.catalog import Catalog
 from cachetool.cache.layout import Layout, cache_option, place_of, refuse_loose, root_of
 from cachetool.cache.marker import check, settings
 from cachetool.cache.root import CacheDir
 from cachetool.cache.transaction_lock import PATIENCE
-from cachetool.cache.usage import measure
+from cachetool.cache.usage import least_overhead, measure
 from cachetool.core.errors import CapacityError, CapTooSmall, CatalogError, UsageError
 from cachetool.core.text import shown
 from cachetool.core.units import format_size, parse_flag, parse_size
@@ -83,7 +83,7 @@ def open_root(
     else:
         what = "--max-size"
     if size is not None:
-        least = layout.fixed_bytes() + allowance(FIRST_PAGES, layout.disk_block)
+        least = least_overhead(layout)
         if size < least:
             raise CapTooSmall(
                 f"{what} is {format_size(size)}: the cache's own files need {format_size(least)} before any shard, and"

@@ -10,8 +10,7 @@ import json
 import secrets
 
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import Claim, SourceRow, add_job, source_row
-from cachetool.cache.kinds import OVER
+from cachetool.cache.draws import OF_NODE, Claim, SourceRow, add_job, source_row
 from cachetool.cache.layout import Layout
 from cachetool.cache.placing import Placed, carve
 from cachetool.cache.policies import Room
@@ -22,15 +21,14 @@ __all__ = ["follow", "identity", "join", "part_of", "ready_shards", "settle"]
 
 
 def identity(connection: Connection) -> int:
-    """A number by which this cache is known from any other, wherever it is reached from; made at its first use."""
-    connection.execute("INSERT OR IGNORE INTO meta VALUES ('identity', ?)", (secrets.randbits(62),))
-    return int(connection.execute("SELECT value FROM meta WHERE key = 'identity'").fetchone()[0])
+    """A number by which this cache is known from any other, wherever it is reached from."""
+    return int(connection.execute("SELECT identity FROM cache").fetchone()[0])
 
 
 def part_of(job: str) -> str:
     """The id of a node's job for its part of the pull ``job`` over several. Another one each time that it takes part:
     what it began before it was cut off from that pull commits nothing once it is back."""
-    return f"{OVER}{job}.{secrets.token_hex(4)}"
+    return f"{job}.{secrets.token_hex(4)}"
 
 
 def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *, holder: str, room: Room) -> None:
@@ -39,13 +37,13 @@ def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *
 
     Raises :class:`UsageError` while a pull of this machine alone draws from the same source.
     """
-    connection.execute("DELETE FROM jobs WHERE source = ? AND id LIKE ?", (source.id, f"{OVER}%"))
+    connection.execute(f"DELETE FROM jobs WHERE source = ? AND {OF_NODE}", (source.id,))
     if connection.execute("SELECT 1 FROM jobs WHERE source = ? LIMIT 1", (source.id,)).fetchone():
         raise UsageError(
             f"another pull draws from {source.url} into {layout.root} at this moment; wait for its end, or stop it"
         )
-    add_job(connection, part, source.id, holder=holder, wanted=None, room=room)
     before = part.partition(".")[0]
+    add_job(connection, part, source.id, holder=holder, wanted=None, room=room, over=before)
     connection.execute("UPDATE shards SET job = ? WHERE job >= ? AND job < ?", (part, f"{before}.", f"{before}/"))
     if follow(connection, source):
         bump(connection)
@@ -64,10 +62,10 @@ def follow(connection: Connection, source: SourceRow) -> bool:
         return False
     new = now.pass_number < source.pass_number
     if new:
-        connection.execute("DELETE FROM claims WHERE source = ? AND lost IS NULL", (source.id,))
+        connection.execute("DELETE FROM claims WHERE source = ? AND NOT reopened", (source.id,))
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
-        "UPDATE sources SET turn = ?, cuts = ?, past = ?, whole = ? WHERE id = ?",
+        "UPDATE sources SET pass_number = ?, segments = ?, past = ?, complete = ? WHERE id = ?",
         (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.complete, source.id),
     )
     return True
@@ -98,7 +96,7 @@ def settle(
         carve(connection, now.id, now.pass_number, ((start, upto),))
         # What others have below is none of this cache's business: to it, it is done.
         connection.execute(
-            "DELETE FROM claims WHERE source = ? AND turn = ? AND stop <= ? AND holder IS NULL AND lost IS NULL",
+            "DELETE FROM claims WHERE source = ? AND pass_number = ? AND stop <= ? AND holder IS NULL AND NOT reopened",
             (now.id, now.pass_number, start),
         )
     connection.execute(
@@ -110,17 +108,18 @@ def settle(
 def ready_shards(connection: Connection, source: str) -> list[Placed]:
     """The shards of a source that snapshots to come contain, without copies of them."""
     rows = connection.execute(
-        "SELECT id, turn, draws, samples, payload, job FROM shards WHERE source = ? AND state = 'ready' ORDER BY seq",
+        "SELECT id, pass_number, draws, samples, payload, job FROM shards"
+        " WHERE source = ? AND state = 'ready' ORDER BY seq",
         (source,),
     )
     return [
         Placed(
             row["id"],
-            row["turn"],
+            row["pass_number"],
             tuple((start, stop) for start, stop in json.loads(row["draws"])),
             row["samples"],
             row["payload"],
-            str(row["job"]).removeprefix(OVER).partition(".")[0] if str(row["job"]).startswith(OVER) else None,
+            row["job"].partition(".")[0] if "." in (row["job"] or "") else None,
         )
         for row in rows
     ]

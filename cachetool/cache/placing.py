@@ -95,10 +95,10 @@ def held_by(connection: Connection, node: str, token: str, job: str, word: str) 
     if not connection.execute(query, (node, job, word)).fetchone():
         raise CatalogError(f"node {node} was given up by the pull that it worked for; run it again")
     row = connection.execute(
-        "SELECT id, turn, start, stop, source FROM claims WHERE token = ? AND holder IS NOT NULL", (token,)
+        "SELECT id, pass_number, start, stop, source FROM claims WHERE token = ? AND holder IS NOT NULL", (token,)
     ).fetchone()
     source = None if row is None else source_row(connection, row["source"])
-    return None if source is None else Claim(row["id"], row["turn"], row["start"], row["stop"], source)
+    return None if source is None else Claim(row["id"], row["pass_number"], row["start"], row["stop"], source)
 
 
 def note_claim(connection: Connection, claim: Claim, node: str, token: str) -> None:
@@ -155,11 +155,11 @@ def lose(connection: Connection, node: str, source_id: str | None = None) -> Non
     for row in rows:
         source = source_row(connection, row["source"])
         connection.execute("UPDATE jobs SET committed = committed - ? WHERE id = ?", (row["brought"], row["job"]))
-        if source is None or source.pass_number != row["turn"]:
+        if source is None or source.pass_number != row["pass_number"]:
             continue  # a later pass brings it
         ranges = json.loads(row["draws"])
         connection.executemany(
-            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)",
+            "INSERT INTO claims (source, pass_number, start, stop) VALUES (?, ?, ?, ?)",
             [(source.id, source.pass_number, start, stop) for start, stop in ranges],
         )
         allow_growth(connection)
@@ -209,11 +209,12 @@ def forget_shards(connection: Connection, shards: Iterable[str]) -> None:
 def placed_elsewhere(connection: Connection, source: str, node: str) -> list[tuple[int, Ranges]]:
     """The draws, by pass, that other nodes have in shards or are on."""
     rows = connection.execute(
-        "SELECT turn, draws FROM placed WHERE source = :source AND node <> :node UNION ALL"
-        " SELECT turn, json_array(json_array(start, stop)) FROM claims WHERE source = :source AND holder IS NOT NULL",
+        "SELECT pass_number, draws FROM placed WHERE source = :source AND node <> :node UNION ALL"
+        " SELECT pass_number, json_array(json_array(start, stop)) FROM claims"
+        " WHERE source = :source AND holder IS NOT NULL",
         {"source": source, "node": node},
     )
-    return [(row["turn"], tuple((start, stop) for start, stop in json.loads(row["draws"]))) for row in rows]
+    return [(row["pass_number"], tuple((start, stop) for start, stop in json.loads(row["draws"]))) for row in rows]
 
 
 def take_in(
@@ -249,8 +250,8 @@ def take_in(
 
 
 def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges) -> bool:
-    """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were lost
-    to the cache itself stay what they are."""
+    """Call draws of the present pass done, wherever its frontier is; whether any of them was open. Those that were
+    reopened stay what they are."""
     fresh = False
     for start, stop in ranges:
         frontier = connection.execute("SELECT frontier FROM sources WHERE id = ?", (source,)).fetchone()[0]
@@ -259,8 +260,8 @@ def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges)
             connection.execute("UPDATE sources SET frontier = ? WHERE id = ?", (stop, source))
             fresh = True
         rows = connection.execute(
-            "DELETE FROM claims WHERE source = ? AND turn = ? AND start < ? AND stop > ? AND holder IS NULL"
-            " AND lost IS NULL RETURNING start, stop",
+            "DELETE FROM claims WHERE source = ? AND pass_number = ? AND start < ? AND stop > ? AND holder IS NULL"
+            " AND NOT reopened RETURNING start, stop",
             (source, pass_number, stop, start),
         ).fetchall()
         for row in rows:
@@ -273,5 +274,6 @@ def carve(connection: Connection, source: str, pass_number: int, ranges: Ranges)
 def _open(connection: Connection, source: str, pass_number: int, start: int, stop: int) -> None:
     if start < stop:
         connection.execute(
-            "INSERT INTO claims (source, turn, start, stop) VALUES (?, ?, ?, ?)", (source, pass_number, start, stop)
+            "INSERT INTO claims (source, pass_number, start, stop) VALUES (?, ?, ?, ?)",
+            (source, pass_number, start, stop),
         )

@@ -8,7 +8,8 @@ How room may be made is a value that travels from the command line to admission 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,6 @@ class Candidate:
     """When it last served one (seconds since 1970), or was committed."""
     job: str | None = None
     """The pull that wrote it."""
-    sole: bool = False
-    """Its data exists nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,13 @@ POLICIES: dict[str, Callable[[Candidate], tuple[Any, ...]]] = {
 """Name to sort key; the smallest key goes first."""
 
 
+def _value(row: Candidate, policy: str) -> str:
+    """The value of a shard by which the policy chose it, in words."""
+    if policy == "lru":
+        return f"last used {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row.used))}"
+    return {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
+
+
 def policy_names() -> tuple[str, ...]:
     """The names that ``--policy`` takes."""
     return tuple(POLICIES)
@@ -95,31 +101,24 @@ def check_policy(policy: str) -> None:
         raise UsageError(f"unknown eviction policy {shown(policy)}; there are {', '.join(POLICIES)}")
 
 
-def _kept(
-    row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None, keep: Collection[str]
-) -> str | None:
+def _kept(row: Candidate, min_epochs: int, dataset: str | None, keep_job: str | None) -> str | None:
     """Why a shard is protected; None when it may go."""
     if dataset is not None and row.dataset != dataset:
         return "of other datasets"
-    if row.sole:
-        return "of converted samples, which no source can bring back and nothing evicts"
     if row.epochs < min_epochs:
         return f"which fewer than {min_epochs} epochs used (--min-epochs)"
     if keep_job is not None and row.job == keep_job:
         return "of this very pull"
-    if row.id in keep:
-        return "of the epoch that is to go on"
     return None
 
 
 def protected(
-    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None,
-    keep: Collection[str] = (),
-) -> list[str]:  # fmt: skip
+    rows: Iterable[Candidate], *, min_epochs: int = 0, dataset: str | None = None, keep_job: str | None = None
+) -> list[str]:
     """What of ``rows`` :func:`choose` never takes, in words: ``2 shards (1.5 GB) of other datasets``."""
     sizes_by_reason: dict[str, list[int]] = {}
     for row in rows:
-        why = _kept(row, min_epochs, dataset, keep_job, keep)
+        why = _kept(row, min_epochs, dataset, keep_job)
         if why is not None:
             sizes_by_reason.setdefault(why, []).append(row.bytes)
     return [f"{shards_of(sizes)} {why}" for why, sizes in sizes_by_reason.items()]
@@ -138,23 +137,20 @@ def choose(
     min_epochs: int = 0,
     dataset: str | None = None,
     keep_job: str | None = None,
-    keep: Collection[str] = (),
 ) -> Sequence[Victim]:
     """Victims in order until their bytes reach ``excess``; fewer when the rest is protected.
 
     Protected: shards that served fewer than ``min_epochs`` epochs, of other datasets than ``dataset`` when one is
-    named, of the pull ``keep_job``, those that ``keep`` names, and those whose data exists nowhere else. Raises
-    :class:`UsageError` for an unknown policy.
+    named, and of the pull ``keep_job``. Raises :class:`UsageError` for an unknown policy.
     """
     check_policy(policy)
-    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job, keep) is None]
+    free = [row for row in rows if _kept(row, min_epochs, dataset, keep_job) is None]
     victims: list[Victim] = []
     for row in sorted(free, key=POLICIES[policy]):
         if excess <= 0:
             break
         excess -= row.bytes
-        why = {"most-used": f"served {row.epochs} epochs", "random": "random order"}.get(policy, f"commit {row.seq:g}")
-        victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {why}"))
+        victims.append(Victim(row.id, row.dataset, row.samples, row.bytes, f"{policy}: {_value(row, policy)}"))
     return victims
 
 
@@ -171,8 +167,6 @@ class Room:
     keep_own: bool = False
     """Whether the shards of this very pull must stay. When the cache is full it says itself what to do then: evicting
     what it has would be for nothing."""
-    keep: tuple[str, ...] = ()
-    """Shards that stay in any case."""
     wait: float = 60.0
     """Seconds to wait for others."""
     advise: bool = True

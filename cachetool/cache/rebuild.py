@@ -4,12 +4,11 @@
 
     every shards/<id>/shard.json, checksum and id checked   ->  shards in their order, datasets, draws done
     the newest record of each source, in those or beside its listing  ->  sources, draws of shards evicted since
-    cachetool.json, else the old catalog, else whoever asks ->  the cap
+    cachetool.json, else whoever asks                       ->  the cap
 
-Of two shards with the same samples (a conversion that replaced one, a commit that was cut off and drawn again) the one
-committed last stays. What has no ``shard.json`` was never committed, or was being deleted, and goes. What has one that
-is not whole is never adopted: it is put into quarantine. Epochs served, events and counters are taken over from the old
-catalog as far as that can be read; else they begin again.
+Of two shards with the same draws (a conversion that replaced one, a commit that was cut off and drawn again) the one
+committed last stays. A folder without ``shard.json`` was never committed, or was being deleted, and is deleted; so is a
+folder whose ``shard.json`` is not whole, whose draws are then open. Counters, events and history begin again.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import FIRST_PAGES, PAGE_BYTES, Catalog, Connection, event
-from cachetool.cache.history import History, history_of, restore
 from cachetool.cache.holders import holder_of, live_locks
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
 from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
-from cachetool.cache.values import sound_rows
 from cachetool.core.errors import CacheToolError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.schema import Schema
+from cachetool.proc.disk import limit_error
 from cachetool.proc.folders import fsync_folder, tree_bytes
 
 __all__ = [
     "Found",
     "Rebuilt",
     "open_draws",
-    "quarantine_folder",
     "rebuild",
     "scan",
     "without_doubles",
@@ -59,7 +56,7 @@ class Rebuilt:
     samples: int
     sources: int
     bad: tuple[tuple[str, str], ...]
-    """Folders that were put into quarantine, and why."""
+    """Folders that were deleted because their ``shard.json`` is not whole, and why."""
     deleted: tuple[str, ...]
     """Folders that were never committed, or whose samples a newer shard holds."""
     max_size: int
@@ -96,22 +93,21 @@ def rebuild(layout: Layout, *, max_size: int | None = None) -> Rebuilt:
             raise CatalogError(
                 f"the catalog of {layout.root} cannot be rebuilt while {who} uses the cache; stop it first"
             )
-        salvaged = _salvage(old)
         records = scan(layout)
         kept, superseded = without_doubles(records.shards)
-        settings = {**salvaged["meta"], **marked(layout)}
+        settings: dict[str, Any] = {**marked(layout)}
         if settings.setdefault("max_size", max_size) is None:
             raise CatalogError(
                 f"the cap of {layout.root} was lost with its catalog and {layout.marker.name}; say what it was:"
                 f" cachetool verify --repair --max-size SIZE --cache {layout.root}"
             )
         if marked(layout) != (asked := {name: settings.get(name, 0) for name in ("max_size", "min_free")}):
-            mark(layout, **asked)  # before the old catalog goes, which may be the last that knows
-        for name in (*records.unfinished, *superseded):
+            mark(layout, **asked)
+        for name in (*records.unfinished, *superseded, *(name for name, _ in records.bad)):
             layout.remove(layout.shard(name), first=SHARD_FILE)
         # First, and the new one stays below the cap beside the old. Nothing is in it while the catalog is locked.
         layout.remove(layout.catalog.with_name(layout.catalog.name + "-journal"))
-        _write(layout, records, kept, salvaged, settings)
+        _write(layout, records, kept, settings)
     old.close()
     return Rebuilt(
         shards=len(kept),
@@ -158,7 +154,11 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
             )
             if schema[1] != value["schema"]:
                 raise ValueError(f"its schema is not that of dataset {value['dataset']}")
+        except PermissionError:  # says nothing of the bytes
+            raise
         except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+            if isinstance(error, OSError) and limit_error(error) is not None:
+                raise
             records.bad.append((Id(entry.name), str(error)))
             continue
         records.learn(value)
@@ -167,7 +167,12 @@ def scan(layout: Layout, *, leave_out: Collection[str] = ()) -> Found:
         records.shards.append(value)
     for path in layout.listings.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # then the shards alone must do
-            records.learn(unseal(path))
+            value = unseal(path)
+            Schema.from_json(value["schema"])
+            records.schemas.setdefault(
+                value["dataset"], (value["declared"] or value.get("created", 0.0), value["schema"])
+            )
+            records.learn(value)
     return records
 
 
@@ -193,7 +198,7 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
             continue
         lineages.update(value.get("ancestors", ()))
         ranges = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
-        others = draws_by_pass.setdefault((value["source"], value["turn"]), [])
+        others = draws_by_pass.setdefault((value["source"], value["pass_number"]), [])
         doubled = any(start < b and a < stop for start, stop in ranges for a, b in others)
         if doubled or value["lineage"] in lineages:
             superseded.append(Id(value["id"]))
@@ -216,140 +221,82 @@ def _torn(shards: Sequence[Record]) -> list[Id]:
     ]
 
 
-_SALVAGED = {
-    "meta": ("key:TEXT value:INTEGER", "meta WHERE key IN ('max_size', 'min_free') OR key LIKE 'served%'"),
-    "epochs": ("id:TEXT epochs:INTEGER used:REAL", "shards"),
-    "evictions": ("dataset:TEXT reason:TEXT policy:TEXT shards:INTEGER samples:INTEGER bytes:INTEGER", "evictions"),
-    "events": ("at:REAL kind:TEXT subject:TEXT text:TEXT dataset:TEXT", "events ORDER BY id"),
-    "lost": ("source:TEXT turn:INTEGER start:INTEGER stop:INTEGER lost:INTEGER", "claims WHERE lost IS NOT NULL"),
-}
-"""Columns with their kinds, and where they come from. A row with a value that cachetool never writes stays behind."""
-
-
-def _salvage(old: Catalog) -> dict[str, Any]:
-    """What only the old catalog knows, as far as it can be read."""
-    read: dict[str, list[tuple[Any, ...]]] = {}
-    for name, (columns, query) in _SALVAGED.items():
-        read[name] = []
-        with contextlib.suppress(CacheToolError):
-            kinds = dict(each.split(":") for each in columns.split())
-            rows = (tuple(row) for row in old.rows(f"SELECT {', '.join(kinds)} FROM {query}"))
-            read[name] = sound_rows(kinds, rows, optional=("used", "dataset"))
-    history = History([], [])
-    with contextlib.suppress(CacheToolError):
-        history = history_of(old)
-    return {
-        "history": history,
-        "meta": dict(read["meta"]),
-        "epochs": {id: (epochs, used) for id, epochs, used in read["epochs"]},
-        "evictions": read["evictions"],
-        "events": read["events"],
-        "lost": read["lost"],
-    }
-
-
-def _write(
-    layout: Layout, records: Found, kept: list[Record], salvaged: dict[str, Any], settings: dict[str, int]
-) -> None:
+def _write(layout: Layout, records: Found, kept: list[Record], settings: dict[str, int]) -> None:
     aside, *beside = layout.catalog_asides
     for path in layout.catalog_asides:
         layout.remove(path)
     pages = FIRST_PAGES
-    while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * (len(kept) + len(records.bad)):
+    while 2 * pages * PAGE_BYTES < 3 * _ROW_BYTES * len(kept):
         pages *= 2
     catalog = Catalog(aside)
     catalog.create(max_size=settings["max_size"], min_free=settings.get("min_free", 0), pages=pages)
     with catalog.write() as connection:
         newest = max([at[0] for at, _ in records.progress.values()] + [value["since"] for value in kept], default=0)
         last = math.floor(max((value["seq"] for value in kept), default=0))
-        served = {key: number for key, number in settings.items() if key.startswith("served")}
-        for key, number in {"version": newest + 1, "seq": last, **served}.items():
-            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, number))
+        connection.execute("UPDATE cache SET version = ?, next_seq = ?", (newest + 1, last + 1))
         for name, (declared, schema) in records.schemas.items():
-            connection.execute("INSERT INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema), declared))
+            connection.execute(
+                "INSERT INTO datasets (name, schema, created) VALUES (?, ?, ?)", (name, json.dumps(schema), declared)
+            )
         connection.executemany(
             "INSERT INTO shards (id, seq, dataset, format, state, samples, payload, bytes, since, created, epochs,"
-            " used, source, turn, draws, content, digest, sole, lineage) VALUES (:id, :seq, :dataset, :format, 'ready',"
-            " :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :turn, :draws, :content, :digest,"
-            " :sole, :lineage)",
-            _rows(layout, kept, salvaged["epochs"]),
+            " used, source, pass_number, draws, content, digest, lineage) VALUES (:id, :seq, :dataset, :format,"
+            " 'ready', :samples, :payload, :bytes, :since, :created, :epochs, :used, :source, :pass_number, :draws,"
+            " :content, :digest, :lineage)",
+            _rows(layout, kept),
         )
-        for name, why in records.bad:
-            quarantine_folder(connection, layout, name, why)
         for _, progress in records.progress.values():
-            _add_progress(connection, layout, records, progress, kept, salvaged["lost"])
-        connection.executemany("INSERT INTO evictions VALUES (?, ?, ?, ?, ?, ?)", salvaged["evictions"])
-        restore(connection, salvaged["history"])
-        for at, kind, subject, text, dataset in salvaged["events"]:
-            event(connection, at, kind, subject, text, dataset=dataset)
+            if progress["dataset"] in records.schemas:
+                _add_progress(connection, layout, records, progress, kept)
         event(connection, time.time(), "rebuilt", str(layout.root), f"catalog made from {len(kept)} shards")
     catalog.close()
     for path in beside:
         layout.remove(path)
+    layout.remove(layout.history)
     # The old one stays until this one is whole: killed before here, the next repair begins again.
     os.replace(aside, layout.catalog)
     fsync_folder(layout.root)
 
 
-def _rows(layout: Layout, kept: list[Record], epochs: dict[str, tuple[int, float]]) -> Iterator[Record]:
+def _rows(layout: Layout, kept: list[Record]) -> Iterator[Record]:
     for value in kept:
-        served, used = epochs.get(value["id"], (value["epochs"], value["used"]))
-        yield {
-            **value,
-            "bytes": tree_bytes(layout.shard(Id(value["id"]))),
-            "draws": json.dumps(value["draws"]),
-            "epochs": served or 0,
-            "used": used or value["created"],
-        }
+        nbytes = tree_bytes(layout.shard(Id(value["id"])))
+        yield {**value, "bytes": nbytes, "draws": json.dumps(value["draws"])}
 
 
-def quarantine_folder(connection: Connection, layout: Layout, name: Id, why: str) -> None:
-    """Take a folder that cannot be adopted into the catalog: charged, shown, in no snapshot."""
-    connection.execute(
-        "INSERT OR REPLACE INTO shards (id, state, samples, payload, bytes, created, epochs, sole)"
-        " VALUES (?, 'quarantine', 0, 0, ?, ?, 0, 1)",
-        (name, tree_bytes(layout.shard(name)), time.time()),
-    )
-    event(connection, time.time(), "corrupt", name, why)
-
-
-def _add_progress(
-    connection: Connection, layout: Layout, records: Found, progress: Record, kept: list[Record], lost: list[Any]
-) -> None:
-    """A source's row, and its open draws: those of the newest record without those of shards that are here. Of those
-    that this record, or else the old catalog, calls ``lost`` it is said again."""
+def _add_progress(connection: Connection, layout: Layout, records: Found, progress: Record, kept: list[Record]) -> None:
+    """A source's row, and its open draws: those of the newest record without those of shards that are here."""
     frontier, pending = open_draws(progress, kept)
     listing = layout.listing(Id(progress["id"]))
-    schema = records.schemas.get(progress["dataset"], (0.0, []))[1]
+    schema = records.schemas[progress["dataset"]][1]
     columns = {column["name"] for column in connection.execute("PRAGMA table_info(sources)")}
     row = {name: value for name, value in progress.items() if name in columns} | {
         "frontier": frontier,
+        "began_at_moves": None,
+        "served": 0,
         "options": json.dumps(progress["options"]),
         "bytes": (tree_bytes(listing) if listing.is_dir() else 0) + record_bound(schema, layout.disk_block),
     }
     names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
     connection.execute(f"INSERT INTO sources ({names}) VALUES ({marks})", row)
-    present = progress["turn"]
-    lost_ranges = progress.get("lost", [claim[1:] for claim in lost if claim[0] == progress["id"]])
-    lost_now = [(start, stop) for pass_number, start, stop, _ in lost_ranges if pass_number == present]
-    claims = [(present, start, stop, None) for start, stop in without(pending, lost_now)]
-    for pass_number, start, stop, samples in lost_ranges:
-        done = (
-            without([(start, stop)], pending)
-            if pass_number == present
-            else _draws_in_shards(kept, progress["id"], pass_number)
-        )
-        claims += [(pass_number, a, b, samples * (b - a) // (stop - start)) for a, b in without([(start, stop)], done)]
+    present = progress["pass_number"]
+    reopened = [
+        (number, start, stop)
+        for number, *draws in progress["reopened"]
+        for start, stop in without([draws], _draws_in_shards(kept, progress["id"], number))
+    ]
+    fresh = without(pending, [(start, stop) for number, start, stop in reopened if number == present])
     connection.executemany(
-        "INSERT INTO claims (source, turn, start, stop, lost) VALUES (?, ?, ?, ?, ?)",
-        [(progress["id"], *claim) for claim in claims],
+        "INSERT INTO claims (source, pass_number, start, stop, reopened) VALUES (?, ?, ?, ?, ?)",
+        [(progress["id"], *claim, 1) for claim in reopened]
+        + [(progress["id"], present, start, stop, 0) for start, stop in fresh],
     )
 
 
 def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list[int]]]:
     """How far a source's pass was drawn, and which ranges below that are open: those of its newest record without those
     of shards that are here."""
-    here = _draws_in_shards(kept, progress["id"], progress["turn"])
+    here = _draws_in_shards(kept, progress["id"], progress["pass_number"])
     frontier = max([progress["frontier"]] + [stop for _, stop in here])
     pending = [*progress["pending"], (progress["frontier"], frontier)]
     return frontier, without(pending, here)
@@ -357,5 +304,7 @@ def open_draws(progress: Record, kept: Iterable[Record]) -> tuple[int, list[list
 
 def _draws_in_shards(kept: Iterable[Record], source: str, pass_number: int) -> list[tuple[int, int]]:
     """The draws of a pass that are in shards."""
-    draws_of_pass = (value["draws"] for value in kept if value["source"] == source and value["turn"] == pass_number)
+    draws_of_pass = (
+        value["draws"] for value in kept if value["source"] == source and value["pass_number"] == pass_number
+    )
     return [(start, stop) for draws in draws_of_pass for start, stop in draws]

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.cache.catalog import Connection
-from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.core.names import Id, Name
 from cachetool.proc.folders import fsync_folder, read_json, write_durable
@@ -42,8 +41,8 @@ Record = dict[str, Any]
 MOST_PENDING = 256
 """Ranges of open draws in a record. Of more, the smallest are left out: after a rebuild they wait for the next pass."""
 
-MOST_LOST = 64
-"""Ranges of lost draws in a record, those of the most samples: after a rebuild no more are called missing."""
+MOST_REOPENED = 64
+"""Ranges of reopened draws in a record, the largest: after a rebuild the others wait for the next pass."""
 
 
 RANGE_BYTES = 64
@@ -81,14 +80,14 @@ _RECORD: Mapping[str, tuple[type, ...]] = {"layout": (int,), "since": (int,), "p
 _SHARD = {
     "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
     "seq": (int, float), "samples": (int,), "payload": (int,), "created": (int, float), "epochs": (int,),
-    "used": (int, float), "source": (str, type(None)), "turn": (int, type(None)), "draws": (list,), "content": (str,),
-    "digest": (str,), "sole": (bool,),
+    "used": (int, float), "source": (str, type(None)), "pass_number": (int, type(None)), "draws": (list,),
+    "content": (str,), "digest": (str,),
 }  # fmt: skip
 _PROGRESS = {
     "id": (str,), "url": (str,), "options": (dict,), "identity": (str,), "dataset": (str,), "units": (int,),
-    "samples": (int,), "seed": (int,), "turn": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
-    "created": (int, float), "fetched": (int,), "cuts": (str,), "sequential": (int,), "whole": (int,), "past": (str,),
-    "pending": (list,),
+    "samples": (int,), "seed": (int,), "pass_number": (int,), "frontier": (int,), "skipped": (int,), "bytes": (int,),
+    "created": (int, float), "fetched": (int,), "segments": (str,), "sequential": (int,), "complete": (int,),
+    "past": (str,), "pending": (list,), "reopened": (list,),
 }  # fmt: skip
 
 
@@ -128,27 +127,27 @@ def record_bound(schema: Sequence[Mapping[str, Any]], disk_block: int, nbytes: i
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:
-    """The row of a source, which draws of its present pass are not done, and which of any pass were lost: turn, start,
-    stop, samples; inside a transaction."""
+    """The row of a source, which draws of its present pass are not done, and which of any pass were reopened: turn,
+    start, stop; inside a transaction."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     if row is None:
         return None
     claims = connection.execute(
-        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN} ORDER BY start",
-        (row["id"], row["turn"]),
+        "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ? ORDER BY start",
+        (row["id"], row["pass_number"]),
     )
     pending = merged((claim["start"], claim["stop"]) for claim in claims)
     if len(pending) > MOST_PENDING:
         pending = sorted(sorted(pending, key=lambda part: part[0] - part[1])[:MOST_PENDING])
-    lost = connection.execute(
-        "SELECT turn, start, stop, lost FROM claims WHERE source = ? AND lost IS NOT NULL ORDER BY lost DESC LIMIT ?",
-        (row["id"], MOST_LOST),
+    reopened = connection.execute(
+        "SELECT pass_number, start, stop FROM claims WHERE source = ? AND reopened ORDER BY stop - start DESC LIMIT ?",
+        (row["id"], MOST_REOPENED),
     )
     return {
         **dict(row),
         "options": json.loads(row["options"]),
         "pending": pending,
-        "lost": [list(claim) for claim in lost],
+        "reopened": [list(claim) for claim in reopened],
     }
 
 
@@ -212,11 +211,13 @@ def write_source_record(connection: Connection, layout: Layout, source: str) -> 
     progress = source_progress(connection, source)
     if progress is None:
         return
-    version = connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0]
+    dataset = connection.execute("SELECT * FROM datasets WHERE name = ?", (progress["dataset"],)).fetchone()
+    about = {"dataset": dataset["name"], "declared": dataset["created"], "schema": json.loads(dataset["schema"])}
+    version = connection.execute("SELECT version FROM cache").fetchone()[0]
     path = layout.record(Id(source))
     aside = path.with_name(f"{path.name}.new")
     layout.remove(aside)
-    write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, "progress": progress}))
+    write_durable(aside, seal({"layout": 1, "since": int(version), "source": source, **about, "progress": progress}))
     os.replace(aside, path)
     fsync_folder(layout.listings)
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cachetool.cache import history
 from cachetool.cache.catalog import Catalog, Connection, Row, bump, event
-from cachetool.cache.history import note_point, noting
 from cachetool.cache.holders import Holder, dead_holders, remove_stale_locks
-from cachetool.cache.kinds import let_go
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.listings import remove_unfinished
 from cachetool.cache.policies import Candidate, Victim
@@ -30,7 +29,6 @@ __all__ = [
     "Lease",
     "LeasedShards",
     "Removal",
-    "about_to_read",
     "candidates",
     "delete_trash",
     "held_back",
@@ -87,23 +85,26 @@ def candidates(connection: Connection, *, seen: bool = False) -> list[Candidate]
     """All ready shards, or only those that some snapshot contained: a pull without an end must not throw away what
     nobody has read, or it would fetch for ever while nobody trains."""
     rows = connection.execute(
-        "SELECT id, dataset, samples, bytes, seq, epochs, used, job, sole FROM shards WHERE state = 'ready'"
-        " AND (NOT ? OR since <= coalesce((SELECT value FROM meta WHERE key = 'seen'), 0))",
+        "SELECT id, dataset, samples, bytes, seq, epochs, used, job FROM shards WHERE state = 'ready'"
+        " AND (NOT ? OR since <= (SELECT seen FROM cache))",
         (seen,),
     )
     return [Candidate(*row) for row in rows]
 
 
-def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: str, job: str | None = None) -> int:
+def retire(
+    connection: Connection, chosen: Sequence[str | Victim], *, reason: str, policy: str, job: str | None = None
+) -> int:
     """Take ready shards out of every snapshot to come, and count them as evicted, for the pull ``job`` if they go for
     one; inside a transaction.
 
     ``reason`` is ``room`` (for a writer), ``renewal``, ``evict`` (asked for) or ``corrupt``. Raises the version once,
     and gives it.
     """
-    version = bump(connection) if ids else 0
+    version = bump(connection) if chosen else 0
     now = time.time()
-    for shard in ids:
+    for each in chosen:
+        shard, why = (each.id, each.reason) if isinstance(each, Victim) else (each, policy)
         row = connection.execute(
             "UPDATE shards SET state = 'retiring', until = ? WHERE id = ? AND state = 'ready'"
             " RETURNING dataset, samples, bytes",
@@ -111,13 +112,14 @@ def retire(connection: Connection, ids: Sequence[str], *, reason: str, policy: s
         ).fetchone()
         if row is None:
             continue
-        event(connection, now, "evict", shard, f"{reason}, {policy}")
+        event(connection, now, "evict", shard, f"{reason}, {why}")
         connection.execute(
             "INSERT INTO evictions VALUES (?, ?, ?, 1, ?, ?) ON CONFLICT (dataset, reason, policy) DO UPDATE SET"
             " shards = shards + 1, samples = samples + excluded.samples, bytes = bytes + excluded.bytes",
             (row["dataset"], reason, policy, row["samples"], row["bytes"]),
         )
         connection.execute("UPDATE jobs SET evicted = evicted + 1 WHERE id = ?", (job,))
+        connection.execute("UPDATE cache SET moves = moves + 1")
     return version
 
 
@@ -180,8 +182,10 @@ def delete_trash(catalog: Catalog, layout: Layout, ids: Sequence[Id], *, edge: b
                 freed += int(row["bytes"])
         return samples, freed
 
-    # A full disk can still be emptied: without the point, if there is no room for it.
-    samples, freed = noting(catalog, forget, lambda connection, _: note_point(connection, layout, edge=edge))
+    with catalog.write() as connection:
+        samples, freed = forget(connection)
+        point = history.due_point(connection, layout, edge=edge)
+    history.write(layout, point=point, edge=edge)
     if failed is not None:
         raise failed
     return len(gone), samples, freed
@@ -221,13 +225,8 @@ def leases(connection: Connection) -> list[Lease]:
 
 
 def leaseholders(connection: Connection) -> list[str]:
-    """Who reads what, one line a lease; not those whose snapshot is empty."""
-    return list(dict.fromkeys(lease.who for lease in leases(connection) if lease.version))
-
-
-def about_to_read(connection: Connection) -> bool:
-    """Whether somebody has an empty snapshot: what is there is to be read as soon as the rest of it has come."""
-    return connection.execute("SELECT 1 FROM leases WHERE version = 0 LIMIT 1").fetchone() is not None
+    """Who reads what, one line a lease."""
+    return list(dict.fromkeys(lease.who for lease in leases(connection)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +277,7 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, p
             connection.execute("DELETE FROM holders WHERE id = ?", (dead_id,))
             layout.remove(layout.lock(dead_id))
         connection.execute(f"DELETE FROM leases WHERE {_UNHELD}")
-        let_go(connection, _UNHELD)
+        connection.execute(f"UPDATE claims SET holder = NULL, job = NULL WHERE {_UNHELD}")
         connection.execute(f"DELETE FROM jobs WHERE {_UNHELD}")
         connection.execute(f"UPDATE shards SET state = 'trash', holder = ? WHERE {_ORPHANED}", (own.id,))
         remove_unfinished(layout, dead)
@@ -294,7 +293,7 @@ def _make_folders(connection: Connection, layout: Layout) -> None:
         if folder == layout.shards:
             row = connection.execute(
                 "SELECT count(*) AS shards, coalesce(sum(samples), 0) AS samples FROM shards"
-                " WHERE state IN ('ready', 'retiring', 'quarantine')"
+                " WHERE state IN ('ready', 'retiring')"
             ).fetchone()
             if row["shards"]:
                 raise CatalogError(
@@ -308,7 +307,7 @@ def sign_out(catalog: Catalog, layout: Layout, holder: Holder) -> None:
     """Give back all that this process holds, and take it out of the catalog."""
     with catalog.write() as connection:
         connection.execute("DELETE FROM leases WHERE holder = ?", (holder.id,))
-        let_go(connection, "holder = ?", holder.id)
+        connection.execute("UPDATE claims SET holder = NULL, job = NULL WHERE holder = ?", (holder.id,))
         connection.execute("DELETE FROM jobs WHERE holder = ?", (holder.id,))
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import Layout
 from cachetool.cache.policies import choose
-from cachetool.cache.removal import about_to_read, candidates, retire
+from cachetool.cache.removal import candidates, retire
 from cachetool.cache.usage import measure
 
 __all__ = ["top_up"]
@@ -34,15 +34,16 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
     ``sparing``.
     """
     job = connection.execute(
-        "SELECT id, renew, policy, min_epochs, keep_own, hungry FROM jobs WHERE hungry > 0 ORDER BY renew DESC LIMIT 1"
+        "SELECT id, renew, policy, min_epochs, keep_own, bytes_wanted FROM jobs"
+        " WHERE bytes_wanted > 0 ORDER BY renew DESC LIMIT 1"
     ).fetchone()
-    if job is None or about_to_read(connection):
+    if job is None:
         return current
-    cap = int(connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0])
+    cap = int(connection.execute("SELECT max_size FROM cache").fetchone()[0])
     leaving = connection.execute("SELECT coalesce(sum(bytes), 0) FROM shards WHERE state IN ('retiring', 'trash')")
     usage = measure(connection, layout)
     free = cap - usage.total
-    usable = free if free >= job["hungry"] else 0
+    usable = free if free >= job["bytes_wanted"] else 0
     lack = int(job["renew"] * (cap - usage.overhead - usage.listings)) - usable - int(leaving.fetchone()[0])
     if lack <= 0:
         return current
@@ -59,8 +60,10 @@ def top_up(connection: Connection, layout: Layout, current: int, *, sparing: str
         min_epochs=job["min_epochs"],
         keep_job=job["id"] if job["keep_own"] else None,
     )
-    chosen = [victim.id for victim in victims][: max(0, ready - 1)]
-    return retire(connection, chosen, reason="renewal", policy=job["policy"], job=job["id"]) or current
+    return (
+        retire(connection, victims[: max(0, ready - 1)], reason="renewal", policy=job["policy"], job=job["id"])
+        or current
+    )
 
 
 def _holding_back(connection: Connection, dataset: str, renew: float, lack: int) -> int | None:
@@ -70,7 +73,7 @@ def _holding_back(connection: Connection, dataset: str, renew: float, lack: int)
     of the cache since: it may have been corrupt.
     """
     rows = connection.execute(
-        "SELECT since, bytes, since > coalesce((SELECT value FROM meta WHERE key = 'seen'), 0) FROM shards"
+        "SELECT since, bytes, since > (SELECT seen FROM cache) FROM shards"
         " WHERE state = 'ready' AND dataset = ? ORDER BY since DESC",
         (dataset,),
     ).fetchall()

@@ -17,8 +17,7 @@ from cachetool.cache.catalog import Catalog, Row, bump, event
 from cachetool.cache.draws import reopen, source_row
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import SHARD_FILE, Layout
-from cachetool.cache.rebuild import quarantine_folder
-from cachetool.cache.records import Record, read_shard_json, unseal, write_source_record
+from cachetool.cache.records import Record, unseal, write_source_record
 from cachetool.cache.removal import delete_trash, retire, sweep
 from cachetool.core.names import Id
 from cachetool.proc.folders import disk_bytes, fsync_folder, tree_bytes
@@ -36,7 +35,7 @@ __all__ = [
     "strays",
 ]
 
-_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "turn")
+_OF_DATA = ("dataset", "format", "samples", "payload", "content", "digest", "source", "pass_number")
 _BOUND = (*_OF_DATA, "since", "seq", "created", "lineage")
 """Columns of a row that ``shard.json`` has too."""
 
@@ -64,6 +63,7 @@ def strays(catalog: Catalog, layout: Layout) -> list[Stray]:
         if not (source in sources and owner in ("", "json", *holders)):
             unknown.append((path, Id.fits(source)))
     names = {path.name for path in (layout.tag, layout.marker, layout.catalog, *layout.folders)}
+    names |= {layout.history.name, layout.history_aside.name}
     names |= {f"{layout.catalog.name}-journal", f"{layout.catalog.name}-lock"}
     for path in layout.root.iterdir():
         if path.name not in names:
@@ -90,20 +90,11 @@ def _bytes(path: Path) -> int:
 
 
 def remove_stray(catalog: Catalog, layout: Layout, stray: Stray) -> str:
-    """Delete what was never committed; keep, charged and in no snapshot, what has a ``shard.json``: one that cannot be
-    read, or of samples that are elsewhere too. Gives what was done."""
+    """Delete what cachetool made and no row accounts for. Gives what was done."""
     with catalog.write() as connection:
-        if stray.path.parent == layout.shards:
-            if connection.execute("SELECT 1 FROM shards WHERE id = ?", (stray.path.name,)).fetchone():
-                return "in the catalog by now"
-            if (stray.path / SHARD_FILE).exists():
-                why = "other shards have samples of it, and the catalog does not know it"
-                try:
-                    read_shard_json(stray.path)
-                except (OSError, ValueError) as error:
-                    why = str(error)
-                quarantine_folder(connection, layout, Id(stray.path.name), why)
-                return "in quarantine"
+        in_catalog = connection.execute("SELECT 1 FROM shards WHERE id = ?", (stray.path.name,)).fetchone()
+        if stray.path.parent == layout.shards and in_catalog:
+            return "in the catalog by now"
         layout.remove(stray.path)
     return "deleted"
 
@@ -143,14 +134,14 @@ def rename_back(layout: Layout, path: Path, id: Id) -> None:
 def row_differs(row: Row, value: Record) -> list[str]:
     """Names of the columns in which a row and its ``shard.json`` disagree."""
     wrong = [name for name in _BOUND if row[name] != value[name]]
-    if json.loads(row["draws"] or "[]") != value["draws"] or bool(row["sole"]) != value["sole"]:
+    if json.loads(row["draws"] or "[]") != value["draws"]:
         wrong.append("draws")
     return wrong
 
 
 def correct_row(catalog: Catalog, id: str, value: Record) -> None:
     """Write what ``shard.json`` says into the shard's row."""
-    columns = {name: value[name] for name in _BOUND} | {"draws": json.dumps(value["draws"]), "sole": int(value["sole"])}
+    columns = {name: value[name] for name in _BOUND} | {"draws": json.dumps(value["draws"])}
     with catalog.write() as connection:
         connection.execute(
             f"UPDATE shards SET {', '.join(f'{name} = :{name}' for name in columns)} WHERE id = :id",
@@ -176,27 +167,18 @@ class GivenUp:
 
 
 def give_up(catalog: Catalog, layout: Layout, holder: Holder, id: Id, why: str) -> GivenUp:
-    """Take a bad shard out of every snapshot to come.
-
-    One that can be pulled again is evicted and its draws are open again, so that the next pull fetches exactly those;
-    one that exists nowhere else is put into quarantine: kept, charged, shown, never read.
-    """
+    """Retire a bad shard and open its draws again, so that the next pull fetches exactly those."""
     with catalog.write() as connection:
         row = connection.execute("SELECT * FROM shards WHERE id = ? AND state = 'ready'", (id,)).fetchone()
         if row is None:
             return GivenUp("it is leaving already")
         event(connection, time.time(), "corrupt", id, why)
-        source = source_row(connection, row["source"] or "")
-        if source is None or row["sole"]:
-            connection.execute(
-                "UPDATE shards SET state = 'quarantine', until = ?, bytes = ? WHERE id = ?",
-                (bump(connection), _bytes(layout.shard(id)), id),  # of what is left of it
-            )
-            return GivenUp("in quarantine")
         retire(connection, [id], reason="corrupt", policy="verify")
-        count = reopen(connection, source, row["turn"], json.loads(row["draws"]), row["samples"])
-        write_source_record(connection, layout, source.id)
+        count, source = 0, source_row(connection, row["source"] or "")
+        if source is not None:
+            count = reopen(connection, source, row["pass_number"], json.loads(row["draws"]))
+            write_source_record(connection, layout, source.id)
         trash = sweep(connection, holder)
     delete_trash(catalog, layout, trash)
     done = "removed" if id in trash else "it leaves when its readers end"
-    return GivenUp(f"{done}, {count} draws are open again", source.id, count)
+    return GivenUp(f"{done}, {count} draws are open again", None if source is None else source.id, count)

@@ -226,22 +226,21 @@ class CacheDir:
     def snapshot(
         self, *, dataset: str | None = None, run: str | None = None, epoch: int | None = None, peek: bool = False,
         sparing: bool = False, instead: Snapshot | None = None,
-        known: tuple[int, int | None] | None = None, empty: bool = False,
+        known: tuple[int, int | None] | None = None,
     ) -> Snapshot:  # fmt: skip
         """Lease the present version of a dataset, or the one that this ``run`` already leases for this ``epoch``.
 
         ``peek``: not to train on; a pull makes no room by it, and nothing of it counts as read. ``sparing``: in a full
         cache of which little was read, the newest shards may be left for the next one. ``instead``: one that goes back
-        unread at the same time. ``known``: version and stamp of the one whose shards the caller has already. ``empty``:
-        of no shard; pulls without an end evict nothing while somebody has it."""
+        unread at the same time. ``known``: version and stamp of the one whose shards the caller has already."""
         name = self.dataset(dataset)
         run = None if run is None else parse_text(run, what="run=")
         epoch = None if epoch is None else parse_whole(epoch, what="epoch=")
-        peek, sparing, empty = (parse_flag(flag, what="snapshot") for flag in (peek, sparing, empty))
+        peek, sparing = (parse_flag(flag, what="snapshot") for flag in (peek, sparing))
         self.recover()
         taken = snapshots.take(
             self.catalog, self.layout, self.holder, dataset=name, schema=self.schema(name), run=run, epoch=epoch,
-            peek=peek or empty, sparing=sparing, instead=instead, previous=known, empty=empty,
+            peek=peek, sparing=sparing, instead=instead, previous=known,
         )  # fmt: skip
         self._catalog.make_again = None  # nobody takes away a folder in which this process has a lease
         return taken
@@ -263,7 +262,8 @@ class CacheDir:
         """Fix the schema of a dataset. Raises :class:`UsageError` when it has another one already."""
         with self.catalog.write() as connection:
             connection.execute(
-                "INSERT OR IGNORE INTO datasets VALUES (?, ?, ?)", (name, json.dumps(schema.to_json()), time.time())
+                "INSERT OR IGNORE INTO datasets (name, schema, created) VALUES (?, ?, ?)",
+                (name, json.dumps(schema.to_json()), time.time()),
             )
         self._catalog.make_again = None
         self.check_schema(name, schema)

@@ -1,135 +1,182 @@
-"""The tables of the catalog, as numbered steps: a catalog of any earlier version is brought up to date by those it
-lacks. A step that was ever released is not changed any more; the number of steps is the version of the schema.
+"""The tables of the catalog.
+
+A catalog of another schema is refused, never changed: before the first release this file is edited, and caches made
+before are pulled again.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cachetool.cache.catalog import Connection
 
-__all__ = ["MIGRATIONS", "SCHEMA_VERSION", "migrate"]
+__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "create", "difference"]
 
-MIGRATIONS = (
+APPLICATION_ID = 1667326824
+SCHEMA_VERSION = 1
+
+_TABLES = (
     """
-    CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-    CREATE TABLE holders (id TEXT PRIMARY KEY, pid INTEGER, host TEXT, what TEXT, started REAL) WITHOUT ROWID;
-    CREATE TABLE datasets (name TEXT PRIMARY KEY, schema TEXT NOT NULL, created REAL) WITHOUT ROWID;
+    CREATE TABLE cache (
+        one INTEGER NOT NULL PRIMARY KEY CHECK (one = 1), identity INTEGER NOT NULL, stamp INTEGER NOT NULL,
+        version INTEGER NOT NULL, next_seq INTEGER NOT NULL, moves INTEGER NOT NULL, pages INTEGER NOT NULL,
+        max_size INTEGER NOT NULL, min_free INTEGER NOT NULL, seen INTEGER NOT NULL, served INTEGER NOT NULL,
+        disk_block INTEGER NOT NULL
+    ) STRICT
+    """,
+    """
+    CREATE TABLE holders (
+        id TEXT NOT NULL PRIMARY KEY, pid INTEGER NOT NULL, host TEXT NOT NULL, what TEXT NOT NULL,
+        started REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE datasets (
+        name TEXT NOT NULL PRIMARY KEY, schema TEXT NOT NULL, served INTEGER NOT NULL DEFAULT 0, created REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
     CREATE TABLE sources (
-        id TEXT PRIMARY KEY, url TEXT, options TEXT, identity TEXT, dataset TEXT, units INTEGER, samples INTEGER,
-        seed INTEGER, turn INTEGER, frontier INTEGER, skipped INTEGER, bytes INTEGER, created REAL
-    ) WITHOUT ROWID;
+        id TEXT NOT NULL PRIMARY KEY, dataset TEXT NOT NULL REFERENCES datasets, url TEXT NOT NULL,
+        options TEXT NOT NULL, identity TEXT NOT NULL, units INTEGER NOT NULL, samples INTEGER NOT NULL,
+        bytes INTEGER NOT NULL, seed INTEGER NOT NULL, sequential INTEGER NOT NULL CHECK (sequential IN (0, 1)),
+        complete INTEGER NOT NULL CHECK (complete IN (0, 1)), pass_number INTEGER NOT NULL, frontier INTEGER NOT NULL,
+        began_at_moves INTEGER, segments TEXT NOT NULL, past TEXT NOT NULL, skipped INTEGER NOT NULL,
+        fetched INTEGER NOT NULL DEFAULT 0, served INTEGER NOT NULL DEFAULT 0, created REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
     CREATE TABLE jobs (
-        id TEXT PRIMARY KEY, holder TEXT, source TEXT, wanted INTEGER, committed INTEGER, skipped INTEGER, created REAL,
-        renew REAL, policy TEXT, min_epochs INTEGER, keep_own INTEGER, hungry INTEGER
-    ) WITHOUT ROWID;
+        id TEXT NOT NULL PRIMARY KEY, source TEXT NOT NULL REFERENCES sources, holder TEXT NOT NULL, wanted INTEGER,
+        over TEXT, committed INTEGER NOT NULL, skipped INTEGER NOT NULL, evicted INTEGER NOT NULL DEFAULT 0,
+        bytes_wanted INTEGER NOT NULL, renew REAL NOT NULL, policy TEXT NOT NULL, min_epochs INTEGER NOT NULL,
+        keep_own INTEGER NOT NULL CHECK (keep_own IN (0, 1)), created REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
     CREATE TABLE claims (
-        id INTEGER PRIMARY KEY, source TEXT, turn INTEGER, start INTEGER, stop INTEGER, holder TEXT, job TEXT
-    );
+        id INTEGER NOT NULL PRIMARY KEY, source TEXT NOT NULL REFERENCES sources ON DELETE CASCADE,
+        pass_number INTEGER NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL CHECK (start < stop), holder TEXT,
+        job TEXT, reopened INTEGER NOT NULL DEFAULT 0 CHECK (reopened IN (0, 1)), tried TEXT, node TEXT, token TEXT,
+        CHECK ((holder IS NULL) = (job IS NULL))
+    ) STRICT
+    """,
+    "CREATE INDEX claims_by_source ON claims (source, pass_number)",
+    """
     CREATE TABLE shards (
-        id TEXT PRIMARY KEY, seq INTEGER, dataset TEXT, format TEXT, state TEXT, samples INTEGER, payload INTEGER,
-        bytes INTEGER, since INTEGER, until INTEGER, holder TEXT, job TEXT, created REAL, epochs INTEGER, used REAL,
-        source TEXT, turn INTEGER, draws TEXT, content TEXT, digest TEXT, sole INTEGER
-    ) WITHOUT ROWID;
-    CREATE INDEX shards_by_state ON shards (state, seq);
+        id TEXT NOT NULL PRIMARY KEY, seq REAL, dataset TEXT NOT NULL, format TEXT NOT NULL,
+        state TEXT NOT NULL CHECK (state IN ('staging', 'ready', 'retiring', 'trash')), samples INTEGER,
+        payload INTEGER, bytes INTEGER NOT NULL, since INTEGER, until INTEGER, holder TEXT, job TEXT, created REAL,
+        epochs INTEGER NOT NULL DEFAULT 0, used REAL, source TEXT, pass_number INTEGER, draws TEXT, content TEXT,
+        digest TEXT, lineage TEXT,
+        CHECK (state IN ('staging', 'trash') OR (seq IS NOT NULL AND samples IS NOT NULL AND payload IS NOT NULL
+            AND since IS NOT NULL AND created IS NOT NULL AND draws IS NOT NULL AND content IS NOT NULL
+            AND digest IS NOT NULL))
+    ) STRICT, WITHOUT ROWID
+    """,
+    "CREATE INDEX shards_by_state ON shards (state, seq)",
+    """
     CREATE TABLE leases (
-        id INTEGER PRIMARY KEY, holder TEXT, run TEXT, epoch INTEGER, version INTEGER, dataset TEXT, taken REAL
-    );
-    CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, kind TEXT, subject TEXT, text TEXT);
+        id INTEGER NOT NULL PRIMARY KEY, holder TEXT NOT NULL, run TEXT, epoch INTEGER, dataset TEXT NOT NULL,
+        version INTEGER NOT NULL, taken REAL NOT NULL
+    ) STRICT
     """,
-    # Integrity: which conversions came from one shard, what was evicted why, bytes fetched and served.
     """
-    ALTER TABLE shards ADD COLUMN lineage TEXT;
-    ALTER TABLE sources ADD COLUMN fetched INTEGER NOT NULL DEFAULT 0;
+    CREATE TABLE background (
+        source TEXT NOT NULL PRIMARY KEY, holder TEXT NOT NULL, pid INTEGER NOT NULL, url TEXT NOT NULL,
+        dataset TEXT NOT NULL, phase TEXT NOT NULL, listed INTEGER NOT NULL, error TEXT, started REAL NOT NULL,
+        updated REAL NOT NULL
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE events (
+        id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, dataset TEXT NOT NULL,
+        subject TEXT NOT NULL, text TEXT NOT NULL
+    ) STRICT
+    """,
+    """
     CREATE TABLE evictions (
-        reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER, PRIMARY KEY (reason, policy)
-    ) WITHOUT ROWID;
-    CREATE INDEX claims_by_source ON claims (source, turn);
-    INSERT INTO meta VALUES ('served', 0);
+        dataset TEXT NOT NULL, reason TEXT NOT NULL, policy TEXT NOT NULL, shards INTEGER NOT NULL,
+        samples INTEGER NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (dataset, reason, policy)
+    ) STRICT, WITHOUT ROWID
     """,
-    # Background pulls: who pulls a source, and what became of it.
+    # Of a pull over several nodes, in the catalog of the whole: whose caches the nodes have, which of their shards hold
+    # which draws, and in which pull of which source a node takes part. In a node's own: how a source is drawn there.
     """
-    CREATE TABLE pullers (
-        source TEXT PRIMARY KEY, holder TEXT, pid INTEGER, url TEXT, dataset TEXT, phase TEXT, listed INTEGER,
-        error TEXT, started REAL, updated REAL
-    ) WITHOUT ROWID;
+    CREATE TABLE nodes (
+        name TEXT NOT NULL PRIMARY KEY, cache INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID
     """,
-    # Sources that grow: the places between the segments of the present pass; whether all of them are there.
     """
-    ALTER TABLE sources ADD COLUMN cuts TEXT NOT NULL DEFAULT '[]';
-    ALTER TABLE sources ADD COLUMN sequential INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE sources ADD COLUMN whole INTEGER NOT NULL DEFAULT 1;
-    """,
-    # Whose evictions and errors: of which pull, of which dataset (of old ones it is known when there is but one).
-    """
-    ALTER TABLE jobs ADD COLUMN evicted INTEGER NOT NULL DEFAULT 0;
-    ALTER TABLE events ADD COLUMN dataset TEXT;
-    ALTER TABLE evictions RENAME TO evictions_before;
-    CREATE TABLE evictions (
-        dataset TEXT, reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER,
-        PRIMARY KEY (dataset, reason, policy)
-    ) WITHOUT ROWID;
-    INSERT INTO evictions SELECT (SELECT CASE count(*) WHEN 1 THEN min(name) ELSE '' END FROM datasets),
-        reason, policy, shards, samples, bytes FROM evictions_before;
-    DROP TABLE evictions_before;
-    """,
-    "ALTER TABLE sources ADD COLUMN past TEXT NOT NULL DEFAULT '[]'",  # what positions meant in earlier passes
-    # Draws whose samples were in a shard that was damaged: how many, until they are pulled again; NULL for all others.
-    """
-    ALTER TABLE claims ADD COLUMN lost INTEGER;
-    """,
-    # What the cache was like over time, and the newest epochs (cachetool.cache.history).
-    """
-    CREATE TABLE history (
-        id INTEGER PRIMARY KEY, at REAL, used INTEGER, max_size INTEGER, shards INTEGER, samples INTEGER,
-        fetched INTEGER, served INTEGER, evicted TEXT
-    );
-    CREATE TABLE epochs (
-        id INTEGER PRIMARY KEY, ended REAL, dataset TEXT, run TEXT, epoch INTEGER, shards INTEGER, samples INTEGER,
-        bytes INTEGER, seconds REAL, batches INTEGER, waits INTEGER, waited REAL
-    );
-    """,
-    # The pull that got nothing for lost draws, and tries them no more.
-    "ALTER TABLE claims ADD COLUMN tried TEXT",
-    # Several nodes, in the catalog of the whole: whose caches these are, and which of their shards hold which draws; of
-    # a claim, which node is on it and by which word it was asked for.
-    """
-    CREATE TABLE nodes (name TEXT PRIMARY KEY, cache INTEGER, job TEXT) WITHOUT ROWID;
     CREATE TABLE placed (
-        shard TEXT PRIMARY KEY, node TEXT, source TEXT, turn INTEGER, draws TEXT, samples INTEGER, job TEXT,
-        brought INTEGER
-    ) WITHOUT ROWID;
-    CREATE INDEX placed_by_node ON placed (node);
-    ALTER TABLE claims ADD COLUMN node TEXT;
-    ALTER TABLE claims ADD COLUMN token TEXT
+        shard TEXT NOT NULL PRIMARY KEY, node TEXT NOT NULL, source TEXT NOT NULL, pass_number INTEGER NOT NULL,
+        draws TEXT NOT NULL, samples INTEGER NOT NULL, job TEXT, brought INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID
     """,
-    # A node may take part in pulls of several sources at once: in which, and by which word it is known there.
+    "CREATE INDEX placed_by_node ON placed (node)",
     """
-    ALTER TABLE nodes DROP COLUMN job;
     CREATE TABLE members (
-        source TEXT, node TEXT, job TEXT, word TEXT, PRIMARY KEY (source, node)
-    ) WITHOUT ROWID
+        source TEXT NOT NULL, node TEXT NOT NULL, job TEXT NOT NULL, word TEXT NOT NULL, PRIMARY KEY (source, node)
+    ) STRICT, WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE bound (
+        source TEXT NOT NULL PRIMARY KEY, replicated INTEGER NOT NULL CHECK (replicated IN (0, 1))
+    ) STRICT, WITHOUT ROWID
     """,
 )
+_STATEMENTS = tuple(statement.strip() for statement in _TABLES)
+_OURS = {
+    **{(words[1].lower(), words[2]): sql for sql in _STATEMENTS for words in (sql.split(maxsplit=3),)},
+    ("table", "sqlite_sequence"): "CREATE TABLE sqlite_sequence(name,seq)",
+}
+"""What SQLite keeps of these statements: kind and name -> text."""
 
-SCHEMA_VERSION = len(MIGRATIONS)
 
-
-def migrate(connection: Connection, meta: Mapping[str, int]) -> None:
-    """Bring the tables to the newest schema, all or nothing: another process may be doing the same."""
+def create(connection: Connection, settings: Mapping[str, int]) -> None:
+    """Make the tables, all or nothing, unless another process made them first; ``settings`` are the columns of the
+    table ``cache`` that the caller decides."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        for script in MIGRATIONS[version:]:
-            for statement in script.split(";"):
+        if not connection.execute("PRAGMA user_version").fetchone()[0]:
+            for statement in _STATEMENTS:
                 connection.execute(statement)
-        if not version:
-            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            row = {
+                "one": 1,
+                "identity": secrets.randbits(62),
+                "stamp": secrets.randbits(62),
+                "version": 1,
+                "next_seq": 1,
+                "moves": 0,
+                "min_free": 0,
+                "seen": 0,
+                "served": 0,
+                "disk_block": 0,
+                **settings,
+            }
+            names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+            connection.execute(f"INSERT INTO cache ({names}) VALUES ({marks})", row)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def difference(connection: Connection) -> str | None:
+    """In what the tables differ from those that cachetool makes; None when they are the same. A view in place of a
+    table may have rows without end, and a table without checks any value."""
+    found = {
+        (row[0], row[1]): row[2]
+        for row in connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100")
+    }
+    for (kind, name), sql in sorted(found.items(), reverse=True):  # views first
+        if _OURS.get((kind, name)) != sql:
+            return f"has a {kind} {ascii(name)[:80]}, which cachetool never makes"
+    lacking = sorted(name for _, name in _OURS.keys() - found.keys())
+    return f"lacks {', '.join(lacking)}" if lacking else None

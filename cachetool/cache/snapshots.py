@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from cachetool.cache import history
 from cachetool.cache.catalog import Catalog, Connection, Row
-from cachetool.cache.history import Delivered, note_epoch, note_point, noting
+from cachetool.cache.history import Delivered
 from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
@@ -188,12 +189,17 @@ class Snapshot:
         if last and (lease := self._own_lease()) is not None:
             with contextlib.suppress(CacheToolError, OSError):  # then one after the other
                 with self._catalog.together():
-                    self.served(delivered)
+                    epoch, point = self._count(delivered)
                     trash = self._ended(lease)
                 self._lease, self._trash = None, trash
+                history.write(self._layout, epoch=epoch, point=point)
                 return
+        epoch, point = self._count(delivered)
+        history.write(self._layout, epoch=epoch, point=point)
 
-        def count(connection: Connection) -> dict[str, int]:
+    def _count(self, delivered: Delivered | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Count an epoch in one transaction; gives its row of the history, and a point if that is due."""
+        with self._catalog.write() as connection:
             own = "dataset = ? AND state IN ('ready', 'retiring') AND since <= ? AND (until IS NULL OR until > ?)"
             which = self.dataset, self.version, self.version
             sums = connection.execute(
@@ -203,19 +209,13 @@ class Snapshot:
             ).fetchall()
             connection.execute(f"UPDATE shards SET epochs = epochs + 1, used = ? WHERE {own}", (time.time(), *which))
             read = {name: sum(row[name] for row in sums) for name in ("shards", "samples", "bytes")}
-            served = {"served": read["bytes"], f"served:{self.dataset}": read["bytes"]}
-            served |= {f"served from:{row['source']}": row["bytes"] for row in sums if row["source"] is not None}
+            connection.execute("UPDATE cache SET served = served + ?", (read["bytes"],))
+            connection.execute("UPDATE datasets SET served = served + ? WHERE name = ?", (read["bytes"], self.dataset))
             connection.executemany(
-                "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = value + excluded.value",
-                served.items(),
+                "UPDATE sources SET served = served + ? WHERE id = ?", [(row["bytes"], row["source"]) for row in sums]
             )
-            return read
-
-        def note(connection: Connection, read: dict[str, int]) -> None:
-            note_epoch(connection, self._lease, delivered, dataset=self.dataset, **read)
-            note_point(connection, self._layout)
-
-        noting(self._catalog, count, note)
+            epoch = history.epoch_row(connection, self._lease, delivered, dataset=self.dataset, **read)
+            return epoch, history.due_point(connection, self._layout)
 
     def release(self, *, unread: bool = False) -> None:
         """Give the lease back; shards that only it kept are deleted now. May be called twice.
@@ -250,8 +250,7 @@ class Snapshot:
         connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
         if unread and self._seen is not None:
             connection.execute(
-                "UPDATE meta SET value = ? WHERE key = 'seen' AND value = ?"
-                " AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
+                "UPDATE cache SET seen = ? WHERE seen = ? AND NOT EXISTS (SELECT 1 FROM leases WHERE version >= ?)",
                 (self._seen, self.version, self.version),
             )
 
@@ -269,7 +268,6 @@ def take(
     sparing: bool = False,
     instead: Snapshot | None = None,
     previous: tuple[int, int | None] | None = None,
-    empty: bool = False,
 ) -> Snapshot:
     """Lease the present version; with ``run``, the version that another rank of that run leases for ``epoch``.
 
@@ -277,8 +275,7 @@ def take(
     may lease an older version, so that the next epoch has something new too (:mod:`cachetool.cache.renewal`).
     ``instead`` of one of this process, which went unread, is given back first, in the same transaction. Whoever has the
     shards of a snapshot of the version and stamp ``previous`` is not told them again while that is the present one: a
-    thousand take 2 ms. An ``empty`` one has no shard and holds none: pulls without an end, which take only what readers
-    let go, evict nothing meanwhile.
+    thousand take 2 ms.
     """
     trash: list[Id] = []
     with catalog.write() as connection:
@@ -291,14 +288,10 @@ def take(
             shared = connection.execute(
                 "SELECT version FROM leases WHERE run = ? AND epoch IS ? AND dataset = ?", (run, epoch, dataset)
             ).fetchone()
-        numbers = dict(
-            connection.execute("SELECT key, value FROM meta WHERE key IN ('version', 'stamp', 'seen')").fetchall()
-        )
+        numbers = connection.execute("SELECT version, stamp, seen FROM cache").fetchone()
         newest = present = int(numbers["version"])
-        seen = int(numbers.get("seen", 0))
-        if empty:
-            version = 0
-        elif shared is not None:
+        seen = int(numbers["seen"])
+        if shared is not None:
             version = newest = int(shared[0])
         else:
             version = newest if peek else top_up(connection, layout, newest, sparing=dataset if sparing else None)
@@ -307,14 +300,10 @@ def take(
             (holder.id, run, epoch, version, dataset, time.time()),
         )
         # Of an earlier version some may be gone since.
-        stamp = numbers.get("stamp") if version == present else None
+        stamp = int(numbers["stamp"]) if version == present else None
         rows = None if stamp is not None and previous == (version, stamp) else _rows(connection, dataset, version)
         if not peek:
-            connection.execute(
-                "INSERT INTO meta VALUES ('seen', ?)"
-                " ON CONFLICT (key) DO UPDATE SET value = max(value, excluded.value)",
-                (version,),
-            )
+            connection.execute("UPDATE cache SET seen = max(seen, ?)", (version,))
     lease = _Lease(
         id=int(cursor.lastrowid or 0),
         version=version,

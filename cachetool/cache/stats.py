@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cachetool.cache.catalog import Catalog, Connection, Row
-from cachetool.cache.draws import SourceRow, losses, positions_done, quarantined, source_row
+from cachetool.cache.draws import SourceRow, positions_done, reopened, source_row
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
@@ -106,14 +106,14 @@ def take_over(connection: Connection, source: str, *, url: str, dataset: str, ho
     """
     holder.register(connection)
     row = connection.execute(
-        "SELECT 1 FROM pullers p JOIN holders h ON h.id = p.holder WHERE p.source = ? AND p.holder != ?",
+        "SELECT 1 FROM background p JOIN holders h ON h.id = p.holder WHERE p.source = ? AND p.holder != ?",
         (source, holder.id),
     ).fetchone()
     if row is not None:
         return False
     now = time.time()
     connection.execute(
-        "INSERT OR REPLACE INTO pullers VALUES (?, ?, ?, ?, ?, 'starting', 0, NULL, ?, ?)",
+        "INSERT OR REPLACE INTO background VALUES (?, ?, ?, ?, ?, 'starting', 0, NULL, ?, ?)",
         (source, holder.id, os.getpid(), url, dataset, now, now),
     )
     return True
@@ -124,7 +124,7 @@ def note(
 ) -> None:
     """Write down what the pull of this process is at."""
     connection.execute(
-        "UPDATE pullers SET phase = ?, listed = ?, error = ?, updated = ? WHERE source = ? AND holder = ?",
+        "UPDATE background SET phase = ?, listed = ?, error = ?, updated = ? WHERE source = ? AND holder = ?",
         (phase, listed, error, time.time(), source, holder.id),
     )
 
@@ -132,7 +132,7 @@ def note(
 def leave(connection: Connection, source: str, holder: Holder, *, error: str | None = None) -> None:
     """End this process's turn: without a trace, or with the error that ended it."""
     if error is None:
-        connection.execute("DELETE FROM pullers WHERE source = ? AND holder = ?", (source, holder.id))
+        connection.execute("DELETE FROM background WHERE source = ? AND holder = ?", (source, holder.id))
     else:
         note(connection, source, holder, FAILED, error=error)
 
@@ -140,20 +140,20 @@ def leave(connection: Connection, source: str, holder: Holder, *, error: str | N
 def failure_since(connection: Connection, source: str, since: float) -> str | None:
     """The error of a pull of ``source`` that failed after ``since``."""
     row = connection.execute(
-        "SELECT error FROM pullers WHERE source = ? AND phase = ? AND updated > ?", (source, FAILED, since)
+        "SELECT error FROM background WHERE source = ? AND phase = ? AND updated > ?", (source, FAILED, since)
     ).fetchone()
     return None if row is None else str(row["error"])
 
 
 def pull_state(connection: Connection, layout: Layout, source: str) -> PullState | None:
     """How far the pull of ``source`` is; None when there was none, or it ended as it should."""
-    row = connection.execute("SELECT * FROM pullers WHERE source = ?", (source,)).fetchone()
+    row = connection.execute("SELECT * FROM background WHERE source = ?", (source,)).fetchone()
     if row is None:
         return None
     source_now = source_row(connection, source)
     fetched = connection.execute("SELECT fetched FROM sources WHERE id = ?", (source,)).fetchone()
     job = connection.execute(
-        "SELECT id, committed, skipped, hungry FROM jobs WHERE source = ? AND holder = ?", (source, row["holder"])
+        "SELECT id, committed, skipped, bytes_wanted FROM jobs WHERE source = ? AND holder = ?", (source, row["holder"])
     ).fetchone()
     phase = row["phase"]
     if phase != FAILED and not connection.execute("SELECT 1 FROM holders WHERE id = ?", (row["holder"],)).fetchone():
@@ -161,9 +161,9 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
     elif job is not None and source_now is not None and _idle(connection, job["id"]):
         if source_now.complete and positions_done(connection, source_now) >= source_now.units:
             phase = ALL_THERE
-        elif job["hungry"]:
+        elif job["bytes_wanted"]:
             phase = PAUSED
-    cap = connection.execute("SELECT value FROM meta WHERE key = 'max_size'").fetchone()[0]
+    cap = connection.execute("SELECT max_size FROM cache").fetchone()[0]
     evicted = connection.execute("SELECT coalesce(sum(shards), 0) FROM evictions").fetchone()[0]
     return PullState(
         source=source,
@@ -197,7 +197,7 @@ def _idle(connection: Connection, job: str) -> bool:
 
 def pull_states(connection: Connection, layout: Layout, *, dataset: str | None = None) -> list[PullState]:
     """All background pulls, or those into one dataset, oldest first."""
-    rows = connection.execute("SELECT source, dataset FROM pullers ORDER BY started").fetchall()
+    rows = connection.execute("SELECT source, dataset FROM background ORDER BY started").fetchall()
     states = (pull_state(connection, layout, row["source"]) for row in rows if dataset in (None, row["dataset"]))
     return [state for state in states if state is not None]
 
@@ -215,6 +215,8 @@ class Stats:
     """Of it, upper bounds of shards being written."""
     listings: int
     overhead: int
+    charged: dict[str, int]
+    """What is charged, row by row: the fields of :class:`cachetool.cache.usage.Usage`, whose sum is ``used``."""
     free_disk: int
     """Free bytes of the disk the cache is on."""
     min_free: int
@@ -239,10 +241,9 @@ class Stats:
     holders: list[dict[str, Any]]
     """Living processes that use the cache, this one apart: pid, host, what, started."""
     leases: list[dict[str, Any]]
-    quarantine: list[dict[str, Any]]
-    """Shards that are not whole and exist nowhere else: id, dataset, samples, bytes, why. No snapshot has them."""
     missing: list[dict[str, Any]]
-    """Samples that were damaged and not yet pulled again: the fields of :class:`cachetool.cache.draws.Loss`."""
+    """Draws whose samples were damaged and which the next pull fetches again: the fields of
+    :class:`cachetool.cache.draws.Reopened`."""
     evicted: int
     """Shards evicted so far."""
     evictions: list[dict[str, Any]]
@@ -274,14 +275,14 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
     charged, the disk and the holders are those of the cache."""
     with catalog.read() as connection:
         usage = measure(connection, layout)
-        meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+        numbers = connection.execute("SELECT * FROM cache").fetchone()
         datasets = [
             _dataset(connection, row)
             for row in connection.execute("SELECT name, schema FROM datasets ORDER BY created")
             if dataset is None or row["name"] == dataset
         ]
         sources = [
-            _source(connection, SourceRow.of(row), row["fetched"], meta.get(f"served from:{row['id']}", 0))
+            _source(connection, SourceRow.of(row), row["fetched"], row["served"])
             for row in connection.execute("SELECT * FROM sources ORDER BY created").fetchall()
             if dataset is None or row["dataset"] == dataset
         ]
@@ -294,18 +295,20 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
             f"SELECT * FROM evictions WHERE {_OF_DATASET} ORDER BY dataset, reason, policy", wanted
         ).fetchall()
         fetched = sum(entry["fetched"] for entry in sources)
-        served = meta["served"] if dataset is None else meta.get(f"served:{dataset}", 0)
+        of_dataset = "SELECT coalesce(sum(served), 0) FROM datasets WHERE name = ?"
+        served = numbers["served"] if dataset is None else connection.execute(of_dataset, (dataset,)).fetchone()[0]
         gone = dead_holders(connection, layout.holders)
         return Stats(
             root=str(layout.root),
-            version=meta["version"],
-            max_size=meta["max_size"],
+            version=numbers["version"],
+            max_size=numbers["max_size"],
             used=usage.total,
             reserved=usage.reserved,
             listings=usage.listings,
             overhead=usage.overhead,
+            charged=usage.rows(),
             free_disk=layout.free_disk(),
-            min_free=meta["min_free"],
+            min_free=numbers["min_free"],
             shards=sum(entry["shards"] for entry in datasets),
             samples=sum(entry["samples"] for entry in datasets),
             shard_bytes=sum(entry["bytes"] for entry in datasets),
@@ -329,10 +332,9 @@ def collect(catalog: Catalog, layout: Layout, dataset: str | None) -> Stats:
                     f" FROM leases l JOIN holders h ON h.id = l.holder WHERE {_OF_DATASET} ORDER BY l.taken",
                     wanted,
                 )
-                if row["holder"] not in gone and row["version"]  # an empty snapshot, of version 0, reads nothing
+                if row["holder"] not in gone
             ],
-            quarantine=[shard for shard in quarantined(connection) if dataset in (None, shard["dataset"])],
-            missing=[asdict(loss) for loss in losses(connection) if dataset in (None, loss.dataset)],
+            missing=[asdict(draws) for draws in reopened(connection) if dataset in (None, draws.dataset)],
             evicted=sum(row["shards"] for row in evictions),
             evictions=[dict(row) for row in evictions],
             fetched=fetched,

@@ -65,9 +65,7 @@ def _withdraw(connection: Connection, dataset: str, source: str) -> bool:
         and positions_done(connection, row) == 0
     )
     if gone:
-        connection.execute("DELETE FROM claims WHERE source = ?", (source,))
         connection.execute("DELETE FROM sources WHERE id = ?", (source,))
-        connection.execute("DELETE FROM meta WHERE key = ?", (f"turned:{source}",))
     connection.execute(
         "DELETE FROM datasets WHERE name = ? AND NOT EXISTS (SELECT 1 FROM shards WHERE dataset = datasets.name)"
         " AND NOT EXISTS (SELECT 1 FROM sources WHERE dataset = datasets.name)",

@@ -1,16 +1,17 @@
 """The values that cachetool writes into the tables of a catalog, and a search for any other value.
 
-SQLite keeps a value of any type in any column, and a catalog may come from somebody else. The rows are searched
-after an error in reading them (:meth:`cachetool.cache.catalog.Catalog.foreign`), by ``verify``, and by a rebuild,
-which takes over no row with such a value. Epochs do not pay for it: twenty thousand shards take a second.
+SQLite itself refuses values of other types, NULL and unknown states (:mod:`cachetool.cache.schema`), but not numbers
+out of range and JSON of another form, and a file may be written by other means. The rows are searched after an error in
+reading them (:meth:`cachetool.cache.catalog.Catalog.foreign`) and by ``verify``. Epochs do not pay for it: twenty
+thousand shards take a second.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from cachetool.core.schema import Schema
 from cachetool.core.text import shown
@@ -18,29 +19,13 @@ from cachetool.core.text import shown
 if TYPE_CHECKING:
     from cachetool.cache.catalog import Connection
 
-__all__ = ["KEYS", "fits", "foreign_value", "sound_rows"]
-
-KEYS = ("max_size", "min_free", "version", "seq", "pages")
-"""Of the table ``meta``, which every catalog has."""
+__all__ = ["foreign_value"]
 
 _MOST = 2**62
 _SUMMED = ("samples", "payload", "bytes")
 _MOST_OF_SHARD = 2**50  # of each: the sums stay numbers of 64 bits
 _LATEST = 250_000_000_000.0  # seconds since 1970: the year 9892
 _SIGNED = {"seed", "epoch", "pid", "wanted"}
-_READY = "seq dataset format samples payload since created epochs content digest"
-_REQUIRED = {
-    "meta": "key value",
-    "holders": "id pid host what started",
-    "datasets": "name schema",
-    "sources": "id url options identity dataset units samples seed turn frontier skipped bytes fetched cuts past",
-    "shards": "id state bytes",
-    "leases": "holder version dataset taken",
-    "events": "at kind subject text",
-    "claims": "source turn start stop",
-    "pullers": "source holder pid url dataset phase started updated",
-    "evictions": "dataset reason policy shards samples bytes",
-}
 
 
 def _draws(text: str) -> bool:
@@ -65,82 +50,43 @@ def _schema(text: str) -> bool:
 
 _JSON: Mapping[str, Callable[[str], bool]] = {
     "draws": _draws,
-    "cuts": _numbers,
+    "segments": _numbers,
     "past": _past,
     "options": lambda text: isinstance(json.loads(text), dict),
     "schema": _schema,
-    "evicted": lambda text: isinstance(json.loads(text), dict),
 }
 
 
-def fits(column: str, kind: str, value: object) -> bool:
-    """Return True if cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
+def _fits(column: str, kind: str, value: object) -> bool:
+    """Whether cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
     if value is None:
         return True
     if kind == "TEXT":
-        if not isinstance(value, str):
-            return False
         try:
-            return column not in _JSON or _JSON[column](value)
+            return isinstance(value, str) and (column not in _JSON or _JSON[column](value))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             return False
-    if kind == "REAL" or column == "seq":  # a shard that was cut into others has parts of a number
+    if kind == "REAL":
         return isinstance(value, int | float) and math.isfinite(value) and abs(value) <= _LATEST
-    if not isinstance(value, int):
-        return False
-    return column in _SIGNED or 0 <= value <= _MOST
+    return isinstance(value, int) and (column in _SIGNED or 0 <= value <= _MOST)
 
 
 def foreign_value(connection: Connection) -> str | None:
-    """The first value that cachetool never writes: "its TABLE has COLUMN VALUE"; None where there is none."""
-    keys = {row[0] for row in connection.execute("SELECT key FROM meta").fetchall()}
-    if lacking := [key for key in KEYS if key not in keys]:
-        return f"its table 'meta' lacks {', '.join(lacking)}"
-    tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()]
-    datasets: set[object] = set()
-    for table in sorted(tables):  # datasets before shards
-        if table.startswith("sqlite_"):
-            continue
-        name = table.replace('"', '""')
-        kinds = {row[1]: row[2] for row in connection.execute(f'PRAGMA table_info("{name}")').fetchall()}
-        required = _REQUIRED.get(table, "").split()
-        for values in connection.execute(f'SELECT * FROM "{name}"'):
-            row = dict(zip(kinds, tuple(values), strict=True))
-            if table == "datasets":
-                datasets.add(row.get("name"))
-            if (column := _wrong(table, kinds, row, required, datasets)) is not None:
-                return f"its table {shown(table)} has {shown(column)} {shown(row[column])}"
+    """The first value that cachetool never writes: "its table TABLE has COLUMN VALUE"; None where there is none."""
+    check = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if check != "ok":
+        return str(check)
+    tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    for (table,) in [tuple(row) for row in tables.fetchall()]:
+        kinds = {row[1]: row[2] for row in connection.execute(f"PRAGMA table_info({table})").fetchall()}
+        for values in connection.execute(f"SELECT * FROM {table}"):
+            for (column, kind), value in zip(kinds.items(), tuple(values), strict=True):
+                large = table == "shards" and column in _SUMMED and (value or 0) > _MOST_OF_SHARD
+                if large or not _fits(column, kind, value):
+                    return f"its table {shown(table)} has {shown(column)} {shown(value)}"
+    query = "SELECT dataset FROM shards WHERE state <> 'trash' AND dataset NOT IN (SELECT name FROM datasets) LIMIT 1"
+    if (row := connection.execute(query).fetchone()) is not None:
+        return f"its table 'shards' has 'dataset' {shown(row[0])}"
+    if connection.execute("SELECT count(*) FROM cache").fetchone()[0] != 1:
+        return "its table 'cache' has no row"
     return None
-
-
-def _wrong(
-    table: str, kinds: Mapping[str, str], row: Mapping[str, Any], required: list[str], datasets: set[object]
-) -> str | None:
-    """The column of ``row`` whose value cachetool never writes, or None."""
-    needed = required
-    if table == "shards" and row.get("state") in ("ready", "retiring"):
-        needed = [*required, *_READY.split()]
-    for column, kind in kinds.items():
-        value = row[column]
-        if (value is None and column in needed) or not fits(column, kind, value):
-            return column
-        if table == "shards" and column in _SUMMED and (value or 0) > _MOST_OF_SHARD:
-            return column
-    if needed is not required and row["dataset"] not in datasets:
-        return "dataset"
-    return None
-
-
-def sound_rows(
-    columns: Mapping[str, str], rows: Iterable[tuple[Any, ...]], *, optional: Collection[str] = ()
-) -> list[tuple[Any, ...]]:
-    """Return the rows whose values all fit their columns; a value may be missing only in ``optional`` columns."""
-    kinds = list(columns.items())
-    return [
-        row
-        for row in rows
-        if all(
-            (value is not None or name in optional) and fits(name, kind, value)
-            for (name, kind), value in zip(kinds, row, strict=True)
-        )
-    ]

@@ -5,6 +5,7 @@ It looks and reports, and changes nothing: a small lock file is made and removed
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -13,16 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cachetool.cache.catalog import Catalog, library_version
-from cachetool.cache.draws import losses, quarantined
+from cachetool.cache.draws import reopened
 from cachetool.cache.holders import lock_states, locks_work
 from cachetool.cache.layout import ALLOW_SHARED, Layout, cache_option, loose, place_of, root_of
 from cachetool.cache.marker import look, settings
 from cachetool.cache.removal import leaseholders
 from cachetool.cache.repair import strays
-from cachetool.cache.usage import is_copied, measure
+from cachetool.cache.usage import WORDS, is_copied, measure
 from cachetool.core.errors import CatalogError
 from cachetool.core.units import format_size
 from cachetool.proc.disk import ALLOW, DISK_BLOCK, file_system, is_network, refused_in
+from cachetool.proc.folders import tree_bytes
 
 __all__ = ["Finding", "examine"]
 
@@ -140,19 +142,15 @@ def _catalog(layout: Layout) -> list[Finding]:
         return [Finding("catalog", "bad", str(error))]
     if trouble is not None:
         return [Finding("catalog", "bad", f"{trouble}; {_mended(layout)}")]
-    if (older := catalog.older()) is not None:
-        text = f"sound, schema {older} of an older cachetool; any other command brings it up to date: then look again"
-        return [Finding("catalog", "note", text)]
     try:
         with catalog.read() as connection:
             mode = connection.execute("PRAGMA journal_mode").fetchone()[0]
             schema = connection.execute("PRAGMA user_version").fetchone()[0]
-            meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
+            numbers = connection.execute("SELECT version, max_size, min_free FROM cache").fetchone()
             usage = measure(connection, layout)
             holders = connection.execute("SELECT id, pid, host, what, started FROM holders ORDER BY started").fetchall()
             leases = leaseholders(connection)
-            aside = list(quarantined(connection))
-            missing = losses(connection)
+            missing = reopened(connection)
             errors = connection.execute(
                 "SELECT at, text FROM events WHERE kind = 'error' ORDER BY id DESC LIMIT 1"
             ).fetchall()
@@ -162,15 +160,20 @@ def _catalog(layout: Layout) -> list[Finding]:
         catalog.close()
     sizes = [format_size(path.stat().st_size) for path in (layout.catalog, _journal(layout)) if path.exists()]
     findings = [
-        Finding("catalog", "ok", f"sound, schema {schema}, version {meta['version']}, {' + '.join(sizes)}"),
+        Finding("catalog", "ok", f"sound, schema {schema}, version {numbers['version']}, {' + '.join(sizes)}"),
         Finding("SQLite", "ok" if mode == "persist" else "bad", f"{library_version()}, journal mode {mode}"),
         Finding(
             "cap",
-            "ok" if usage.total <= meta["max_size"] else "bad",
-            f"{format_size(usage.total)} of {format_size(meta['max_size'])} used, {format_size(usage.reserved)} of it"
-            f" reserved, {format_size(meta['min_free'])} of the disk kept free",
+            "ok" if usage.total <= numbers["max_size"] else "bad",
+            f"{format_size(usage.total)} of {format_size(numbers['max_size'])} used,"
+            f" {format_size(usage.reserved)} of it reserved, {format_size(numbers['min_free'])} of the disk kept free",
         ),
     ]
+    findings += [
+        Finding("charged", "ok", f"{format_size(size)}: {WORDS[name]}") for name, size in usage.rows().items() if size
+    ]
+    with contextlib.suppress(OSError):  # what others delete meanwhile, and what this user may not look into
+        findings.append(Finding("on disk", "ok", f"{format_size(tree_bytes(layout.root))} in all files and folders"))
     if copied:
         text = f"the cache came from a disk with other blocks; {_NEXT_COUNTS}"
         findings.append(Finding("cap", "note", text))
@@ -187,16 +190,16 @@ def _catalog(layout: Layout) -> list[Finding]:
     if left:
         size = format_size(sum(stray.bytes for stray in left))
         findings.append(Finding("left over", "bad", f"{len(left)} files or folders, {size}; {_mended(layout)}"))
-    if aside:
-        size = format_size(sum(shard["bytes"] for shard in aside))
-        option = cache_option(layout.root)
-        text = f"{len(aside)} shards, {size}; see: cachetool verify{option}; to delete them: --repair --purge"
-        findings.append(Finding("quarantine", "note", text))
     findings += [
-        Finding("missing", "bad", f"{loss.samples} samples of {loss.url}; {_mended(layout)}") for loss in missing
+        Finding(
+            "missing",
+            "bad" if row.draws > row.tried else "note",
+            f"{row.draws} damaged draws of {row.url} will be fetched again by the next pull",
+        )
+        for row in missing
     ]
     said = settings(layout)
-    if any(meta[name] != value for name, value in said.items()):
+    if any(numbers[name] != value for name, value in said.items()):
         text = f"{layout.marker.name} says {said}, the catalog, which decides, another cap; {_mended(layout)}"
         findings.append(Finding(layout.marker.name, "bad", text))
     findings += [

@@ -24,7 +24,6 @@ from typing import Any
 
 from cachetool.cache import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, Catalog, Connection
-from cachetool.cache.kinds import NOT_AGAIN
 from cachetool.cache.layout import SHARD_FILE, Layout
 from cachetool.cache.marker import mark, settings
 from cachetool.cache.rebuild import Found, open_draws, rebuild, scan, without_doubles
@@ -54,12 +53,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Samples of one source that were damaged and are not there again."""
+    """Draws of one source whose samples were damaged, and which the next pull fetches again."""
 
     source: str
     """Its URL."""
     dataset: str
-    samples: int
+    draws: int
+    tried: int
+    """Of them, those that gave nothing again."""
     failed: str | None
     """Why they could not be pulled again just now; None when that was not tried."""
     last_error: str
@@ -84,22 +85,20 @@ class Verified:
     problems: list[Problem] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """What is in the cache's folder and not of its making; it is left alone."""
-    quarantine: list[dict[str, Any]] = field(default_factory=list)
-    """Shards that exist nowhere else and are not whole: id, dataset, samples, bytes, why."""
     reopened: dict[str, int] = field(default_factory=dict)
     """URL of a source -> draws of it that the next pull fetches again."""
     repulled: int = 0
     """Samples fetched again."""
     missing: list[Missing] = field(default_factory=list)
     """What was damaged, now or earlier, and is not fetched again yet."""
-    purged: dict[str, int] | None = None
-    """What of the quarantine was deleted, when that was asked for: shards, samples, bytes."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong, or nothing any more: every sample that was ever there is, or was evicted."""
-        return not self.missing and not self.quarantine and all(problem.action is not None for problem in self.problems)
+        """Whether nothing is wrong, or nothing any more, and no damaged draw waits to be fetched again; draws that gave
+        nothing again wait for nothing."""
+        waiting = any(row.draws > row.tried for row in self.missing)
+        return not waiting and all(problem.action is not None for problem in self.problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -173,7 +172,7 @@ def _rebuild(
         action = f"rebuilt from {rebuilt.shards} shards with {rebuilt.samples} samples"
         written = f"made again, with a cap of {format_size(rebuilt.max_size)}"
         for name, why in rebuilt.bad:
-            result.problems.append(Problem(why, shard=name, file=SHARD_FILE, action="in quarantine"))
+            result.problems.append(Problem(why, shard=name, file=SHARD_FILE, action="deleted"))
         for name in rebuilt.deleted:
             result.problems.append(
                 Problem("never committed, or its samples are in a newer shard", shard=name, action="deleted")
@@ -206,11 +205,6 @@ def _check_marker(
         result.problems.append(Problem(what, file=layout.marker.name, action=action))
 
 
-_TABLES = (
-    *("meta", "holders", "datasets", "sources", "jobs", "claims", "shards", "leases", "events", "evictions"),
-    *("pullers", "nodes", "placed"),
-)
-_STATES = ("staging", "ready", "retiring", "trash", "quarantine")
 _FIXED = ("url", "identity", "dataset", "units", "samples", "seed")
 """Of a source; the rest changes while it is drawn."""
 
@@ -230,16 +224,12 @@ def contradiction(catalog: Catalog, layout: Layout) -> str | None:
 
 
 def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
-    for table in _TABLES:
-        for _ in connection.execute(f"SELECT * FROM {table}"):
-            pass
-    shards = connection.execute("SELECT id, state, source, turn, draws FROM shards").fetchall()
+    shards = connection.execute("SELECT id, state, source, pass_number, draws FROM shards").fetchall()
     rows = {row["id"]: row["state"] for row in shards}
-    yield from (f"shard {id} is in the unknown state {state!r}" for id, state in rows.items() if state not in _STATES)
-    on_disk = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash", "quarantine")})
+    on_disk = scan(layout, leave_out={id for id, state in rows.items() if state in ("staging", "trash")})
     kept, _ = without_doubles(on_disk.shards)
     yield from (f"shard {value['id']} is whole and not in it" for value in kept if value["id"] not in rows)
-    yield from _meta(connection, on_disk)
+    yield from _numbers(connection, on_disk)
     schemas = {row["name"]: json.loads(row["schema"]) for row in connection.execute("SELECT * FROM datasets")}
     for name, (_, schema) in on_disk.schemas.items():
         if schemas.get(name) != schema:
@@ -255,17 +245,15 @@ def _differences(connection: Connection, layout: Layout) -> Iterator[str]:
         yield from _source(connection, progress, kept + unread)
 
 
-def _meta(connection: Connection, on_disk: Found) -> Iterator[str]:
-    meta = {row["key"]: row["value"] for row in connection.execute("SELECT key, value FROM meta")}
-    wrong = [key for key, value in meta.items() if not isinstance(value, int) or value < 0]
-    yield from (f"{key} is {meta[key]!r}" for key in wrong)
+def _numbers(connection: Connection, on_disk: Found) -> Iterator[str]:
+    numbers = connection.execute("SELECT version, next_seq, pages FROM cache").fetchone()
     newest = max([at[0] for at, _ in on_disk.progress.values()] + [v["since"] for v in on_disk.shards], default=0)
-    if newest > meta["version"]:
-        yield f"it is at version {meta['version']}, and version {newest} was committed"
-    if math.floor(max((value["seq"] for value in on_disk.shards), default=0)) > meta["seq"]:
-        yield f"it counts {meta['seq']} commits, and there were more"
-    if meta["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
-        yield f"it is larger than its limit of {meta['pages']} pages"
+    if newest > numbers["version"]:
+        yield f"it is at version {numbers['version']}, and version {newest} was committed"
+    if math.floor(max((value["seq"] for value in on_disk.shards), default=0)) >= numbers["next_seq"]:
+        yield f"it counts {numbers['next_seq'] - 1} commits, and there were more"
+    if numbers["pages"] < max(FIRST_PAGES, connection.execute("PRAGMA page_count").fetchone()[0]):
+        yield f"it is larger than its limit of {numbers['pages']} pages"
 
 
 def _source(connection: Connection, progress: Record, kept: list[Record]) -> Iterator[str]:
@@ -280,12 +268,12 @@ def _source(connection: Connection, progress: Record, kept: list[Record]) -> Ite
     yield from (f"{key} of {name} is {row[key]!r}" for key in _FIXED if row[key] != progress[key])
     if json.loads(row["options"]) != progress["options"]:
         yield f"options of {name} are others"
-    if row["turn"] != progress["turn"]:
-        if row["turn"] < progress["turn"]:
-            yield f"{name} is in pass {row['turn'] + 1}, and pass {progress['turn'] + 1} was begun"
+    if row["pass_number"] != progress["pass_number"]:
+        if row["pass_number"] < progress["pass_number"]:
+            yield f"{name} is in pass {row['pass_number'] + 1}, and pass {progress['pass_number'] + 1} was begun"
         return
     claims = connection.execute(
-        f"SELECT start, stop FROM claims WHERE source = ? AND turn = ? AND {NOT_AGAIN}", (row["id"], row["turn"])
+        "SELECT start, stop FROM claims WHERE source = ? AND pass_number = ?", (row["id"], row["pass_number"])
     ).fetchall()
     done = without([(0, row["frontier"])], [(claim["start"], claim["stop"]) for claim in claims])
     frontier, pending = open_draws(progress, kept)

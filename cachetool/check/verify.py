@@ -3,11 +3,11 @@
 ::
 
     the cache's own files (cachetool.check.own_files)        else: made again, from each other and from the shards
-    nothing on disk that no row accounts for          else: deleted, or kept in quarantine
+    nothing on disk that no row accounts for          else: deleted
     each shard: folder, shard.json, every file, extents
-                                                      else: evicted and its draws opened, or kept in quarantine
+                                                      else: removed, and its draws opened again
     each row: what shard.json and the disk say        else: corrected
-    draws whose samples were damaged, now or earlier  else: pulled again
+    reopened draws, of now or earlier                 else: pulled again
 
 A shard is read once, in pieces, so memory does not grow with it. Live processes may go on meanwhile: only a rebuild of
 the catalog needs the cache for itself.
@@ -21,8 +21,7 @@ from pathlib import Path
 from cachetool.cache import CacheDir, open_cache
 from cachetool.cache import repair as mend
 from cachetool.cache.catalog import Row
-from cachetool.cache.draws import Loss, accept, losses, quarantined
-from cachetool.cache.draws import purge as purge_quarantine
+from cachetool.cache.draws import Reopened, reopened
 from cachetool.cache.layout import SHARD_FILE, Layout, cache_option, place_of, refuse_loose, root_of
 from cachetool.cache.marker import look
 from cachetool.cache.records import read_shard_json
@@ -46,7 +45,6 @@ def verify(
     *,
     repair: bool = False,
     repull: bool = False,
-    purge: bool = False,
     max_size: int | str | None = None,
     sample: float = 1.0,
     report: Report = silent,
@@ -54,8 +52,8 @@ def verify(
     """Check the cache at ``root`` (None: the default one).
 
     ``sample`` is the share of shards, chosen anew each time, of which every byte is read; everything else is checked
-    for all of them. ``repair`` does what can be done, ``repull`` then fetches again what is missing, and ``purge``
-    deletes what is in quarantine and misses nothing any more. ``max_size`` is the cap, where no file tells it.
+    for all of them. ``repair`` does what can be done, and ``repull`` then fetches reopened draws again. ``max_size`` is
+    the cap, where no file tells it.
 
     Raises :class:`UsageError` where there is no cache, and :class:`CatalogError` when the catalog must be rebuilt while
     other processes use the cache, or without a cap.
@@ -66,8 +64,8 @@ def verify(
     there, wrong = look(layout)
     if not there:
         raise UsageError(f"there is no cache at {path}; fill one with: cachetool pull SOURCE{cache_option(path)}")
-    if (purge or max_size is not None) and not repair:
-        raise UsageError("--purge and --max-size change the cache; give --repair too")
+    if max_size is not None and not repair:
+        raise UsageError("--max-size changes the cache; give --repair too")
     result = Verified(str(path))
     if not check_own(layout, result, wrong, repair=repair, max_size=max_size):
         return result
@@ -81,15 +79,10 @@ def verify(
         failed: dict[str, str] = {}
         if repair and repull:
             failed = _pull_again(cache, result, formats, report)
-        if purge:
-            accept(cache.catalog, cache.layout)
-            shards, samples, freed = purge_quarantine(cache.catalog, cache.layout, cache.holder)
-            result.purged = {"shards": shards, "samples": samples, "bytes": freed}
         with cache.catalog.read() as connection:
-            result.quarantine = list(quarantined(connection))
             result.missing += [
-                Missing(loss.url, loss.dataset, loss.samples, failed.get(loss.source), loss.why)
-                for loss in losses(connection)
+                Missing(row.url, row.dataset, row.draws, row.tried, failed.get(row.source), row.why)
+                for row in reopened(connection)
             ]
     return result
 
@@ -166,55 +159,39 @@ def _report_open(cache: CacheDir, result: Verified, source: str, count: int) -> 
 
 
 def _pull_again(cache: CacheDir, result: Verified, formats: dict[str, str], report: Report) -> dict[str, str]:
-    """Fetch what is missing, now or since an earlier time; gives why not, by source. That it fails does not undo the
+    """Fetch reopened draws, of now or since an earlier time; gives why not, by source. That it fails does not undo the
     repair: the draws stay open."""
     with cache.catalog.read() as connection:
-        missing = losses(connection)
+        missing = reopened(connection)
     failed = {}
-    for loss in missing:
-        left: Loss | None = loss
-        # Some of these draws gave nothing before, and need not now. Where there are none, each sample must come.
-        skip = loss.draws > loss.samples
-        why, more = "", True
-        while left is not None and more:
-            before = left.samples
-            try:
-                pull_result = _pull_loss(cache, left, formats, report, skip=skip)
-                if pull_result.skipped_examples:
-                    last = pull_result.skipped_examples[-1]
-                    why = (
-                        f"of {pull_result.skipped} objects that cannot be read,"
-                        f" the last is {last['key']}: {last['reason']}"
-                    )
-            except CacheToolError as error:
-                why, more = str(error), False
-            left = _still_missing(cache, loss)
-            came = before - (0 if left is None else left.samples)  # also where it did not end
-            result.repulled += came
-            more = more and came > 0
-        if why and left is not None:
-            failed[loss.source] = " ".join(why.splitlines())
-            cache.catalog.note_error(loss.url, why, dataset=loss.dataset)
+    for row in missing:
+        why = ""
+        try:
+            pulled = _pull_reopened(cache, row, formats, report)
+            result.repulled += pulled.samples
+            if pulled.skipped_examples:
+                last = pulled.skipped_examples[-1]
+                why = f"of {pulled.skipped} objects that cannot be read, the last is {last['key']}: {last['reason']}"
+        except CacheToolError as error:
+            why = str(error)
+        if why:
+            failed[row.source] = " ".join(why.splitlines())
+            cache.catalog.note_error(row.url, why, dataset=row.dataset)
     return failed
 
 
-def _still_missing(cache: CacheDir, loss: Loss) -> Loss | None:
-    with cache.catalog.read() as connection:
-        return next((current for current in losses(connection) if current.source == loss.source), None)
-
-
-def _pull_loss(cache: CacheDir, loss: Loss, formats: dict[str, str], report: Report, *, skip: bool) -> PullResult:
-    row = cache.source(loss.source)
+def _pull_reopened(cache: CacheDir, draws: Reopened, formats: dict[str, str], report: Report) -> PullResult:
+    row = cache.source(draws.source)
     assert row is not None
     options = PullOptions(
         to=formats.get(row.dataset),
-        samples=loss.samples,
+        everything=True,
         dataset=row.dataset,
-        on_error="skip" if skip else "error",
-        lost=True,
+        on_error="skip",  # some of these draws may have given nothing before
+        reopened=True,
         source=SourceOptions.from_json(row.options),
     )
-    if source_id(row.url, options) != loss.source:
+    if source_id(row.url, options) != draws.source:
         # Of a URL with a query, or a path of another working directory, the catalog does not have all that it was.
         raise UsageError("what it names is not known here; pull it by its URL")
     return pull(cache, row.url, options, report=report)

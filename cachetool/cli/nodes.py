@@ -104,7 +104,7 @@ def verify(out: Output, cache: str | None, arguments: Mapping[str, Any], address
         # The sum has numbers where a node has lists.
         problems, missing = row["problems"], row["missing"]
         if isinstance(problems, list):
-            problems, missing = len(problems), sum(loss["samples"] for loss in missing)
+            problems, missing = len(problems), sum(loss["draws"] for loss in missing)
         read = f"{row['checked']} of {row['shards']}"
         return read, row["samples"], format_size(row["bytes"]), problems, missing, "yes" if row["sound"] else "no"
 

@@ -127,6 +127,7 @@ def _plain_file(path: Path) -> Path:
 def _print(out: Output, figures: dict[str, Any]) -> None:
     """The tables of ``stats``, from its JSON form."""
     _print_fill(out, figures)
+    _print_charged(out, figures["charged"])
     _print_datasets(out, figures["datasets"])
     _print_sources(out, figures["sources"])
     _print_pulls(out, figures["pulls"])
@@ -149,6 +150,13 @@ def _print_fill(out: Output, figures: dict[str, Any]) -> None:
     out.line(
         f"{count(figures['evicted'], 'shard')} evicted so far, {format_size(figures['free_disk'])} of disk free{floor}"
     )
+
+
+def _print_charged(out: Output, charged: Mapping[str, int]) -> None:
+    """What the cap is charged with, so that it can be compared with ``du``."""
+    from cachetool.cache.usage import WORDS
+
+    out.table(["charged for", ">bytes"], [(WORDS[name], format_size(size)) for name, size in charged.items() if size])
 
 
 def _print_datasets(out: Output, datasets: Sequence[Mapping[str, Any]]) -> None:
@@ -228,20 +236,14 @@ def _print_evictions(out: Output, evictions: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _print_damage(out: Output, figures: dict[str, Any]) -> None:
-    """Shards in quarantine, what is missing, and the last error."""
+    """Shards that are gone, draws to be fetched again, and the last error."""
     from cachetool.cache.layout import cache_option
 
-    for row in figures["quarantine"]:
-        size = format_size(row["bytes"])
-        out.line(f"in quarantine: shard {row['id']}, {count(row['samples'], 'sample')}, {size}: {row['why']}")
-    if figures["quarantine"]:
-        size = format_size(sum(row["bytes"] for row in figures["quarantine"]))
-        out.line(f"what is in quarantine takes {size}; cachetool verify --repair --purge deletes it")
     if figures["gone"]:
         repair = f"cachetool verify --repair{cache_option(Path(figures['root']))}"
         out.line(f"{count(figures['gone'], 'shard')} missing on disk; run: {repair}")
     for row in figures["missing"]:
-        out.line(f"{count(row['samples'], 'sample')} of {row['url']} are missing; cachetool verify --repair pulls them")
+        out.line(f"{count(row['draws'], 'damaged draw')} of {row['url']} will be fetched again by the next pull")
     for row in figures["errors"][:1]:
         out.line(f"last error, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(row['at']))}: {row['text']}")
 

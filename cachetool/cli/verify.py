@@ -21,13 +21,7 @@ __all__ = ["verify"]
 def verify(
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Mend it: remove or set aside what is bad, rebuild a lost catalog, pull again."),
-    ] = False,
-    purge: Annotated[
-        bool,
-        typer.Option(
-            "--purge", help="With --repair: delete what is in quarantine, and give up what could not be pulled again."
-        ),
+        typer.Option("--repair", help="Mend it: remove what is bad, rebuild a lost catalog, pull again."),
     ] = False,
     max_size: Annotated[
         str | None,
@@ -50,17 +44,15 @@ def verify(
 ) -> None:
     """Check every byte of every shard, and the catalog.
 
-    Exit code 5 when something is wrong and not repaired, or samples are missing. With --repair a bad shard that can be
-    pulled again is removed and exactly its samples are pulled again (with --no-repull by the next pull); one that
-    exists nowhere else is kept in quarantine, where no training reads it and which takes room under the cap until
-    --purge. What could not be pulled again is tried again by the next --repair. With --on ray the cache of each node.
+    Exit code 5 when something is wrong and not repaired, or damaged draws are still to be fetched again. With --repair
+    a bad shard is removed and exactly its draws are fetched again (with --no-repull by the next pull). Draws that could
+    not be fetched are tried again by the next --repair or pull. With --on ray the cache of each node.
 
     \b
     Examples:
       cachetool verify
       cachetool verify --sample 5%
       cachetool verify --repair
-      cachetool verify --repair --purge
     """
     from cachetool.api import runs_on_cluster
     from cachetool.check.verify import verify as check
@@ -70,11 +62,11 @@ def verify(
     if runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
-        arguments = {"repair": repair, "repull": repull, "purge": purge, "max_size": max_size, "sample": share}
+        arguments = {"repair": repair, "repull": repull, "max_size": max_size, "sample": share}
         nodes.verify(out, cache, arguments, address)
         return
     with out.progress() as report:
-        result = check(cache, repair=repair, repull=repull, purge=purge, max_size=max_size, sample=share, report=report)
+        result = check(cache, repair=repair, repull=repull, max_size=max_size, sample=share, report=report)
     if as_json:
         out.document(result.as_dict())
     else:
@@ -92,19 +84,10 @@ def _print(out: Output, result: Verified) -> None:
             ["shard", "file", "what is wrong", "what was done"],
             [(p.shard or "", p.file or "", p.what, p.action or "nothing") for p in result.problems],
         )
-    if result.quarantine:
-        out.table(
-            ["in quarantine", "dataset", ">samples", ">bytes", "why"],
-            [(q["id"], q["dataset"], q["samples"], format_size(q["bytes"]), q["why"]) for q in result.quarantine],
-        )
     for url, draws in result.reopened.items():
         out.line(f"{draws} draws of {url} are open again")
     if result.repulled:
-        earlier = f"{count(result.repulled, 'sample')} that were missing since an earlier repair"
-        out.line(f"{result.repulled if result.reopened else earlier} pulled again")
-    if result.purged is not None:
-        samples, freed = count(result.purged["samples"], "sample"), format_size(result.purged["bytes"])
-        out.line(f"purged {count(result.purged['shards'], 'shard')} with {samples}, {freed}")
+        out.line(f"{count(result.repulled, 'sample')} pulled again")
     for text in (*(f"not of cachetool, left alone: {name}" for name in result.foreign), *result.notes):
         out.line(text)
     for missing in result.missing:
@@ -115,22 +98,23 @@ def _print(out: Output, result: Verified) -> None:
 
 
 def _missing(what: Missing) -> str:
-    line = f"{count(what.samples, 'sample')} of {what.source} are missing"
+    line = f"{count(what.draws, 'damaged draw')} of {what.source} will be fetched again by the next pull"
+    if what.tried == what.draws:
+        line = f"{count(what.draws, 'damaged draw')} of {what.source} gave nothing again; a later pull tries once more"
     if what.failed is not None:
-        return f"{line} and could not be pulled again: {what.failed}"
+        return f"{line}, and could not be now: {what.failed}"
     return f"{line}; the last error of that source: {what.last_error}" if what.last_error else line
 
 
 def _verdict(result: Verified) -> str:
-    if result.sound and not result.problems:
+    if not result.problems and not result.missing:
         return "all as it was written"
     wrong = sum(problem.action is None for problem in result.problems)
     said = [(wrong, f"{count(wrong, 'thing')} wrong")]
     mended = len(result.problems) - wrong
     said.append((mended, f"{count(mended, 'thing')} repaired"))
-    missing = sum(loss.samples for loss in result.missing)
-    said.append((missing, f"{count(missing, 'sample')} missing"))
-    said.append((len(result.quarantine), f"{count(len(result.quarantine), 'shard')} in quarantine"))
+    missing = sum(row.draws for row in result.missing)
+    said.append((missing, f"{count(missing, 'draw')} to be fetched again"))
     return ", ".join(text for number, text in said if number)
 
 
@@ -141,10 +125,4 @@ def _hints(result: Verified, cache: str | None, *, repair: bool) -> list[str]:
     line = "cachetool verify --repair" + ("" if cache is None else cache_option(Path(cache)))
     if not repair and (result.missing or any(problem.action is None for problem in result.problems)):
         return [f"run: {line}"]
-    hints = []
-    if result.missing:
-        hints.append(f"the next pull of that source draws them, and so does: {line}; to give them up: {line} --purge")
-    if result.quarantine:
-        size = format_size(sum(shard["bytes"] for shard in result.quarantine))
-        hints.append(f"the quarantine takes {size} of the cap and nobody reads it; to delete it: {line} --purge")
-    return hints
+    return [f"the next pull of that source draws them, and so does: {line}"] if result.missing else []

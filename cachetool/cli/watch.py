@@ -63,7 +63,7 @@ def look(cache: CacheDir, dataset: str | None) -> Look:
     """What there is now."""
     from cachetool.cache.history import history_of
 
-    epochs = history_of(cache.catalog, dataset=dataset).epochs
+    epochs = history_of(cache.layout, dataset=dataset).epochs
     return {**cache.stats(dataset).as_dict(), "epochs": epochs}
 
 

@@ -90,7 +90,7 @@ class NodeResults:
         if self.verb == "verify":
             total["sound"] = all(result["sound"] for result in results) and self.error is None
             total["problems"] = sum(len(result["problems"]) for result in results)
-            total["missing"] = sum(loss["samples"] for result in results for loss in result["missing"])
+            total["missing"] = sum(row["draws"] for result in results for row in result["missing"])
         return total
 
     def as_dict(self) -> dict[str, Any]:

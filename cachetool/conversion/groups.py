@@ -40,7 +40,7 @@ class Piece:
     samples: int
     payload: int
     origin: tuple[Any, ...]
-    """Source, pass, and whether the data exists nowhere else: only shards of one origin become one."""
+    """Source and pass: only shards of one origin become one."""
     exact: bool
     """Whether it is known which sample is which draw: not where draws were skipped."""
     done: bool
@@ -111,7 +111,7 @@ def origin_of(origins: Mapping[str, Origin], ids: Sequence[str], start: int, sto
             joined[-1] = joined[-1][0], high
         else:
             joined.append((low, high))
-    return Origin(first.source, first.url, first.pass_number, tuple(joined), first.sole)
+    return Origin(first.source, first.url, first.pass_number, tuple(joined))
 
 
 def _between(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:

@@ -313,7 +313,7 @@ def _groups(
             id=shard.id,
             samples=shard.samples,
             payload=shard.payload,
-            origin=(origins[shard.id].source, origins[shard.id].pass_number, origins[shard.id].sole),
+            origin=(origins[shard.id].source, origins[shard.id].pass_number),
             exact=is_exact(origins[shard.id], shard.samples),
             done=shard.format == kind.name and compression is None,
         )
@@ -326,7 +326,7 @@ def _groups(
 def _origins(cache: CacheDir) -> dict[str, Origin]:
     """Where the samples of all ready shards came from, by id."""
     rows = cache.catalog.rows(
-        "SELECT s.id, s.source, s.turn, s.draws, s.sole, o.url FROM shards s LEFT JOIN sources o ON o.id = s.source"
+        "SELECT s.id, s.source, s.pass_number, s.draws, o.url FROM shards s LEFT JOIN sources o ON o.id = s.source"
         " WHERE s.state = 'ready'"
     )
     return {row["id"]: _origin(row) for row in rows}
@@ -334,4 +334,4 @@ def _origins(cache: CacheDir) -> dict[str, Origin]:
 
 def _origin(row: Row) -> Origin:
     draws = tuple((int(start), int(stop)) for start, stop in json.loads(row["draws"] or "[]"))
-    return Origin(row["source"], row["url"], row["turn"], draws, bool(row["sole"]))
+    return Origin(row["source"], row["url"], row["pass_number"], draws)

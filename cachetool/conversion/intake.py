@@ -212,9 +212,7 @@ class _Shard:
     ) -> None:
         self._cache, self._input, self._claim, self._options, self._job = cache, samples, claim, options, job
         row = cache.source(source)
-        self._origin = Origin(
-            source, row.url if row else None, claim.pass_number, ((claim.start, claim.stop),), sole=True
-        )
+        self._origin = Origin(source, row.url if row else None, claim.pass_number, ((claim.start, claim.stop),))
 
     def write(self) -> Message:
         """Reserve, write, commit; gives samples, bytes of values, and bytes on disk."""

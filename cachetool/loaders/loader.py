@@ -126,7 +126,7 @@ def _check(values: Mapping[str, Any]) -> None:
         if values[name] is not None:
             parse_text(values[name], what=f"{name}=")
     missing = values["missing"]
-    _require(is_one_of(missing, ("error", "skip", "refetch")), "missing", missing, "'error', 'skip' or 'refetch'")
+    _require(is_one_of(missing, ("error", "skip")), "missing", missing, "'error' or 'skip'")
 
 
 def _require(good: bool, name: str, value: object, wanted: str) -> None:

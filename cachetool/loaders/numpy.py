@@ -53,8 +53,7 @@ class Loader(BaseLoader[dict[str, Any]]):
     - ``verify``: the feeders compare every value with the checksum it was written with.
     - ``concurrent``: an iterator that is not at its end goes on when the loader is iterated again, which then takes
       feeders of its own; else it ends with an error. Threads then have an epoch each, too.
-    - ``missing``: what a resumed epoch does about shards evicted since: ``"error"``, ``"skip"``, or
-      ``"refetch"``, which pulls them again from where they came.
+    - ``missing``: what a resumed epoch does about shards evicted since: ``"error"`` or ``"skip"``.
 
     Raises :class:`UsageError`; iterating also :class:`CorruptError`, and what feeders raise.
     """

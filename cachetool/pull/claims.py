@@ -23,18 +23,17 @@ One that was damaged is drawn again as what it was, a draw of an earlier pass; t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.cache import CacheDir, Claim, SourceRow, again, draws
+from cachetool.cache import CacheDir, Claim, SourceRow, draws
 from cachetool.cache import parts as share
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import copies, job_row, promised
-from cachetool.cache.kinds import AGAIN
 from cachetool.proc.task import Asking
 from cachetool.sources import Source
 from cachetool.sources.order import DrawOrder
@@ -104,7 +103,7 @@ class Cached:
 
     def all_there(self, connection: Connection, source: Source, row: SourceRow) -> bool:
         """Whether a further pass would bring nothing: every unit is in a ready shard, or has vanished."""
-        version = int(connection.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()[0])
+        version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)
             lots = sum(b - a for copy in shard_copies for a, b in copy.ranges) + len(source.vanished) >= row.units
@@ -185,8 +184,7 @@ class Claims(Protocol):
 class Own:
     """Claims out of the catalog of ``cache``; ``open`` opens the source with as many units as it has by then.
 
-    ``note`` is called with each claim, inside the transaction that made it. ``redraw``: where evicted shards come back,
-    the draws of each claim that were theirs.
+    ``note`` is called with each claim, inside the transaction that made it.
     """
 
     def __init__(
@@ -198,16 +196,14 @@ class Own:
         source: str,
         most: int,
         follow: bool = False,
-        lost: bool = False,
+        reopened: bool = False,
         holder: str | None = None,
         note: Callable[[Connection, Claim], None] | None = None,
-        redraw: Mapping[tuple[int, int], Sequence[tuple[int, int]]] | None = None,
     ) -> None:
-        self._redraw = redraw or {}
         self._cache, self._open, self._job = cache, open, job
         self.most = most
         """Draws of a claim."""
-        self._follow, self._lost, self._note = follow, lost, note
+        self._follow, self._reopened, self._note = follow, reopened, note
         self._holder = cache.holder.id if holder is None else holder
         self._source = source
         self.samples: Source | None = None
@@ -245,17 +241,14 @@ class Own:
                 if self._follow and not is_idle:
                     draws.begin_next_pass(connection, self._source)
                 left = job_row(connection, self._job).left
-            only = self._lost or self._job.startswith(AGAIN)
-            if self._follow or not (self._row.complete or left == 0 or only):
+            if self._follow or not (self._row.complete or left == 0 or self._reopened):
                 # Other workers finish the pass, more of the listing comes, or there is no more to fetch.
                 return 2.0 if is_idle else 0.2
             return None
         return None
 
     def ahead(self) -> Claim | None:
-        """As :meth:`Claims.ahead`. Of what was lost there is none: each claim of that decides what is left of it."""
-        if self._lost:
-            return None
+        """As :meth:`Claims.ahead`."""
         assert self.samples is not None
         with self._cache.catalog.write() as connection:
             now = draws.source_row(connection, self._source)
@@ -266,10 +259,8 @@ class Own:
             return self._claim(connection)
 
     def _claim(self, connection: Connection) -> Claim | None:
-        if self._job.startswith(AGAIN):
-            return again.take(connection, self._job, holder=self._holder)
         claim = draws.claim(
-            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, lost=self._lost
+            connection, self._job, holder=self._holder, most=self.most, stop_at=self._claim_end, reopened=self._reopened
         )
         if claim is not None and self._note is not None:
             self._note(connection, claim)
@@ -285,12 +276,7 @@ class Own:
 
     def there(self, claim: Claim, units: npt.NDArray[np.int64]) -> _Flags:
         """As :meth:`Claims.there`."""
-        if ranges := self._redraw.get((claim.start, claim.stop)):
-            flags = np.ones(len(units), dtype=np.bool_)
-            for start, stop in ranges:
-                flags[start - claim.start : stop - claim.start] = False
-            return flags
-        # Of an earlier pass: samples that were lost. The present pass goes around them, so nobody else has them.
+        # Of an earlier pass: reopened draws. The present pass goes around them, so nobody else has them.
         return (
             self.cached.among(units)
             if claim.pass_number == claim.source.pass_number
@@ -411,5 +397,5 @@ def claim_json(claim: Claim) -> dict[str, object]:
         "start": claim.start,
         "stop": claim.stop,
         "source": claim.source.to_json(),
-        "lost": claim.lost,
+        "reopened": claim.reopened,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -142,12 +142,10 @@ class WorkerArguments:
     room: Message
     """Arguments of :class:`~cachetool.cache.Room`."""
     follow: bool
-    lost: bool
+    reopened: bool
     skip_bad: bool
     pace: Message | None
     """Arguments of :class:`RateLimit`."""
-    redraw: Sequence[tuple[Sequence[tuple[int, int]], str]]
-    """Each claim is one of these shards that were there before: its draws, and its content digest."""
     first_shard_in: float | None = None
     """In how many seconds the first shard is closed with what it has by then."""
     looked: str | None = None
@@ -187,15 +185,13 @@ class PullJob:
     @property
     def wanted(self) -> int | None:
         """Draws that were asked for."""
-        if self.options.redraw:
-            return sum(shard.draws for shard in self.options.redraw)
         return None if self.options.samples is None else -(-self.options.samples // self.per_unit)
 
     def task(self, root: str, job: str, **changes: Any) -> Task:
         """A sampler for a job of the cache in the folder ``root``; ``changes`` are fields of
         :class:`WorkerArguments`."""
         options = self.options
-        after = options.first_shard_seconds if self.is_new and not options.redraw else None
+        after = options.first_shard_seconds if self.is_new else None
         arguments = WorkerArguments(
             root=root,
             url=self.url,
@@ -210,10 +206,9 @@ class PullJob:
             per_unit=self.per_unit,
             room=asdict(replace(options.room, job=job)),
             follow=options.follow,
-            lost=options.lost,
+            reopened=options.reopened,
             skip_bad=options.on_error == "skip",
             pace=self.pace,
-            redraw=[(shard.ranges, shard.content) for shard in options.redraw],
             first_shard_in=None if after is None else max(0.0, after - (time.monotonic() - self.began)),
             looked=self.looked,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from cachetool.cache import Room
 from cachetool.cache.policies import check_policy
@@ -25,9 +25,6 @@ from cachetool.core.units import (
 )
 from cachetool.formats import get_format
 from cachetool.sources import SourceOptions
-
-if TYPE_CHECKING:
-    from cachetool.cache.again import Wanted
 
 __all__ = ["PullOptions"]
 
@@ -68,12 +65,8 @@ class PullOptions:
     """Seconds to wait for room that readers hold."""
     renew: float | str = 0.1
     """Share of the cap that each epoch's snapshot frees for this pull once the cache is full."""
-    lost: bool = False
-    """Only what was there and was lost, which any pull draws first."""
-    redraw: tuple[Wanted, ...] = ()
-    """Only these shards, which were there before."""
-    keep: tuple[str, ...] = ()
-    """Shards that do not go for it."""
+    reopened: bool = False
+    """Only the reopened draws, which any pull draws first."""
     source: SourceOptions = field(default_factory=SourceOptions)
     """How samples are made of objects."""
 
@@ -84,7 +77,7 @@ class PullOptions:
         Raises :class:`UsageError` also for a name that is none.
         """
         source = {option.name: given.pop(option.name) for option in fields(SourceOptions) if option.name in given}
-        names = [option.name for option in fields(cls) if option.name not in ("source", "lost", "redraw", "keep")]
+        names = [option.name for option in fields(cls) if option.name not in ("source", "reopened")]
         if unknown := set(given) - set(names):
             names += [option.name for option in fields(SourceOptions)]
             raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(names)}")
@@ -157,7 +150,6 @@ class PullOptions:
             policy=self.policy,
             min_epochs=self.min_epochs,
             keep_own=not self.follow,
-            keep=self.keep,
             wait=math.inf if self.follow else wait,
             renew=parse_fraction(self.renew),
         )

@@ -16,12 +16,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from cachetool.cache import CacheDir, SourceRow, again, draws
+from cachetool.cache import CacheDir, SourceRow, draws
 from cachetool.cache.catalog import Connection
 from cachetool.cache.draws import close_job, job_row
 from cachetool.cache.growth import grow_source
 from cachetool.cache.history import edged
-from cachetool.cache.kinds import AGAIN
 from cachetool.cache.unmaking import leaving_nothing, withdraw_unused
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, CapBlocked, Interrupted, Unreachable
 from cachetool.core.names import Id
@@ -96,7 +95,7 @@ def pull(
         scratch = stack.enter_context(listing_scratch())
         is_listed = source is not None and (cache.listing(id) / "listing.json").exists()
         new_listing = None if is_listed else scratch / "listing"
-        if source is not None and is_listed and not (source.complete or options.start_early or options.redraw):
+        if source is not None and is_listed and not (source.complete or options.start_early):
             engine.run([_listing(cache, url, options, id)], _reported(report))
             source = cache.source(id)
         order = drawn_as(source if source is not None or nodes is None else nodes.source(), options)
@@ -121,7 +120,7 @@ def pull(
         else:
             engine.dismiss()
             result = nodes.draw(cache, plan, report)
-        if not options.lost:
+        if not options.reopened:
             result = _checked(cache, id, result)
         result = replace(result, left_out=prepared.left_out)
         if change is None:
@@ -205,15 +204,14 @@ def _plan(
     else:
         cap, newest, looked = nodes.cap, nodes.format, None
     kind = get_format(options.to or newest or "lmdb")
-    per_unit = max([prepared.per_unit, *(shard.per_unit for shard in options.redraw)])
     return PullJob(
         url=url,
         options=options,
         id=id,
         kind=kind,
         shard_bytes=shard_bytes(cap, options),
-        per_shard=max(1, samples_per_shard(cap, options, kind, prepared) // per_unit),
-        per_unit=per_unit,
+        per_shard=max(1, samples_per_shard(cap, options, kind, prepared) // prepared.per_unit),
+        per_unit=prepared.per_unit,
         prepared=prepared,
         pace=pace(options, scratch),
         began=began,
@@ -246,15 +244,15 @@ def _reported(report: Report) -> Callable[[int, Message], None]:
 
 def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -> PullResult:
     """Open the job, run the workers, close it."""
-    options, wanted, redraw = plan.options, plan.wanted, plan.options.redraw
+    options, wanted = plan.options, plan.wanted
     job, source = _open_job(cache, plan)
     left = source.units - drawn_of(cache, source)
-    count = left if wanted is None else wanted if redraw else min(left, wanted)
-    endless = options.follow or not (source.complete or redraw)
+    count = left if wanted is None else min(left, wanted)
+    endless = options.follow or not source.complete
     workers = options.workers if endless else max(1, min(options.workers, -(-count // plan.per_shard)))
     root = str(cache.root.resolve())
-    tasks = [plan.task(root, job)] * workers if count or endless else []
-    if not (source.complete or redraw):
+    tasks = [plan.task(root, job)] * workers if count or endless or options.reopened else []
+    if not source.complete:
         tasks.append(_listing(cache, plan.url, options, plan.id))
     reports = WorkerReports()
     goal = wanted if endless else count
@@ -277,7 +275,7 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
     finally:
         ended = edged(cache.catalog, cache.layout, lambda connection: close_job(connection, job))
     source = cache.source(plan.id) or source
-    complete = not redraw and source.complete and drawn_of(cache, source) >= source.units
+    complete = source.complete and drawn_of(cache, source) >= source.units
     if full and options.evicts and not complete and (options.samples is None or reports.samples < options.samples):
         asked = min(source.samples, count * plan.per_unit) if options.samples is None else options.samples
         samples = min(asked, source.samples or asked)
@@ -303,18 +301,15 @@ def _draw(engine: LocalEngine, cache: CacheDir, plan: PullJob, report: Report) -
 
 def _open_job(cache: CacheDir, plan: PullJob) -> tuple[str, SourceRow]:
     """The id of a new job, and its source as it is then."""
-    options, redraw = plan.options, plan.options.redraw
+    options = plan.options
     holder = cache.holder  # before the transaction: a new cap takes effect in one of its own
 
     def begin(connection: Connection) -> tuple[str, SourceRow]:
         holder.register(connection)
-        job, source = draws.open_job(
+        return draws.open_job(
             connection, plan.id, holder=holder.id, wanted=plan.wanted, seed=options.seed, room=options.room,
-            next_pass=not (options.lost or redraw), kind=AGAIN if redraw else "",
+            next_pass=not options.reopened,
         )  # fmt: skip
-        if redraw:
-            again.reserve(connection, cache.layout, job, source, redraw, holder=holder.id)
-        return job, source
 
     return edged(cache.catalog, cache.layout, begin)
 
@@ -351,7 +346,7 @@ def _watched(
 def _stopped(options: PullOptions, share: str, why: str, *, evicted: int, cap: int | None) -> CapBlocked:
     """The error of a pull that came to ``share`` of its samples; ``cap`` would hold all."""
     larger = f"raise --max-size{f' to about {size_option(cap)} for all of them' if cap else ''}"
-    renewed = "" if options.lost or options.redraw else ", or let --follow renew what this cap holds"
+    renewed = "" if options.reopened else ", or let --follow renew what this cap holds"
     went = f", for which {counted(evicted, 'older shard')} went" if evicted else ""
     return CapBlocked(f"stopped at the cap with {share} samples{went}: {why};\n{larger}{renewed}")
 

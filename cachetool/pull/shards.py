@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.cache import CacheDir, Claim, Facts, Origin, Room, Staging
 from cachetool.cache.catalog import Connection, bump
-from cachetool.cache.draws import regain
+from cachetool.cache.draws import mark_tried
 from cachetool.cache.records import RANGE_BYTES, write_source_record
 from cachetool.core.block import BLOCK_BYTES, Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, CapTooSmall, Interrupted
@@ -71,8 +71,6 @@ class WorkerJob:
     per_unit: int
     """About how many samples one draw brings."""
     first: FirstShard
-    redraw: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Where shards are drawn again: the content digest that those of each claim must have, in one shard."""
 
 
 class Drawing:
@@ -167,11 +165,11 @@ class Drawing:
 
     def _may_leave(self, gaps: npt.NDArray[np.int64], nbytes: int, samples: int) -> bool:
         """Mark positions that stay open, if what came behind them fits into the open shard, along with the ranges that
-        its record has then. Draws that are lost or come back are counted in one piece."""
+        its record has then. Reopened draws stay in one piece."""
         claim, at = self._claim, self._there[gaps]
         more = RANGE_BYTES * (1 + int(np.count_nonzero(np.diff(at) > 1)))
         fits = self._files is not None and samples <= self._room[0] and nbytes + more <= self._room[1]
-        if not fits or claim.lost or self._is_handed or self._plan.redraw:
+        if not fits or claim.reopened or self._is_handed:
             return False
         self._gaps[at] = True
         return True
@@ -241,7 +239,7 @@ class Drawing:
         left_out, vanished = len(skipped), self._gone(upto) - self._gone(start)
         ranges = self._ranges(upto)
         fresh = sum(b - a for a, b in ranges)
-        brought = fresh if self._claim.lost else fresh - left_out - vanished
+        brought = fresh if self._claim.reopened else fresh - left_out - vanished
         gaps = runs(start, self._gaps[start - self._claim.start : upto - self._claim.start])
         done = Done(
             start, upto, ranges,
@@ -250,9 +248,8 @@ class Drawing:
         if files is None or staging is None:
             if upto == start:
                 return
-            self._require_same(start, upto, "")
             with self._cache.catalog.write() as connection:
-                self._regain(connection, upto, 0)
+                self._mark_tried(connection, upto)
                 self._claims.finish(connection, self._claim, done)
                 if fresh < upto - start:  # done with no shard to tell of it
                     bump(connection)
@@ -261,10 +258,9 @@ class Drawing:
         else:
             facts = files.facts()
             self._files = None
-            self._require_same(start, upto, facts.content)
 
             def close(connection: Connection) -> None:
-                self._regain(connection, upto, facts.samples)
+                self._mark_tried(connection, upto)
                 self._claims.finish(connection, self._claim, done)
 
             staging.commit(
@@ -282,42 +278,28 @@ class Drawing:
             self._channel.send({"skipped": [{"key": s.key, "reason": s.reason} for s in skipped]})
             self._refuse_too_many(skipped[-1])
 
-    def _require_same(self, start: int, upto: int, content: str) -> None:
-        """Raise :class:`BadObject` when these draws were another shard before: it is not taken in, so that it can be
-        tried again with what the source had then."""
-        redraw = self._plan.redraw
-        if redraw and redraw.get((start, upto)) != content:
-            last = self._skipped[-1:]
-            why = f"; of {last[0].key} it says: {last[0].reason}" if last else ""
-            raise BadObject(f"{self._source.url} does not give the same samples any more as for an evicted shard{why}")
-
-    def _regain(self, connection: Connection, upto: int, samples: int) -> None:
-        """Count what came of lost draws below ``upto``; what is in the cache by another pass has come as well."""
-        if not self._claim.lost:
-            return
-        part = slice(self._from - self._claim.start, upto - self._claim.start)
-        samples += int(np.count_nonzero(self._cached[part]))
-        barren = runs(self._from, self._barren[part])
-        regain(connection, self._plan.job, self._claim, upto, samples=samples, barren=barren)
+    def _mark_tried(self, connection: Connection, upto: int) -> None:
+        """Keep reopened draws below ``upto`` open that gave nothing again."""
+        if self._claim.reopened:
+            barren = runs(self._from, self._barren[self._from - self._claim.start : upto - self._claim.start])
+            mark_tried(connection, self._plan.job, self._claim, barren)
 
     def _ranges(self, upto: int) -> tuple[tuple[int, int], ...]:
-        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of lost
-        draws, those that gave none are still open."""
+        """The positions below ``upto`` that are not done yet, but for those whose samples are in the cache. Of
+        reopened draws, those that gave none are still open."""
         part = slice(self._from - self._claim.start, upto - self._claim.start)
-        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._claim.lost))[part])
+        return runs(self._from, ~(self._cached | self._gaps | (self._barren & self._claim.reopened))[part])
 
     def _most_ranges(self) -> int:
         """How many :meth:`_ranges` there will be, whatever turns out to be barren."""
         count = len(self._ranges(self._claim.stop))
-        return count + (self._claim.stop - self._from) // 2 if self._claim.lost and self._plan.skip_bad else count
+        return count + (self._claim.stop - self._from) // 2 if self._claim.reopened and self._plan.skip_bad else count
 
     def _gone(self, upto: int) -> int:
         """How many of the claim's positions below ``upto`` have vanished."""
         return int(self._vanished[upto - self._claim.start - 1]) if upto > self._claim.start else 0
 
     def _refuse_too_many(self, last: Skipped) -> None:
-        if self._plan.redraw:  # they were counted when they were drawn first
-            return
         unused, draw_count = self._claims.unused()
         if too_many(unused, draw_count):
             raise BadObject(

@@ -12,7 +12,6 @@ So the network is busy while a shard is committed. No sample crosses between pro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def _plan(task: WorkerArguments) -> WorkerJob:
         skip_bad=task.skip_bad,
         per_unit=task.per_unit,
         first=FirstShard(task.first_shard_in),
-        redraw={_claim_of(ranges): content for ranges, content in task.redraw},
     )
 
 
@@ -101,11 +99,6 @@ def _claims(channel: Asking, cache: CacheDir, task: WorkerArguments) -> Claims:
     if task.handed:
         return Handed(channel, opened, job=task.job, most=task.units_per_shard)
     return Own(
-        cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow, lost=task.lost,
-        redraw={_claim_of(ranges): ranges for ranges, _ in task.redraw},
+        cache, opened, job=task.job, source=task.source, most=task.units_per_shard, follow=task.follow,
+        reopened=task.reopened,
     )  # fmt: skip
-
-
-def _claim_of(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The positions that the claim of a shard with these draws goes from and up to."""
-    return ranges[0][0], ranges[-1][1]

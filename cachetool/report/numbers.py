@@ -102,7 +102,7 @@ class Figures:
 def figures(cache: CacheDir, dataset: str | None = None) -> Figures:
     """The figures of a cache, or of one dataset of it. Raises :class:`UsageError` for an unknown dataset."""
     stats = cache.stats(dataset).as_dict()
-    history = history_of(cache.catalog, dataset=dataset)
+    history = history_of(cache.layout, dataset=dataset)
     shards = cache.shards(dataset, retiring=True)
     now = time.time()
     created = np.array([shard.created for shard in shards], dtype=np.float64)

@@ -261,10 +261,9 @@ def _people(figures: Figures) -> Markup:
     others = [row for row in stats["holders"] if row["pid"] not in reading]
     lines += [f"{row['what']} (pid {row['pid']}) has the cache open" for row in others[:_MOST]]
     lines += [
-        f"in quarantine: {counted(row['samples'], 'sample')}, {_bytes(row)}: {row['why']}"
-        for row in stats["quarantine"][:_MOST]
+        f"{counted(row['draws'], 'damaged draw')} of {row['url']} will be fetched again"
+        for row in stats["missing"][:_MOST]
     ]
-    lines += [f"missing: {counted(row['samples'], 'sample')} of {row['url']}" for row in stats["missing"][:_MOST]]
     lines += [
         f"{time.strftime('%d %b %H:%M:%S', time.localtime(row['at']))}, {row['subject']}: {row['text']}"
         for row in stats["errors"]

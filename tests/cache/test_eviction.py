@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachetool.cache import CacheDir, Origin, eviction
+from cachetool.cache import CacheDir, eviction
 from cachetool.cache.policies import POLICIES, Candidate, choose
 from cachetool.core.errors import CapBlocked, CapTooSmall, UsageError
 
@@ -31,7 +31,6 @@ rows = st.lists(
         epochs=st.integers(0, 5),
         used=st.floats(0, 2e9),
         job=st.sampled_from([None, "me", "other"]),
-        sole=st.booleans(),
     ),
     unique_by=(lambda row: row.id, lambda row: row.seq),
 )
@@ -46,7 +45,7 @@ def test_a_policy_chooses_enough_but_not_more_and_never_what_is_protected(
 
     by_id = {row.id: row for row in rows}
     chosen = [by_id[victim.id] for victim in victims]
-    free = [r for r in rows if r.epochs >= epochs and r.dataset in (dataset or "ab") and r.job != "me" and not r.sole]
+    free = [r for r in rows if r.epochs >= epochs and r.dataset in (dataset or "ab") and r.job != "me"]
     assert len(set(by_id)) == len(rows)
     assert all(row in free for row in chosen)
     assert sum(row.bytes for row in chosen) >= min(excess, sum(row.bytes for row in free))
@@ -121,16 +120,6 @@ def test_a_target_below_an_empty_cache_is_refused_before_anything_goes(cache: Ca
     assert cache.shards() == []
 
 
-def test_data_that_exists_nowhere_else_is_kept(cache: CacheDir, put: Put) -> None:
-    sole = put(origin=Origin(sole=True))
-    put()
-    with pytest.raises(CapTooSmall, match="nothing more may be evicted") as stopped:
-        cache.evict(empty_size(cache))
-    assert stopped.value.done.startswith("evicted 1 shard with ")
-
-    assert [shard.id for shard in cache.shards()] == [sole]
-
-
 def test_epochs_served_are_counted_and_protect(cache: CacheDir, put: Put) -> None:
     old = put()
     with cache.snapshot() as snapshot:
@@ -196,3 +185,16 @@ def test_what_another_process_cannot_delete_is_told(cache: CacheDir, put: Put, m
 
     with pytest.raises(CapBlocked, match=r"stay:\n1 shard \(.* kB\) evicted before, whose files could not be deleted"):
         cache.evict(empty_size(cache))
+
+
+def test_lru_says_by_which_time_it_chose_in_the_plan_and_in_the_event(cache: CacheDir, put: Put) -> None:
+    old, new = put(), put()
+    with cache.catalog.write() as connection:
+        connection.execute("UPDATE shards SET used = 1e9 WHERE id = ?", (new,))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9))
+
+    (victim,) = cache.evict(cache.usage().total - 1, policy="lru").plan
+    assert (victim.id, victim.reason) == (new, f"lru: last used {when}")
+    (event,) = [event for event in cache.stats().events if event["kind"] == "evict"]
+    assert (event["subject"], event["text"]) == (new, f"evict, lru: last used {when}")
+    assert [shard.id for shard in cache.shards()] == [old]

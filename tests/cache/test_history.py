@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sqlite3
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cachetool.api import open_cache as open_whole
 from cachetool.cache import CacheDir, Room, SourceRow, draws, history, open_cache
 from cachetool.cache.history import Delivered, history_of
+from cachetool.cache.layout import HISTORY_LIMIT
 from cachetool.cache.rebuild import rebuild
 from cachetool.core.names import Id
 
@@ -55,7 +57,7 @@ def test_commits_evictions_and_epochs_leave_points_with_the_totals_of_that_momen
     clock(1e9 + 200)
     cache.evict(cache.usage().total - 1)
 
-    points = history_of(cache.catalog).points
+    points = history_of(cache.layout).points
     assert [point["at"] for point in points] == [1e9, 1e9 + 10, 1e9 + 20, 1e9 + 100, 1e9 + 200]
     assert [point["used"] for point in points] == [*used, used[-1], cache.usage().total]
     assert [point["shards"] for point in points] == [1, 2, 3, 3, 2]
@@ -74,21 +76,17 @@ def test_a_second_has_one_point_however_much_is_committed(
         clock(1e9 + tenth / 10)
         put(4096)
 
-    assert [point["at"] for point in history_of(cache.catalog).points] == [1e9, 1e9 + 1, 1e9 + 2]
+    assert [point["at"] for point in history_of(cache.layout).points] == [1e9, 1e9 + 1, 1e9 + 2]
 
 
-def test_a_life_of_years_keeps_some_hundred_points_with_the_last_hour_in_more_detail(
-    cache: CacheDir, clock: Callable[[float], None]
-) -> None:
+def test_a_life_of_years_keeps_some_hundred_points_with_the_last_hour_in_more_detail() -> None:
     """Two years in which something is committed every five hours, then an hour of a commit a second."""
     times = [1e9 + 5 * 3600 * number for number in range(3504)]
     times += [times[-1] + second for second in range(1, 3600)]
-    with cache.catalog.write() as connection:
-        for at in times:
-            clock(at)
-            history.note_point(connection, cache.layout)
-
-    points = [point["at"] for point in history_of(cache.catalog).points]
+    rows: list[dict[str, Any]] = []
+    for at in times:
+        history._add_point(rows, {"at": at}, edge=False)
+    points = [point["at"] for point in rows]
     assert len(points) == history.MOST_POINTS
     assert points == sorted(points)
     assert points[0] == times[0], "the beginning stays"
@@ -108,38 +106,71 @@ def test_epochs_are_kept_with_what_the_loader_told_of_them_the_newest_two_hundre
     put(100_000)
     epoch(cache, Delivered(seconds=2.5, batches=7, waits=3, waited=0.5), run="job", epoch=4)
     epoch(cache)
-    first, second = history_of(cache.catalog).epochs
+    first, second = history_of(cache.layout).epochs
     about = {"dataset": "default", "shards": 1, "samples": 10, "bytes": 100_000}
     assert first.items() >= {**about, "run": "job", "epoch": 4}.items()
     assert first.items() >= {"seconds": 2.5, "batches": 7, "waits": 3, "waited": 0.5}.items()
     assert second.items() >= {**about, "run": None, "batches": None, "waits": None, "waited": None}.items()
     assert 0 <= second["seconds"] < 60, "the time since its snapshot"
 
-    with cache.catalog.write() as connection:
+    with cache.catalog.read() as connection:
         for number in range(3, 251):
-            history.note_epoch(connection, None, None, dataset="default", shards=1, samples=number, bytes=1)
-    found = history_of(cache.catalog).epochs
+            row = history.epoch_row(connection, None, None, dataset="default", shards=1, samples=number, bytes=1)
+            history.write(cache.layout, epoch=row)
+    found = history_of(cache.layout).epochs
     assert [row["samples"] for row in found] == list(range(51, 251))
-    assert history_of(cache.catalog, dataset="other").epochs == []
+    assert history_of(cache.layout, dataset="other").epochs == []
 
 
-def test_an_epoch_counts_and_a_shard_goes_also_when_there_is_no_room_for_their_history(
-    cache: CacheDir, put: Put
-) -> None:
-    """A catalog at its limit of pages; what would need one more is left out, not what must be done."""
+def test_the_file_keeps_below_its_limit(cache: CacheDir, put: Put) -> None:
     put(100_000)
-    put(100_000)
-    with cache.catalog.write() as connection:
-        pages = connection.execute("PRAGMA page_count").fetchone()[0]
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (pages,))
-    for _ in range(15):
-        epoch(cache, Delivered(1.0, 1, 1, 0.1), run="r" * 1500)
-    assert {shard.epochs for shard in cache.shards()} == {15}
-    assert 0 < len(history_of(cache.catalog).epochs) < 15
-    assert cache.stats().served == 15 * 200_000
+    for _ in range(200):
+        epoch(cache, Delivered(1.0, 1, 1, 0.1), run="r" * 3000)
+        assert cache.layout.history.stat().st_size <= HISTORY_LIMIT
+    assert 20 < len(history_of(cache.layout).epochs) < 90, "the oldest went"
+    assert cache.stats().charged["history"] == 2 * HISTORY_LIMIT
 
-    cache.evict(cache.usage().total - 1)
-    assert len(cache.shards()) == 1
+
+@pytest.mark.parametrize("bad", ["{", "[]", "[" * 100_000, '{"points": 3, "epochs": []}', "x" * (HISTORY_LIMIT + 1)])
+def test_a_bad_file_is_no_history_and_is_replaced(cache: CacheDir, put: Put, bad: str) -> None:
+    put(50_000)
+    cache.layout.history.write_text(bad)
+    assert history_of(cache.layout) == history.History([], [])
+    epoch(cache)
+    assert len(history_of(cache.layout).epochs) == 1
+
+
+def test_rows_that_make_no_sense_are_left_out(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    epoch(cache)
+    sound = history_of(cache.layout)
+    points = [*sound.points, {**sound.points[0], "at": "soon"}, {**sound.points[0], "evicted": [1]}, 3]
+    epochs = [*sound.epochs, {**sound.epochs[0], "run": 3}, {**sound.epochs[0], "ended": None}, {"ended": 1}]
+    cache.layout.history.write_bytes(history._bytes(history.History(points, epochs)))  # type: ignore[list-item]
+    assert history_of(cache.layout) == sound
+
+
+def test_a_folder_or_a_link_in_the_place_of_the_file_is_removed(cache: CacheDir, put: Put, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    for make in (lambda: cache.layout.history.mkdir(), lambda: cache.layout.history.symlink_to(tmp_path / "mine")):
+        put(50_000)
+        cache.layout.history.unlink(missing_ok=True)
+        make()
+        epoch(cache)
+        assert len(history_of(cache.layout).epochs) == 1
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_file_that_a_dead_process_was_writing_is_in_the_way_for_some_seconds_only(cache: CacheDir, put: Put) -> None:
+    put(50_000)
+    cache.layout.history_aside.touch()
+    epoch(cache)
+    assert history_of(cache.layout).epochs == []
+    os.utime(cache.layout.history_aside, (1, 1))
+    epoch(cache)
+    epoch(cache)
+    assert len(history_of(cache.layout).epochs) == 1
+    assert not cache.layout.history_aside.exists()
 
 
 def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,46 +193,20 @@ def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, mon
 
     put(50_000)
     with_it = writes()
-    monkeypatch.setattr("cachetool.cache.commit.note_point", lambda *_: None)
-    monkeypatch.setattr("cachetool.cache.removal.note_point", lambda *_, **__: None)
-    monkeypatch.setattr("cachetool.cache.snapshots.note_point", lambda *_: None)
-    monkeypatch.setattr("cachetool.cache.snapshots.note_epoch", lambda *_, **__: None)
+    monkeypatch.setattr(history, "write", lambda *_, **__: None)
+    monkeypatch.setattr(history, "due_point", lambda *_, **__: None)
     assert with_it == writes() > 0
 
 
-def test_a_catalog_of_the_version_before_gets_an_empty_history(cache: CacheDir, put: Put) -> None:
-    put(50_000)
-    cache.close()
-    with sqlite3.connect(cache.layout.catalog) as raw:
-        raw.execute("DROP TABLE members")
-        raw.execute("DROP TABLE nodes")
-        raw.execute("DROP TABLE placed")
-        raw.execute("ALTER TABLE claims DROP COLUMN node")
-        raw.execute("ALTER TABLE claims DROP COLUMN token")
-        raw.execute("DROP TABLE history")
-        raw.execute("DROP TABLE epochs")
-        raw.execute("ALTER TABLE claims DROP COLUMN tried")
-        raw.execute("PRAGMA user_version = 7")
-    raw.close()
-
-    with open_cache(cache.root) as again:
-        assert history_of(again.catalog) == history.History([], [])
-        epoch(again)
-        assert len(history_of(again.catalog).epochs) == 1
-
-
-def test_a_rebuilt_catalog_keeps_the_history_that_can_be_read(cache: CacheDir, put: Put) -> None:
+def test_a_rebuilt_catalog_begins_a_new_history(cache: CacheDir, put: Put) -> None:
     put(50_000)
     epoch(cache, Delivered(2.0, 5, 1, 0.25), run="job", epoch=0)
-    served, before = cache.stats("default").served, history_of(cache.catalog)
-    with cache.catalog.write() as connection:  # what a flipped bit may leave
-        connection.execute("INSERT INTO history (at, used, evicted) VALUES ('soon', NULL, '[1]')")
     cache.close()
     rebuild(cache.layout)
 
     with open_cache(cache.root) as again:
-        assert history_of(again.catalog) == before
-        assert again.stats("default").served == served > 0
+        assert history_of(again.layout) == history.History([], [])
+        assert again.stats("default").served == 0
 
 
 def test_reuse_is_told_of_each_source(cache: CacheDir, put: Put, tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_pauses_between_pulls_are_told_as_pauses(cache: CacheDir, put: Put, cloc
         return before, cache.usage().total
 
     told = {began: pulled(began, seconds, 3) for began, seconds in ((1e9, 0.3), (1e9 + 1000, 30.0), (1e9 + 5000, 0.5))}
-    points = {point["at"]: point["used"] for point in history_of(cache.catalog).points}
+    points = {point["at"]: point["used"] for point in history_of(cache.layout).points}
     for (began, (before, after)), seconds in zip(told.items(), (0.3, 30.0, 0.5), strict=True):
         assert points[began] == before
         assert points[began + seconds] == after
@@ -250,7 +255,7 @@ def test_pulls_without_a_pause_between_them_share_points(cache: CacheDir, clock:
         clock(1e9 + hundredth / 100)
         history.edged(cache.catalog, cache.layout, lambda connection: None)
 
-    points = [point["at"] for point in history_of(cache.catalog).points]
+    points = [point["at"] for point in history_of(cache.layout).points]
     assert len(points) < 14
     assert points[-1] == 1e9 + 9.99
 
@@ -263,10 +268,10 @@ def test_a_pull_a_convert_and_an_eviction_end_with_a_point_of_what_there_is_then
         (tmp_path / "source" / f"{number:02d}.bin").write_bytes(bytes(1000))
     with open_whole(cache.root) as whole:
         whole.pull(str(tmp_path / "source"), samples=20, shard_size="5kB", workers=1, dataset="new")
-        first, *_, pulled = history_of(whole.catalog).points
+        first, *_, pulled = history_of(whole.layout).points
         assert (first["samples"], first["fetched"]) == (0, 0)
         assert (pulled["samples"], pulled["used"]) == (20, whole.usage().total)
         whole.convert(to="tfrecord")
-        assert history_of(whole.catalog).points[-1]["used"] == whole.usage().total
+        assert history_of(whole.layout).points[-1]["used"] == whole.usage().total
         whole.evict(whole.usage().total - 1)
-        assert history_of(whole.catalog).points[-1]["used"] == whole.usage().total
+        assert history_of(whole.layout).points[-1]["used"] == whole.usage().total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -69,12 +71,59 @@ def test_a_newer_layout_and_a_newer_catalog_are_refused(cache: CacheDir, root: P
     with pytest.raises(CatalogError, match="newer cachetool"):
         open_cache(root)
     (root / "cachetool.json").write_text(json.dumps({"layout": 1}))
-    import sqlite3
-
     with sqlite3.connect(root / "catalog.sqlite3") as raw:
         raw.execute("PRAGMA user_version = 99")
     with pytest.raises(CatalogError, match="schema 99"):
         open_cache(root).datasets()
+
+
+@pytest.mark.parametrize("how", ["no application id", "migrated"])
+def test_a_cache_of_a_pre_release_is_one_line_and_is_not_changed(cache: CacheDir, root: Path, how: str) -> None:
+    put_shard(cache)
+    cache.close()
+    with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as raw:
+        raw.execute("PRAGMA application_id = 0")
+        if how == "migrated":
+            raw.execute("PRAGMA user_version = 11")
+    before = (root / "catalog.sqlite3").read_bytes()
+    says = f"^cache {root} was made by a pre-release of cachetool; pull again into an empty folder$"
+    with pytest.raises(CatalogError, match=says) as told:
+        open_cache(root).datasets()
+    assert told.value.exit_code == 6
+    with pytest.raises(CatalogError, match=says):
+        verify(root, repair=True)
+    assert (root / "catalog.sqlite3").read_bytes() == before
+
+
+def test_another_application_id_is_refused_and_mended(cache: CacheDir, root: Path) -> None:
+    put_shard(cache)
+    cache.close()
+    with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3")) as raw:
+        raw.execute("PRAGMA application_id = 7")
+    with pytest.raises(CatalogError, match="has the application id 7, which cachetool never writes; run: cachetool"):
+        open_cache(root)
+    assert verify(root, repair=True).sound
+
+
+def test_an_old_sqlite_is_named(cache: CacheDir, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _ = cache.version
+    cache.close()
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 36, 0))
+    with pytest.raises(CatalogError, match=r"needs SQLite 3\.37 or newer"):
+        open_cache(root)
+
+
+def test_a_table_without_its_checks_is_refused(cache: CacheDir, root: Path) -> None:
+    _ = cache.version
+    cache.close()
+    with contextlib.closing(sqlite3.connect(root / "catalog.sqlite3", isolation_level=None)) as raw:
+        raw.execute("DROP TABLE leases")
+        raw.execute("CREATE TABLE leases (id, holder, run, epoch, dataset, version, taken)")
+    with pytest.raises(CatalogError, match="has a table 'leases', which cachetool never makes"):
+        open_cache(root)
+    assert verify(root, repair=True).sound
+    with open_cache(root) as again:
+        assert again.datasets() == []
 
 
 def test_a_missing_or_garbled_catalog_is_a_catalog_error(cache: CacheDir, root: Path) -> None:

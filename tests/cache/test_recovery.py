@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachetool.cache import CacheDir, SourceRow, draws, holders, open_cache
-from cachetool.cache.draws import losses, reopen
+from cachetool.cache.draws import reopen, reopened
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
 
@@ -236,7 +236,7 @@ def test_draws_are_handed_out_once_and_reopened_ones_come_first(cache: CacheDir,
         assert (again.pass_number, again.start, again.stop) == (1, 0, 20)
 
 
-def test_lost_draws_come_first_and_are_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:
+def test_reopened_draws_come_first_and_are_counted_until_they_are_drawn(cache: CacheDir, listing: Path) -> None:
     cache.add_source(source(units=40), listing)
     me = cache.holder.id
     with cache.catalog.write() as connection:
@@ -247,18 +247,18 @@ def test_lost_draws_come_first_and_are_counted_until_they_are_drawn(cache: Cache
         open_one = draws.claim(connection, job, holder=me, most=4)
         assert open_one is not None
         draws.give_back(connection, me, job)  # an open draw as any
-        assert losses(connection) == []
-        assert reopen(connection, row, 0, [(5, 9), (20, 26)], 10) == 10
-        assert [(each.samples, each.draws) for each in losses(connection)] == [(10, 10)]
+        assert reopened(connection) == []
+        assert reopen(connection, row, 0, [(5, 9), (20, 26)]) == 10
+        assert [(row.draws, row.tried) for row in reopened(connection)] == [(10, 0)]
         got = []
         for left in (7, 6, 3, 0):
             held = draws.claim(connection, job, holder=me, most=3)
             assert held is not None
             got.append((held.start, held.stop))
             draws.finish(connection, job, held, held.stop, samples=3, skipped=0)
-            assert sum(each.samples for each in losses(connection)) == left
+            assert sum(row.draws for row in reopened(connection)) == left
         assert got == [(5, 8), (8, 9), (20, 23), (23, 26)]
-        assert losses(connection) == []
+        assert reopened(connection) == []
         held = draws.claim(connection, job, holder=me, most=30)
         assert held is not None
         assert (held.start, held.stop) == (30, 34)

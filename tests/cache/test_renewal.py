@@ -44,7 +44,7 @@ def hungry(cache: CacheDir, job: str) -> None:
     with cache.snapshot():
         pass
     with cache.catalog.write() as connection:
-        connection.execute("UPDATE jobs SET hungry = 1 WHERE id = ?", (job,))
+        connection.execute("UPDATE jobs SET bytes_wanted = 1 WHERE id = ?", (job,))
 
 
 def test_nothing_retires_when_no_pull_wants_room(cache: CacheDir, put: Put, job: str) -> None:
@@ -231,10 +231,12 @@ def test_the_last_ready_shard_stays(cache: CacheDir, put: Put, job: str) -> None
 
 def test_a_writer_at_the_cap_makes_its_pull_hungry(cache: CacheDir, put: Put, job: str) -> None:
     fill(cache, put)
-    assert cache.catalog.rows("SELECT hungry FROM jobs")[0]["hungry"] == 0
+    assert cache.catalog.rows("SELECT bytes_wanted FROM jobs")[0]["bytes_wanted"] == 0
     put(100_000, room=Room(evict=True, wait=0, job=job), job=job)
 
-    assert cache.catalog.rows("SELECT hungry FROM jobs")[0]["hungry"] > 108_192, "as many bytes as it found no room for"
+    assert cache.catalog.rows("SELECT bytes_wanted FROM jobs")[0]["bytes_wanted"] > 108_192, (
+        "as many bytes as it found no room for"
+    )
 
 
 def test_free_bytes_that_are_too_few_for_the_waiting_shard_count_as_none(cache: CacheDir, put: Put, job: str) -> None:
@@ -243,7 +245,7 @@ def test_free_bytes_that_are_too_few_for_the_waiting_shard_count_as_none(cache: 
     free = cache.max_size - cache.usage().total
     hungry(cache, job)
     with cache.catalog.write() as connection:
-        connection.execute("UPDATE jobs SET hungry = ? WHERE id = ?", (free + 1, job))
+        connection.execute("UPDATE jobs SET bytes_wanted = ? WHERE id = ?", (free + 1, job))
     with cache.snapshot() as first, cache.snapshot() as second:
         gone = sum(shard.bytes for shard in full if shard not in first.shards)
         assert first.shards == second.shards

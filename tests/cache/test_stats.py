@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,33 +97,6 @@ def test_stats_of_one_dataset_are_about_no_other(cache: CacheDir, put: Put, tmp_
     assert both.evictions == default.evictions + other.evictions
 
 
-def test_evictions_of_an_old_catalog_are_those_of_its_only_dataset(cache: CacheDir, put: Put) -> None:
-    """The fourth schema counted by reason and policy alone."""
-    put(400_000)
-    cache.close()
-    with sqlite3.connect(cache.layout.catalog) as raw:
-        raw.execute("DROP TABLE members")
-        raw.execute("DROP TABLE nodes")
-        raw.execute("DROP TABLE placed")
-        raw.execute("ALTER TABLE claims DROP COLUMN node")
-        raw.execute("ALTER TABLE claims DROP COLUMN token")
-        raw.execute("DROP TABLE history")
-        raw.execute("DROP TABLE epochs")
-        raw.execute("ALTER TABLE claims DROP COLUMN lost")
-        raw.execute("ALTER TABLE claims DROP COLUMN tried")
-        raw.execute("ALTER TABLE sources DROP COLUMN past")
-        raw.execute("ALTER TABLE jobs DROP COLUMN evicted")
-        raw.execute("ALTER TABLE events DROP COLUMN dataset")
-        raw.execute("DROP TABLE evictions")
-        raw.execute("CREATE TABLE evictions (reason TEXT, policy TEXT, shards INTEGER, samples INTEGER, bytes INTEGER)")
-        raw.execute("INSERT INTO evictions VALUES ('room', 'oldest', 7, 70, 700)")
-        raw.execute("PRAGMA user_version = 4")
-    raw.close()
-
-    with open_cache(cache.root) as again:
-        assert again.stats("default").evicted == again.stats().evicted == 7
-
-
 def test_shards_that_retire_are_counted_once_though_they_leave_later(cache: CacheDir, put: Put) -> None:
     for _ in range(4):
         put()
@@ -147,3 +119,20 @@ def test_shards_whose_folder_somebody_deleted_are_counted_as_gone(cache: CacheDi
         assert held.shards[0].path.exists(), "what is retiring is no more gone than what is ready"
         assert cache.stats().gone == cache.stats("default").gone == 1
         assert cache.stats("other").gone == 0
+
+
+def test_what_the_cap_is_charged_with_is_told_row_by_row(cache: CacheDir, put: Put) -> None:
+    put()
+    staging = cache.stage(dataset="default", schema=cache.schema("default"), format="lmdb", bound=50_000)
+    with staging, cache.snapshot():
+        going = put()
+        with cache.catalog.write() as connection:
+            connection.execute("UPDATE shards SET state = 'retiring', until = 99 WHERE id = ?", (going,))
+        stats = cache.stats()
+        rows = {row["id"]: row["bytes"] for row in cache.catalog.rows("SELECT id, bytes FROM shards")}
+    charged = stats.charged
+    assert sum(charged.values()) == stats.used
+    assert charged["retiring"] == rows[going]
+    assert charged["reserved"] == rows[staging.id] == stats.reserved
+    assert charged["ready"] == sum(rows.values()) - rows[going] - rows[staging.id]
+    assert stats.overhead == stats.used - sum(rows.values()) - charged["listings"]

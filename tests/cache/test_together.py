@@ -12,12 +12,12 @@ from cachetool.cache import CacheDir
 
 def enter(cache: CacheDir, key: str) -> None:
     with cache.catalog.write() as connection:
-        connection.execute("INSERT INTO meta VALUES (?, 1)", (key,))
+        connection.execute("INSERT INTO nodes VALUES (?, 1)", (key,))
 
 
 def fail(cache: CacheDir, key: str) -> None:
     with cache.catalog.write() as connection:
-        connection.execute("INSERT INTO meta VALUES (?, 1)", (key,))
+        connection.execute("INSERT INTO nodes VALUES (?, 1)", (key,))
         raise KeyError
 
 
@@ -28,7 +28,7 @@ def fill(cache: CacheDir) -> None:
 
 
 def entered(cache: CacheDir) -> list[str]:
-    return [row["key"] for row in cache.catalog.rows("SELECT key FROM meta WHERE key LIKE 'test:%' ORDER BY key")]
+    return [row["name"] for row in cache.catalog.rows("SELECT name FROM nodes ORDER BY name")]
 
 
 def test_a_part_that_raises_is_undone_by_itself(cache: CacheDir) -> None:

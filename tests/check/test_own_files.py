@@ -134,7 +134,7 @@ def test_a_cap_that_is_known_is_not_changed_by_a_repair(root: Path) -> None:
     with open_cache(root) as cache:
         assert cache.max_size == 20_000_000
     with pytest.raises(UsageError, match="--repair"):
-        verify(root, purge=True)
+        verify(root, max_size="1GB")
 
 
 @pytest.mark.parametrize("name", ["cachetool.json", "catalog.sqlite3", "shards"])
@@ -216,48 +216,42 @@ def test_a_renamed_shard_that_is_not_whole_is_not_adopted(root: Path) -> None:
     assert keys(root) == before
 
 
-def test_purge_empties_the_quarantine_gives_up_the_missing_and_gives_the_room_back(root: Path, objects: Path) -> None:
+def test_a_rebuild_deletes_what_cannot_be_adopted_and_damaged_draws_are_fetched_again(
+    root: Path, objects: Path
+) -> None:
     one, two = sorted((root / "shards").iterdir())
     with open_cache(root) as cache:
         used = cache.usage().total
+        (draws,) = cache.catalog.rows("SELECT draws FROM shards WHERE id = ?", (two.name,))
     (one / "shard.json").write_text("{")
-    two_bytes = bytearray((two / "data.h5").read_bytes())
-    two_bytes[-100] ^= 1
-    (two / "data.h5").write_bytes(two_bytes)
+    data = bytearray((two / "data.h5").read_bytes())
+    data[-100] ^= 1
+    (two / "data.h5").write_bytes(data)
     (root / "catalog.sqlite3").unlink()
-    assert run("verify", "--repair", "--no-repull", "--cache", root).returncode == 5
-    ran = run("verify", "--cache", root)
-    assert ran.returncode == 5
-    assert "1 shard in quarantine" in ran.stdout
-    assert "10 samples missing" in ran.stdout
     ran = run("verify", "--repair", "--no-repull", "--cache", root)
-    assert f"cachetool verify --repair --cache {root} --purge" in ran.stderr
-    ran = run("stats", "--cache", root)
-    assert "cachetool verify --repair --purge deletes it" in ran.stdout
-    assert run("verify", "--purge", "--cache", root).returncode == 2
-
-    ran = run("verify", "--repair", "--no-repull", "--purge", "--cache", root)
-    assert ran.returncode == 0, ran
-    assert "purged 1 shard with" in ran.stdout
+    assert ran.returncode == 5
+    assert "10 draws to be fetched again" in ran.stdout
     assert not one.exists()
+    assert not two.exists()
+    assert "10 damaged draws of" in run("stats", "--cache", root).stdout
     with open_cache(root) as cache:
         assert cache.usage().total < used - 40_000
-        assert cache.stats().quarantine == cache.stats().missing == []
+        cache.pull(str(objects), samples=10)
+        assert [row["draws"] for row in cache.catalog.rows("SELECT draws FROM shards")] == [draws["draws"]]
     assert run("verify", "--cache", root).returncode == 0
 
 
 def test_missing_samples_are_still_missing_after_the_catalog_was_lost_too(root: Path) -> None:
-    """As far as the old catalog can be read: here one row of it is wrong, so that it is made anew."""
     import sqlite3
 
     damage(root)
-    assert verify(root, repair=True).missing[0].samples == 10
+    assert verify(root, repair=True).missing[0].draws == 10
     with sqlite3.connect(root / "catalog.sqlite3") as raw:
-        raw.execute("UPDATE meta SET value = 1 WHERE key = 'version'")
+        raw.execute("UPDATE cache SET version = 1")
     raw.close()
     found = verify(root, repair=True)
     assert found.problems[0].file == "catalog.sqlite3"
-    assert [each.samples for each in found.missing] == [10]
+    assert [row.draws for row in found.missing] == [10]
 
 
 @pytest.mark.parametrize("what", ["a file", "a link"])
@@ -303,7 +297,7 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
             "progress": {"id": "a", "frontier": number},
             "id": f"{number:016}",
         }
-        | {"source": "a", "turn": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
+        | {"source": "a", "pass_number": 0, "draws": [[5, 8 + number]], "lineage": str(number), "seq": 1}
         for number in (0, 1)
     ]
     found = Found(shards=shards)
@@ -316,10 +310,12 @@ def test_of_two_shards_of_one_version_the_one_that_stays_says_what_was_drawn(las
     assert found.progress["a"][1] is kept["progress"]
 
 
-def test_what_is_wrong_with_a_shard_that_no_row_knows_is_said_as_it_is(root: Path) -> None:
+def test_a_copy_of_a_shard_that_no_row_knows_is_deleted(root: Path) -> None:
     shard = next((root / "shards").iterdir())
     shutil.copytree(shard, root / "shards" / "0123456789abcdef")
 
-    (aside,) = verify(root, repair=True).quarantine
+    (problem,) = verify(root, repair=True).problems
 
-    assert aside["why"].endswith(f"shard.json belongs to shard {shard.name}")
+    assert (problem.file, problem.action) == ("shards/0123456789abcdef", "deleted")
+    assert not (root / "shards" / "0123456789abcdef").exists()
+    assert verify(root).sound

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cachetool
-from cachetool.cache.draws import losses
+from cachetool.cache.draws import reopened
 from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.cli.app import run
@@ -47,7 +47,7 @@ def flip(folder: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("second", "how"), [(40, "repair"), (8, "pull"), (8, "accept")])
+@pytest.mark.parametrize(("second", "how"), [(40, "repair"), (8, "pull")])
 def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_and_come_again(
     second: int, how: str, tmp_path: Path
 ) -> None:
@@ -61,27 +61,23 @@ def test_samples_of_an_earlier_pass_that_the_present_one_passed_over_are_missed_
         left = cache.stats().samples
         cache.pull(str(remote), samples=second, shard_size=160, workers=1)
         before = keys(cache)
-        bad = cache.catalog.one("SELECT id, samples FROM shards WHERE state = 'ready' AND turn = 0")
+        bad = cache.catalog.one("SELECT id, samples FROM shards WHERE state = 'ready' AND pass_number = 0")
         assert bad is not None
         assert left + min(second, 60 - left) == before.total()
     flip(root / "shards" / bad["id"])
 
     found = verify(root, repair=True)
-    assert [each.samples for each in found.missing] == [bad["samples"]]
+    assert [row.draws for row in found.missing] == [bad["samples"]]
     assert not found.sound
     (root / "catalog.sqlite3").unlink()
     found = verify(root, repair=True)
-    assert [each.samples for each in found.missing] == [bad["samples"]], "also by a catalog made anew"
+    assert [row.draws for row in found.missing] == [bad["samples"]], "also by a catalog made anew"
     if how == "repair":
         found = verify(root, repair=True, repull=True)
         assert found.sound
         assert found.repulled == bad["samples"]
         with cachetool.open_cache(root) as cache:
             assert keys(cache) == before
-    if how == "accept":
-        assert verify(root, repair=True, purge=True).sound
-        (root / "catalog.sqlite3").unlink()
-        assert verify(root, repair=True).sound
     with cachetool.open_cache(root) as cache:
         assert contradiction(cache.catalog, cache.layout) is None
         cache.pull(str(remote), everything=True, shard_size=160, workers=1)
@@ -111,12 +107,12 @@ def test_a_repair_that_the_cap_stops_says_in_one_line_how_many_came_and_how_many
             flip(shard.path)
         found = verify(root, repair=True, repull=True)
         with cache.catalog.read() as connection:
-            [left] = losses(connection)
-        assert 0 < left.samples < 8
+            [left] = reopened(connection)
+        assert 0 < left.draws < 8
         assert found.reopened == {str(remote): 8}
-        assert found.repulled == 8 - left.samples
         [missing] = found.missing
-        assert missing.samples == left.samples
+        assert missing.draws == left.draws
+        assert not found.sound
         assert missing.failed is not None
         assert missing.failed.startswith("stopped at the cap with ")
         assert "; raise --max-size" in missing.failed
@@ -143,22 +139,20 @@ def test_what_was_pulled_around_bad_objects_is_repaired_around_them_and_one_gone
 
     found = verify(root, repair=True, repull=True)
     assert found.repulled == 39 - more
-    assert [each.samples for each in found.missing] == [1] * more
-    assert found.sound is not bool(more)
-    found = verify(root, repair=True, repull=True)
-    assert found.repulled == 0
+    assert [(row.draws, row.tried) for row in found.missing] == [(1 + more, 1 + more)]
+    assert "that cannot be read, the last is" in str(found.missing[0].failed)
+    assert found.sound, "what gives nothing holds nothing up"
+    assert verify(root, repair=True, repull=True).repulled == 0
+    with cachetool.open_cache(root) as cache:
+        assert keys(cache) == before - Counter(["0011"] * more)
+        assert cache.stats().sources[0]["drawn"] == 40
+        assert cache.pull(str(remote), everything=True, on_error="skip").pass_complete
+    (root / "catalog.sqlite3").unlink()
+    rebuilt = verify(root, repair=True)
+    assert [row.draws for row in rebuilt.missing] == [1 + more], "also by a catalog made anew"
     if more:
-        assert [(each.samples, "0011" in str(each.failed) or "0007" in str(each.failed)) for each in found.missing] == [
-            (1, True)
-        ]
-        assert [each.samples for each in verify(root).missing] == [1], "it is kept as missing"
-        with cachetool.open_cache(root) as cache:
-            assert keys(cache) == before - Counter({"0011": 1})
-            cache.pull(str(remote), everything=True, on_error="skip", shard_size=160, workers=1)
-        (root / "catalog.sqlite3").unlink()
-        assert [each.samples for each in verify(root, repair=True).missing] == [1], "also by a catalog made anew"
         spoil(remote / "0011.x.npy")
-        assert verify(root, repair=True, repull=True).repulled == 1
+    assert verify(root, repair=True, repull=True).repulled == more
     assert verify(root).sound
     with cachetool.open_cache(root) as cache:
         assert keys(cache) == before
@@ -191,43 +185,20 @@ def test_a_pull_goes_past_what_is_missing_and_cannot_be_read_and_further_passes_
     with cachetool.open_cache(root, max_size="20MB") as cache:
         cache.pull(str(remote), everything=True, shard_size=80, workers=1, seed=3)
         flip(cache.shards()[0].path)
-        lost = verify(root, repair=True).missing[0].samples
+        lost = verify(root, repair=True).missing[0].draws
     bad = next(path for path in sorted(remote.iterdir()) if path.name[:4] not in keys_of(root))
     spoil(bad)
     with cachetool.open_cache(root) as cache:
         made = cache.pull(str(remote), everything=True, on_error="skip", shard_size=80, workers=2)
-        assert (made.samples, made.skipped, made.pass_complete) == (lost - 1, 1, False)
-        assert [each.samples for each in verify(root).missing] == [1]
+        assert (made.samples, made.skipped, made.pass_complete) == (lost - 1, 1, True)
+        assert [(row.draws, row.tried) for row in verify(root).missing] == [(1, 1)]
         cache.evict(cache.usage().total - 1)
-        again = cache.pull(str(remote), samples=5, on_error="skip", shard_size=80, workers=2)
-        assert (again.skipped, cache.stats().sources[0]["pass"]) == (1, 2), "it is tried once more"
-        assert set(keys(cache).values()) == {1}
-    assert [each.samples for each in verify(root).missing] == [1]
-    spoil(bad)
-    assert verify(root, repair=True, repull=True).sound
-    with cachetool.open_cache(root) as cache:
-        assert set(keys(cache).values()) == {1}
-        assert bad.name[:4] in keys(cache)
-    assert verify(root, repair=True, purge=True).sound
-
-
-def test_what_cannot_be_read_any_more_is_given_up_with_the_rest(tmp_path: Path) -> None:
-    """And is not tried again."""
-    remote, root = tmp_path / "remote", tmp_path / "cache"
-    write(remote, range(20))
-    (remote / "0007.x.npy").write_bytes(b"no array")
-    with cachetool.open_cache(root, max_size="20MB") as cache:
-        cache.pull(str(remote), everything=True, on_error="skip", shard_size=2000, workers=1, seed=3)
-        flip(cache.shards()[0].path)
-    spoil(remote / "0011.x.npy")
-    assert not verify(root, repair=True, repull=True).sound
-
-    assert verify(root, repair=True, purge=True).sound
-    with cachetool.open_cache(root) as cache:
-        assert cache.pull(str(remote), everything=True, on_error="skip").skipped == 0
-        assert keys(cache).total() == 18
-        assert cache.stats().sources[0]["skipped"] == 2
-    assert verify(root).sound
+        cache.pull(str(remote), samples=1, on_error="skip", shard_size=80, workers=2)
+        assert cache.stats().sources[0]["pass"] == 2
+        assert verify(root).missing == [], "the next pass draws it like any other"
+        spoil(bad)
+        cache.pull(str(remote), everything=True, on_error="skip", shard_size=80, workers=2)
+        assert keys(cache) == Counter(f"{n:04d}" for n in range(20))
 
 
 def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> None:
@@ -238,10 +209,10 @@ def test_a_catalog_made_anew_says_what_was_missing_before(tmp_path: Path) -> Non
         before = keys(cache)
         bad = cache.shards()[1]
     flip(bad.path)
-    assert [each.samples for each in verify(root, repair=True).missing] == [bad.samples]
+    assert [row.draws for row in verify(root, repair=True).missing] == [bad.samples]
     (root / "catalog.sqlite3").unlink()
 
-    assert [each.samples for each in verify(root, repair=True).missing] == [bad.samples]
+    assert [row.draws for row in verify(root, repair=True).missing] == [bad.samples]
     assert verify(root, repair=True, repull=True).repulled == bad.samples
     (root / "catalog.sqlite3").unlink()
     assert verify(root, repair=True).sound
@@ -255,24 +226,20 @@ def test_what_comes_again_has_the_format_it_had_and_what_is_gone_takes_no_room(
     """Also where no shard of its dataset is left that tells the format."""
     remote, root = tmp_path / "remote", tmp_path / "cache"
     write(remote, range(8))
-    np.save(tmp_path / "rows.npy", np.zeros((10, 50)))
     with cachetool.open_cache(root, max_size="20MB") as cache:
         cache.pull(str(remote), everything=True, to="tfrecord", workers=1)
         cache.pull(str(remote), samples=5, to="zarr", dataset="other", workers=1)
-        cache.convert(tmp_path / "rows.npy", to="hdf5", dataset="rows")
     shutil.rmtree(root / "shards")
 
-    assert run(["verify", "--repair", "--cache", str(root)]) == 5  # the rows exist nowhere else
+    assert run(["verify", "--repair", "--cache", str(root)]) == 0
 
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if line.endswith("pulled again")] == ["13 pulled again"]
+    assert [line for line in said if line.endswith("pulled again")] == ["13 samples pulled again"]
     with cachetool.open_cache(root) as cache:
         assert {(shard.dataset, shard.format) for shard in cache.shards()} == {
             ("default", "tfrecord"),
             ("other", "zarr"),
         }
-        (aside,) = cache.catalog.rows("SELECT bytes FROM shards WHERE state = 'quarantine'")
-        assert aside["bytes"] == 0
 
 
 @pytest.mark.parametrize("query", ["sr=2", "token=2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 
 from cachetool.api import open_cache
-from cachetool.cache.schema import MIGRATIONS
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
 from cachetool.core.errors import CatalogError, UsageError
@@ -114,9 +112,9 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert [(p["shard"], p["file"], p["action"]) for p in document["problems"]] == [(shard, "data.h5", None)]
 
     ran = run("verify", "--cache", root, "--repair", "--no-repull")
-    assert ran.returncode == 5, "10 samples are missing now"
+    assert ran.returncode == 5, "10 draws are still to be fetched"
     assert "10 draws of" in ran.stdout
-    assert f"10 samples of {objects} are missing" in ran.stdout
+    assert f"10 damaged draws of {objects} will be fetched again by the next pull" in ran.stdout
     assert "pulled" not in ran.stdout
     assert len(keys(root)) == 40
     with open_cache(root) as cache:
@@ -128,7 +126,7 @@ def test_a_flipped_bit_is_named_with_exit_code_5_and_repaired_with_0(root: Path,
     assert ran.returncode == 0, ran
     assert shard in ran.stdout
     assert "10 draws of" in ran.stdout
-    assert "10 pulled" in ran.stdout
+    assert "10 samples pulled again" in ran.stdout
     assert keys(root) == before
     assert run("verify", "--cache", root).returncode == 0
 
@@ -141,20 +139,20 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
         ran = run("verify", "--cache", root, "--repair")
         assert ran.returncode == 5
         why = f"there is no file or folder '{objects}'"
-        assert f"10 samples of {objects} are missing and could not be pulled again: {why}" in ran.stdout
-        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 samples missing")
+        waiting = f"10 damaged draws of {objects} will be fetched again by the next pull"
+        assert f"{waiting}, and could not be now: {why}" in ran.stdout
+        assert ran.stdout.rstrip().endswith("1 thing repaired, 10 draws to be fetched again")
         assert "--repair" in ran.stderr
-        assert "--purge" in ran.stderr
 
         ran = run("verify", "--cache", root)
         assert ran.returncode == 5
-        assert f"10 samples of {objects} are missing; the last error of that source: {why}" in ran.stdout
+        assert f"{waiting}; the last error of that source: {why}" in ran.stdout
         assert "run: cachetool verify --repair" in ran.stderr
-        assert f"10 samples of {objects} are missing; " in run("stats", "--cache", root).stdout
+        assert waiting in run("stats", "--cache", root).stdout
         assert by_name(root)["missing"].state == "bad"
         ran = run("verify", "--cache", root, "--repair", "--json")
         assert ran.returncode == 5
-        assert [(m["source"], m["samples"]) for m in json.loads(ran.stdout)["missing"]] == [(str(objects), 10)]
+        assert [(m["source"], m["draws"]) for m in json.loads(ran.stdout)["missing"]] == [(str(objects), 10)]
         with open_cache(root) as cache:
             assert cache.stats().sources[0]["drawn"] == 40
             assert cache.stats().errors[0]["kind"] in ("error", "corrupt")
@@ -162,7 +160,7 @@ def test_what_cannot_be_pulled_again_now_stays_open(root: Path, objects: Path, t
         shutil.move(gone, objects)
     ran = run("verify", "--cache", root, "--repair")
     assert ran.returncode == 0, ran
-    assert "10 samples that were missing since an earlier repair pulled again" in ran.stdout
+    assert "10 samples pulled again" in ran.stdout
     assert keys(root) == before
     assert run("verify", "--cache", root).returncode == 0
     with open_cache(root) as cache:
@@ -226,26 +224,13 @@ def test_doctor_finds_nothing_wrong_and_changes_nothing(root: Path) -> None:
     found = by_name(root)
 
     assert {finding.state for finding in found.values()} == {"ok"}
+    charged = [finding.text.partition(": ")[2] for finding in examine(root) if finding.what == "charged"]
+    assert charged[0] == "shards"
+    assert "catalog, as large as it may grow" in charged
+    assert found["on disk"].text.endswith(" in all files and folders")
     assert "journal mode persist" in found["SQLite"].text
     assert "keeps another out" in found["locks"].text
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
-
-
-def test_doctor_leaves_the_catalog_of_an_older_version_as_it_is(root: Path) -> None:
-    path = root / "catalog.sqlite3"
-    path.unlink()
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        for script in MIGRATIONS[:4]:
-            connection.executescript(script)
-        values = {"max_size": 20_000_000, "min_free": 0, "version": 1, "seq": 0, "pages": 128}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
-        connection.execute("PRAGMA user_version = 4")
-    before = path.read_bytes()
-
-    found = by_name(root)["catalog"]
-    assert found.state == "note"
-    assert found.text.startswith("sound, schema 4 of an older cachetool; ")
-    assert path.read_bytes() == before
 
 
 def test_doctor_names_readers_dead_holders_leftovers_and_damage(root: Path) -> None:

@@ -501,13 +501,13 @@ def test_a_cache_that_is_drawn_with_another_seed_is_refused(whole: Whole) -> Non
 def test_many_nodes_and_shards_fit_into_a_catalog_that_begins_small(whole: Whole) -> None:
     """Nothing is admitted into it, so that whoever writes raises its limit of pages."""
     with whole.cache.catalog.write() as connection:
-        limit = connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0]
+        limit = connection.execute("SELECT pages FROM cache").fetchone()[0]
         for number in range(12_000):
             shard = placing.Placed(f"shard{number}", 0, ((number, number + 1),), 1, 0, None)
             placing.insert(connection, "a", SOURCE, shard, 1)
     with whole.cache.catalog.write() as connection:
         placing.lose(connection, "a")
-        assert connection.execute("SELECT value FROM meta WHERE key = 'pages'").fetchone()[0] > limit
+        assert connection.execute("SELECT pages FROM cache").fetchone()[0] > limit
 
 
 def test_what_a_node_tells_is_compared_by_name_once(whole: Whole) -> None:

@@ -202,7 +202,7 @@ def full(tmp_path: Path) -> Iterator[Cache]:
 
 def shrink(cache: Cache, cap: int) -> None:
     with cache.catalog.write() as connection:
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'max_size'", (cap,))
+        connection.execute("UPDATE cache SET max_size = ?", (cap,))
 
 
 @pytest.mark.parametrize("way", ["evict", "raise"])

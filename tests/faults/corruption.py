@@ -107,7 +107,7 @@ def commit(root: Path, way: str) -> None:
             files.write(content)
             facts = files.facts()
             made = Facts(facts.samples, facts.payload, facts.content, facts.digest, facts.data, facts.files)
-            staging.commit(made, origin=Origin(sole=True))
+            staging.commit(made, origin=Origin())
 
 
 class Deaf:

@@ -17,6 +17,7 @@ import pytest
 
 from cachetool.api import open_cache
 from cachetool.cache.catalog import FIRST_PAGES, allowance
+from cachetool.cache.layout import HISTORY_LIMIT
 from cachetool.core.errors import CapBlocked, CapTooSmall
 from tests.faults.conftest import Figures
 from tests.faults.replay import CALLS, Replay
@@ -87,6 +88,7 @@ def test_after_no_system_call_is_there_a_byte_more_than_the_cap(
     with open_cache(root) as cache:
         before = cache.usage().total
         assert cache.stats().evicted == 0
+        charged = allowance(FIRST_PAGES) + cache.layout.history_bytes
         room = cache.max_size - allowance(FIRST_PAGES)
     replay = Replay(root)
     assert replay.rest + replay.catalog == pytest.approx(du(root), abs=8192)
@@ -95,7 +97,7 @@ def test_after_no_system_call_is_there_a_byte_more_than_the_cap(
 
     figures(system_calls=replay.calls, most_bytes=replay.peak, of=room)
     assert replay.calls > 500
-    assert before - allowance(FIRST_PAGES) - 100_000 < replay.peak <= room
+    assert before - charged - 100_000 < replay.peak <= room
     assert replay.catalog_peak <= allowance(FIRST_PAGES)
     assert replay.rest + replay.catalog == pytest.approx(du(root), abs=8192), "the replay followed"
     with open_cache(root) as cache:
@@ -127,8 +129,12 @@ def disk_of(folder: Path, kind: str, size: int) -> Iterator[Path]:
 
 
 def catalog_bytes(root: Path) -> int:
-    """Of the catalog and its journal, on disk."""
-    return sum((root / name).stat().st_blocks * 512 for name in ("catalog.sqlite3", "catalog.sqlite3-journal"))
+    """Of the catalog, its journal and the history, on disk."""
+    total = 0
+    for name in ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new"):
+        with contextlib.suppress(FileNotFoundError):
+            total += (root / name).stat().st_blocks * 512
+    return total
 
 
 def free(folder: Path) -> int:
@@ -154,10 +160,10 @@ def test_a_disk_as_large_as_the_cap_never_fills(
     """Two pullers of unequal shards in all formats, an evictor and a reader at a cap of five large shards; ``statvfs``
     every 5 ms, and ``du`` again and again while all of them stand still.
 
-    The catalog is charged what it may grow to. So that this hides nothing, the disk has that much less, but for
-    ``CATALOG``, and the catalog's bytes are taken off what is measured.
+    The catalog and the history are charged what they may grow to. So that this hides nothing, the disk has that much
+    less, but for ``CATALOG``, and their bytes are taken off what is measured.
     """
-    room = FIVE - allowance(FIRST_PAGES)
+    room = FIVE - allowance(FIRST_PAGES) - 2 * HISTORY_LIMIT
     with disk_of(tmp_path / "disk", kind, room + CATALOG) as disk:
         root, ledger, told = disk / "cache", tmp_path / "ledger", tmp_path / "told"
         empty = free(disk)

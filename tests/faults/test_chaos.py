@@ -251,14 +251,14 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
         assert len(samples) == row["samples"]
         numbers = expect([each["x"] for each in samples], [each["r"] for each in samples])
         assert len(set(numbers)) == len(numbers), "twice in a shard"
-        drawn += [(row["turn"], at) for start, stop in json.loads(row["draws"]) for at in range(start, stop)]
+        drawn += [(row["pass_number"], at) for start, stop in json.loads(row["draws"]) for at in range(start, stop)]
         compared += len(samples)
-    pending = [(row["turn"], at) for row in open_ for at in range(row["start"], row["stop"])]
+    pending = [(row["pass_number"], at) for row in open_ for at in range(row["start"], row["stop"])]
     assert len(set(drawn)) == len(drawn), "drawn twice"
     assert not set(drawn) & set(pending), "open and drawn"
     # Each position that was ever handed out is here, is evicted, or is open again: none is lost, none counts twice. A
     # later pass goes around what is here of an earlier one, which nobody outside can count.
-    done, first = len(drawn) + evicted + len(pending), source["turn"] == 0
+    done, first = len(drawn) + evicted + len(pending), source["pass_number"] == 0
     assert done == source["frontier"] or not first, (len(drawn), evicted, len(pending), source["frontier"])
     for name in ("train", "pulling"):
         for ledger in (chaos.place / name).glob("ledger*"):

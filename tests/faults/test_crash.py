@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from cachetool.cache import open_cache
-from cachetool.cache.schema import SCHEMA_VERSION
 from tests.faults.conftest import Figures
 from tests.faults.tracing import Children, Point, needs_strace
-from tests.faults.world import FORMATS, Oracle, make, old_catalog
+from tests.faults.world import FORMATS, Oracle, make
 
 pytestmark = needs_strace
 
@@ -185,26 +183,6 @@ def test_a_cache_whose_making_was_killed_anywhere_is_made_again(stage: Stage, st
         make(stage.root)
         assert stage.children.run("pull", root=str(stage.root), ledger=str(stage.ledger)).status == 0
         assert stage.check() == 12, point
-
-
-@tried(20)
-def test_a_catalog_killed_anywhere_on_its_way_to_a_new_schema_is_old_or_new(stage: Stage, step: int) -> None:
-    stage.fill(2)
-    old_catalog(stage.ready)
-
-    def whole() -> None:
-        with open_cache(stage.root) as cache:
-            assert cache.catalog.rows("PRAGMA user_version")[0][0] == SCHEMA_VERSION
-            assert sum(shard.samples for shard in cache.shards()) == 24
-            assert cache.stats().served == 0
-
-    points = stage.points("recover")
-    stage.figures(system_calls=len(points), kills=len(points[::step]))
-    assert len(points) > 20
-    for point in points[::step]:
-        stage.copy()
-        assert stage.kill("recover", point) == -9, point
-        whole()
 
 
 @tried(16)

@@ -97,7 +97,8 @@ def test_a_pipe_in_place_of_a_catalog_is_named_and_not_waited_for(cache: Path, n
 def test_many_statements_in_one_transaction_are_no_such_thing(cache: Path) -> None:
     with cachetool.open_cache(cache) as used, used.catalog.write() as connection:
         connection.executemany(
-            "INSERT INTO events (at, kind, subject, text) VALUES (?, 'x', 's', 't')", ((1.0,) for _ in range(2_000))
+            "INSERT INTO events (at, kind, dataset, subject, text) VALUES (?, 'x', '', 's', 't')",
+            ((1.0,) for _ in range(2_000)),
         )
         for _ in range(3_000):  # 50 million instructions
             assert connection.execute("SELECT sum(at) FROM events").fetchone()[0] >= 2_000

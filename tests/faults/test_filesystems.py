@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from cachetool.api import open_cache
-from cachetool.cache.catalog import FIRST_PAGES, allowance
 from cachetool.cache.layout import Layout
+from cachetool.cache.usage import least_overhead
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapTooSmall
@@ -193,7 +193,7 @@ def test_du_never_exceeds_the_cap_while_formats_are_pulled_converted_and_evicted
 @pytest.mark.parametrize("mounted", EACH, indirect=True)
 def test_the_minimum_of_a_cap_that_is_too_small_is_enough(mounted: Mounted, objects: Path) -> None:
     root = mounted.folder / "cache"
-    own = Layout(root).fixed_bytes() + allowance(FIRST_PAGES, mounted.disk.block)
+    own = least_overhead(Layout(root))
     for format in FORMATS:
         with pytest.raises(CapTooSmall) as refused, open_cache(root, max_size=own) as cache:
             cache.pull(str(objects), to=format, shard_size=200_000, workers=1, samples=20)

@@ -41,9 +41,11 @@ def answers(root: Path) -> dict[str, Any]:
     """What a user is told of the cache, without what is counted anew."""
     with open_cache(root, create=False) as cache:
         stats = cache.stats().as_dict()
-        claims = [tuple(row) for row in cache.catalog.rows("SELECT source, turn, start, stop FROM claims ORDER BY 3")]
+        claims = [
+            tuple(row) for row in cache.catalog.rows("SELECT source, pass_number, start, stop FROM claims ORDER BY 3")
+        ]
         shards = [(s.id, s.dataset, s.format, s.samples, s.bytes, s.payload, s.content) for s in cache.shards()]
-        rows = [tuple(row) for row in cache.catalog.rows("SELECT id, draws, source, turn, lineage FROM shards")]
+        rows = [tuple(row) for row in cache.catalog.rows("SELECT id, draws, source, pass_number, lineage FROM shards")]
     keep = ("datasets", "sources", "shards", "samples", "shard_bytes", "listings", "max_size", "reserved")
     return {"shards": shards, "claims": claims, "rows": sorted(rows), **{name: stats[name] for name in keep}}
 
@@ -149,54 +151,10 @@ def test_a_bad_shard_is_removed_and_the_next_pull_draws_exactly_its_samples(
         assert cache.stats().errors[0]["subject"] == bad.id
 
 
-def test_bad_data_that_exists_nowhere_else_is_kept_aside(root: Path, ledger: Path, children: Children) -> None:
-    fill(children, root, ledger, shards=3)
-    with open_cache(root) as cache:
-        sole, other = cache.shards()[0], cache.shards()[1]
-        with cache.catalog.write() as connection:
-            connection.execute("UPDATE shards SET sole = 1, source = NULL WHERE id = ?", (sole.id,))
-    damage(sole.path / "data.lmdb")
-    restore = (sole.path / "shard.json").read_bytes()
-    reseal(sole.path, sole=True, source=None)
-    found = verify(root, repair=True)
-
-    assert [(p.shard, p.file, p.action) for p in found.problems] == [(sole.id, "data.lmdb", "in quarantine")]
-    assert not found.sound, "its samples are neither whole nor to be had again"
-    with open_cache(root) as cache:
-        assert sole.id not in {shard.id for shard in cache.shards()}
-        with cache.snapshot() as snapshot:
-            assert sole.id not in {shard.id for shard in snapshot.shards}
-        assert [row["id"] for row in cache.stats().quarantine] == [sole.id]
-        used = cache.usage().total
-        cache.evict(used - other.bytes)
-        assert sole.path.exists(), "kept, also by an eviction"
-        assert cache.usage().shards >= sole.bytes, "and charged"
-    again = verify(root, repair=True)
-    assert again.problems == []
-    assert [row["id"] for row in again.quarantine] == [sole.id]
-    assert restore
-    purged = verify(root, repair=True, purge=True)
-    assert purged.purged == {"shards": 1, "samples": 12, "bytes": sole.bytes}
-    assert purged.sound
-    assert not sole.path.exists()
-    with open_cache(root) as cache:
-        assert cache.stats().quarantine == []
-        purged_row = {"dataset": "default", "reason": "purged", "policy": "verify"}
-        assert {**purged_row, "shards": 1, "samples": 12, "bytes": sole.bytes} in cache.stats().evictions
-    assert verify(root, repair=True).problems == []
-
-
 def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def reseal(folder: Path, **values: Any) -> None:
-    from cachetool.cache.records import read_shard_json, seal
-
-    value = {**read_shard_json(folder), **values}
-    (folder / "shard.json").write_bytes(seal(value))
 
 
 def test_what_nothing_accounts_for_is_deleted_and_what_is_foreign_is_left(root: Path) -> None:
@@ -224,7 +182,7 @@ def test_what_nothing_accounts_for_is_deleted_and_what_is_foreign_is_left(root: 
     }
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in foreign)
-    assert [row["id"] for row in found.quarantine] == ["00000000000000ff"]
+    assert not (root / "shards" / "00000000000000ff").exists()
     again = verify(root, repair=True)
     assert again.problems == []
     assert sorted(again.foreign) == sorted(found.foreign)

@@ -65,7 +65,7 @@ class Puller:
             if (root / "cachetool.json").exists():
                 with open_cache(root, create=False) as cache, cache.catalog.read() as connection:
                     states = {row[0] for row in connection.execute("SELECT state FROM shards")}
-                    wanted = connection.execute("SELECT coalesce(max(hungry), 0) FROM jobs").fetchone()[0]
+                    wanted = connection.execute("SELECT coalesce(max(bytes_wanted), 0) FROM jobs").fetchone()[0]
                     if (
                         states <= {"ready", "retiring"}
                         and wanted > cache.max_size - measure(connection, cache.layout).total

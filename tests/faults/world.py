@@ -391,13 +391,14 @@ class Oracle:
         assert set(os.listdir(cache.layout.shards)) == ids
         assert set(os.listdir(cache.layout.holders)) <= {f"{cache.holder.id}.lock"}
         assert set(os.listdir(cache.layout.listings)) <= {SOURCE.id, f"{SOURCE.id}.json"}
-        names = {"CACHEDIR.TAG", "cachetool.json", *(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock"))}
+        names = {"CACHEDIR.TAG", "cachetool.json", "history.json", "history.json.new"}
+        names |= {*(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock"))}
         assert set(os.listdir(self.root)) - {"holders", "shards", "listings"} <= names
 
     def _once(self, row: Any) -> None:
         """No sample of a pass is in two shards, unless one became the other."""
-        for number in numbers_of(row["turn"], json.loads(row["draws"])):
-            first = self._where.setdefault((row["turn"], number), row["lineage"])
+        for number in numbers_of(row["pass_number"], json.loads(row["draws"])):
+            first = self._where.setdefault((row["pass_number"], number), row["lineage"])
             known = {row["lineage"], *self._ancestors.get(row["id"], ())}
             assert first in known, f"sample {number} was committed twice"
 
@@ -405,7 +406,11 @@ class Oracle:
         here = {row["id"] for row in rows} | {row["lineage"] for row in rows}
         ours = {line["shard"] for line in self.lines()}
         cut = [row for row in rows if row["lineage"] not in ours]  # of such that were cut or merged
-        held = {(row["turn"], number) for row in cut for number in numbers_of(row["turn"], json.loads(row["draws"]))}
+        held = {
+            (row["pass_number"], number)
+            for row in cut
+            for number in numbers_of(row["pass_number"], json.loads(row["draws"]))
+        }
         for line in self.lines():
             there = line["shard"] in here | self._decided
             there = there or held.issuperset((line["turn"], number) for number in line["numbers"])
@@ -413,32 +418,9 @@ class Oracle:
 
     def _readable(self, path: Path, format: str, *, library: bool) -> None:
         about = json.loads((path / "shard.json").read_bytes())
-        numbers = numbers_of(about["turn"], about["draws"])
+        numbers = numbers_of(about["pass_number"], about["draws"])
         with open_shard(path, get_format(format), SCHEMA, library=library) as reader:
             assert reader.samples == len(numbers)
             got = reader.read(0, reader.samples)
         assert [got.sample(index)["number"] for index in range(len(got))] == numbers
         expect(got)
-
-
-def old_catalog(root: Path) -> None:
-    """Take the catalog of a cache back to the first schema."""
-    path = root / "catalog.sqlite3"
-    with sqlite3.connect(path) as connection:
-        for table, columns in (
-            ("shards", ("lineage",)),
-            ("sources", ("fetched", "cuts", "sequential", "whole", "past")),
-            ("jobs", ("evicted",)),
-            ("events", ("dataset",)),
-        ):
-            for column in columns:
-                connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-        for column in ("lost", "tried", "node", "token"):
-            connection.execute(f"ALTER TABLE claims DROP COLUMN {column}")
-        for table in ("evictions", "history", "epochs", "members", "nodes", "placed"):
-            connection.execute(f"DROP TABLE {table}")
-        connection.execute("DROP TABLE pullers")
-        connection.execute("DROP INDEX claims_by_source")
-        connection.execute("DELETE FROM meta WHERE key = 'served'")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 def epochs(cache: CacheDir, count: int) -> list[dict]:
     """The epochs that are written down, once there are so many: that is done a moment after each ended."""
     deadline = time.monotonic() + 60
-    while len(found := history_of(cache.catalog).epochs) < count and time.monotonic() < deadline:
+    while len(found := history_of(cache.layout).epochs) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
 
@@ -65,4 +65,4 @@ def test_an_epoch_that_is_broken_off_is_not_told(root: Path) -> None:
             pass
         assert [row["epoch"] for row in epochs(cache, 1)] == [1]
     with open_cache(root) as cache:
-        assert len(history_of(cache.catalog).epochs) == 1
+        assert len(history_of(cache.layout).epochs) == 1

@@ -33,7 +33,7 @@ def full(tmp_path: Path) -> Iterator[CacheDir]:
             cache.holder.register(connection)
             room = Room(evict=True, renew=0.25)
             job = draws.open_job(connection, SOURCE, holder=cache.holder.id, wanted=None, seed=None, room=room)[0]
-            connection.execute("UPDATE jobs SET hungry = ? WHERE id = ?", (cache.max_size, job))
+            connection.execute("UPDATE jobs SET bytes_wanted = ? WHERE id = ?", (cache.max_size, job))
         yield cache
 
 
@@ -60,7 +60,7 @@ def test_who_wants_as_many_as_there_are_gets_them_at_once(full: CacheDir) -> Non
 def left_in_the_middle(full: CacheDir) -> tuple[list[int], dict[str, Any]]:
     """What two batches of an epoch beside a pull that wants nothing had, and the state behind them."""
     with full.catalog.write() as connection:
-        connection.execute("UPDATE jobs SET hungry = 0")
+        connection.execute("UPDATE jobs SET bytes_wanted = 0")
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
         epoch = iter(loader)
         return numbers([next(epoch), next(epoch)]), loader.state_dict()
@@ -74,7 +74,7 @@ def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: 
         if looked:
             assert len(loader) == COUNT // 2
         with full.catalog.write() as connection:  # the pull begins to want room
-            connection.execute("UPDATE jobs SET hungry = ?", (full.max_size,))
+            connection.execute("UPDATE jobs SET bytes_wanted = ?", (full.max_size,))
         assert sorted(before + numbers(loader)) == list(range(COUNT))
         assert len(numbers(loader)) < COUNT  # the one behind it makes room again
 
@@ -82,8 +82,8 @@ def test_an_epoch_that_is_resumed_lets_nothing_of_what_it_is_to_read_go(looked: 
 def test_an_epoch_is_resumed_from_all_that_is_there(full: CacheDir) -> None:
     before, state = left_in_the_middle(full)
     with full.catalog.write() as connection:  # as after a repair, which knows nothing of what was read
-        connection.execute("DELETE FROM meta WHERE key = 'seen'")
-        connection.execute("UPDATE jobs SET hungry = ?", (full.max_size,))
+        connection.execute("UPDATE cache SET seen = 0")
+        connection.execute("UPDATE jobs SET bytes_wanted = ?", (full.max_size,))
     with Loader(full, batch_size=2, fields=["number"], workers=0) as loader:
         loader.load_state_dict(state)
         assert sorted(before + numbers(loader)) == list(range(COUNT))

@@ -153,7 +153,7 @@ def test_what_is_no_state_is_refused_and_nothing_is_changed(change: Any, says: s
 
 
 PARTS: list[Any] = [5, [5], [["id", "hdf5", "20", ""]]]
-MIDDLES = [{"position": 61}, {"position": -1}, {"samples": "60"}, {"origins": [1]}, {"more": 1}]
+MIDDLES = [{"position": 61}, {"position": -1}, {"samples": "60"}, {"more": 1}]
 
 
 @pytest.mark.parametrize("change", [*MIDDLES, *({"parts": parts} for parts in PARTS)], ids=str)

@@ -114,7 +114,7 @@ def test_an_epoch_is_counted_and_its_lease_ends_in_one_transaction(
     assert begun == ["BEGIN IMMEDIATE"]
     assert leases(cache) == []
     assert [shard.epochs for shard in cache.shards()] == [1, 1, 1]
-    [told] = history_of(cache.catalog).epochs
+    [told] = history_of(cache.layout).epochs
     assert told.items() >= {"epoch": 7, "shards": 3, "samples": 60, "batches": 7, "waited": 0.5}.items()
     assert cache.stats().served == told["bytes"]
 
@@ -132,20 +132,20 @@ def test_what_only_a_finished_epoch_kept_is_deleted(cache: CacheDir) -> None:
     assert len(cache.shards(retiring=True)) == 2
 
 
-@pytest.mark.parametrize("pages", [0, 30])
-def test_an_epoch_ends_with_no_room_for_what_is_told_of_it(cache: CacheDir, pages: int) -> None:
-    """A catalog at its limit of pages; what would need one more is left out. With 30 pages left all has room once."""
-    subscription = CacheSubscription(cache, run="r" * 3000)
-    with cache.catalog.write() as connection:
-        count = connection.execute("PRAGMA page_count").fetchone()[0]
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'pages'", (count + 1 + pages,))
-    for epoch in range(20):
+def test_an_epoch_ends_where_its_history_cannot_be_written(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    subscription = CacheSubscription(cache)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr("cachetool.cache.history.new_file", full)
+    for epoch in range(3):
         subscription.newest(epoch=epoch)
         subscription.served(Delivered(1.0, 1, 1, 0.1), last=True)
         subscription.release()
         assert leases(cache) == []
-    assert [shard.epochs for shard in cache.shards()] == [20, 20, 20]
-    assert (len(history_of(cache.catalog).epochs) == 20) == bool(pages)
+    assert [shard.epochs for shard in cache.shards()] == [3, 3, 3]
+    assert history_of(cache.layout).epochs == []
 
 
 def test_a_view_that_stays_is_not_read_again(cache: CacheDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +235,13 @@ def test_an_epoch_counts_and_its_lease_ends_as_far_as_each_can(
     subscription = CacheSubscription(cache)
     subscription.newest()
     retire_one(cache)
-    name = {"count": "noting", "lease": "sweep", "files": "delete_trash"}[part]
+    place, name = {
+        "count": (snapshots.history, "epoch_row"),
+        "lease": (snapshots, "sweep"),
+        "files": (snapshots, "delete_trash"),
+    }[part]
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, name, fail)
+        patch.setattr(place, name, fail)
         with pytest.raises(PermissionError) if part == "count" else contextlib.nullcontext():
             subscription.served(last=True)
         with contextlib.nullcontext() if part == "count" else pytest.raises(PermissionError):

@@ -285,7 +285,7 @@ def test_what_is_left_out_is_fetched_once_more_and_then_the_pull_rests(tmp_path:
             pull.check()
             (row,) = cache.catalog.rows("SELECT * FROM sources")
             pending = cache.catalog.rows("SELECT 1 FROM claims")
-            return bool(row["turn"] == turn and row["frontier"] == row["units"] and not pending)
+            return bool(row["pass_number"] == turn and row["frontier"] == row["units"] and not pending)
 
         until(lambda: done(1))
         for _ in range(20):

@@ -273,8 +273,8 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         result = cache.pull(s3, start_early=True, everything=True, seed=2)
         assert (result.samples, result.pass_complete) == (57, True)
         assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
-        row = cache.catalog.rows("SELECT units, whole, cuts FROM sources")[0]
-        assert (row["units"], row["whole"], len(json.loads(row["cuts"]))) == (57, 1, 4)
+        row = cache.catalog.rows("SELECT units, complete, segments FROM sources")[0]
+        assert (row["units"], row["complete"], len(json.loads(row["segments"]))) == (57, 1, 4)
         assert len(os.listdir(cache.listing(cache.catalog.rows("SELECT id FROM sources")[0]["id"]))) > 4
     with api.open_cache(tmp_path / "b", max_size="20MB") as cache:
         # A budget within the first segment is the same whatever comes behind it.
@@ -283,7 +283,7 @@ def test_a_pull_that_starts_early_draws_all_and_the_same_as_one_that_was_stopped
         nine = keys(cache)
         assert cache.pull(s3, everything=True).pass_complete
         assert sorted(keys(cache)) == [f"{n:04d}" for n in range(57)]
-        assert cache.catalog.rows("SELECT cuts FROM sources")[0]["cuts"] == row["cuts"]
+        assert cache.catalog.rows("SELECT segments FROM sources")[0]["segments"] == row["segments"]
     with api.open_cache(tmp_path / "c", max_size="20MB") as cache:
         cache.pull(s3, start_early=True, samples=9, seed=2, workers=3, shard_size=60)
         assert sorted(keys(cache)) == sorted(nine)

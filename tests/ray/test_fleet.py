@@ -140,7 +140,7 @@ def test_verify_finds_what_is_damaged_on_a_node_and_mends_it(command: Command, c
     assert {node: each["sound"] for node, each in found.document["nodes"].items()} == {"a": True, "b": True, "c": False}
     assert (found.document["sum"]["sound"], found.document["sum"]["problems"]) == (False, 1)
     assert "cachetool verify --repair --on ray" in text.stderr
-    assert command("verify", "--repair", "--purge", "--cache", place(caches)).code == 0
+    assert command("verify", "--repair", "--cache", place(caches)).code == 0
 
 
 @pytest.mark.parametrize("option", [["--watch"], ["--html", "page.html"]])

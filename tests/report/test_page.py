@@ -226,8 +226,7 @@ def test_a_cache_with_little_in_it_has_a_page_too(tmp_path: Path, what: str) -> 
             cache.declare("default", SCHEMA)
             put_shard(cache, 100_000)
         if what == "without a history":
-            with cache.catalog.write() as connection:
-                connection.execute("DELETE FROM history")
+            cache.layout.history.unlink()
         root = parsed(page(figures(cache)))
 
     expected = [name for name in SECTIONS if name != "Newest epochs"]
@@ -246,7 +245,7 @@ def test_twenty_thousand_shards_make_a_small_page(tmp_path: Path, clock: Callabl
             evicted = [{"room": 10**9 * number, "renewal": 10**10 * number} for number in range(240)]
             points = [{**point, "at": 1e9 + 3600 * n, "evicted": gone} for n, gone in enumerate(evicted)]
             epochs = [{**told, "ended": 1e9 + 3600 * number, "epoch": number} for number in range(200)]
-            history.restore(connection, history.History(points, epochs))
+            cache.layout.history.write_bytes(history._bytes(history.History(points, epochs)))
         found = figures(cache)
         text = page(found)
 
@@ -265,9 +264,12 @@ def _bars(found: Figures) -> int:
 def test_a_clock_that_was_put_back_and_a_rebuilt_catalog_draw_no_negative_rates(
     cache: CacheDir, clock: Callable[[float], None]
 ) -> None:
-    with cache.catalog.write() as connection:
-        connection.execute("UPDATE history SET fetched = 0 WHERE id % 5 = 0")
-        connection.execute("UPDATE history SET at = at - 1e6 WHERE id % 7 = 0")
+    told = history.history_of(cache.layout)
+    points = [
+        {**row, "fetched": row["fetched"] * bool(number % 5), "at": row["at"] - 1e6 * (not number % 7)}
+        for number, row in enumerate(told.points)
+    ]
+    cache.layout.history.write_bytes(history._bytes(history.History(points, told.epochs)))
     found = figures(cache)
 
     assert (found.rates().series["fetched"] >= 0).all()

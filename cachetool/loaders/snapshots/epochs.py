@@ -17,15 +17,11 @@ When a loader looks for its next snapshot: early enough that training never wait
 
     begun(e) ------------- batches made ------------- look ahead ------------ delivered(e) -- begun(e + 1)
              rings hold what is left of the epoch     |--- at least a second ---|  |- at once -|
-
-Having shards pulled again by a process of its own: no loader talks to a remote store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,25 +29,15 @@ from typing import Any
 
 from cachetool.cache import open_cache
 from cachetool.cache.history import Delivered
-from cachetool.core.errors import (
-    BadObject,
-    CacheToolError,
-    CapacityError,
-    CapBlocked,
-    NotFound,
-    SourceError,
-    UsageError,
-    from_json,
-)
+from cachetool.core.errors import CacheToolError, CapacityError, UsageError
 from cachetool.loaders.settings import EpochPlan, Settings, rows
 from cachetool.loaders.snapshots.follow import Subscription, subscribe
-from cachetool.loaders.snapshots.resume import Resume, match_parts, resumed
-from cachetool.loaders.snapshots.waiting import AGAIN, FIRST, NotYet, failed_pull, no_samples, require, say
+from cachetool.loaders.snapshots.resume import Resume, resumed
+from cachetool.loaders.snapshots.waiting import NotYet, failed_pull, no_samples, require, say
 from cachetool.loaders.split import Split
 from cachetool.loaders.view import View
-from cachetool.proc.boot import begin
 
-__all__ = ["EpochSnapshots", "Timing", "refetch_missing"]
+__all__ = ["EpochSnapshots", "Timing"]
 
 
 _ONWARD, _LONGEST = 0.5, 3.0
@@ -69,13 +55,6 @@ class _EpochSnapshot:
     lease: Subscription
     parts: Sequence[Sequence[Any]]
     """All parts of the epoch, those it lost too, as rows."""
-    origins: Sequence[dict[str, Any]] | None = None
-    """Of an epoch that was taken up again: as it was told."""
-
-    def pulled_from(self) -> Sequence[dict[str, Any]]:
-        """Where its shards were pulled from."""
-        assert self.plan.view is not None
-        return self.lease.origins(self.plan.view) if self.origins is None else self.origins
 
 
 class EpochSnapshots:
@@ -192,11 +171,11 @@ class EpochSnapshots:
         snapshot = self._current or self._gone
         if snapshot is None or snapshot.plan.generation != generation:
             raise UsageError("the epoch whose state is asked for is over: another one was begun")
-        plan, parts, origins = snapshot.plan, snapshot.parts, snapshot.pulled_from()
+        plan, parts = snapshot.plan, snapshot.parts
         if not plan.lost:
-            return Resume(reached, plan.samples, parts, origins)
+            return Resume(reached, plan.samples, parts)
         positions, _ = plan.left(self._settings)
-        return Resume(int(positions[reached]), plan.of[0], parts, origins)
+        return Resume(int(positions[reached]), plan.of[0], parts)
 
     def left(self, generation: int) -> None:
         """Nobody has the iterator of this epoch any more: if it is the present one, its time is over soon."""
@@ -224,8 +203,7 @@ class EpochSnapshots:
         if (left := self._until - time.monotonic()) > 0:
             return min(left, 3600.0)  # hold= may be infinite
         if current is not None:
-            with contextlib.suppress(CacheToolError, OSError):
-                self._gone = replace(current, origins=current.pulled_from())
+            self._gone = current
             self._drop_current()
         self._drop_ahead()
         self.finish_epochs()
@@ -293,18 +271,13 @@ class EpochSnapshots:
 
     def _take(self, epoch: int, resume: Resume | None, lease: Subscription | None = None) -> _EpochSnapshot:
         """``lease``: of a snapshot that is given back unread for it."""
-        refetches = resume is not None and self._settings.missing == "refetch"
-        lease = lease or (self._free.pop() if self._free else self._open(empty=refetches))
+        lease = lease or (self._free.pop() if self._free else self._open())
         try:
             if resume is not None:
-                if refetches and not lease.shared(epoch):  # all of it was there when that one began
-                    self._drop_current()  # which may hold what is to go
-                    self.finish_epochs()
-                    refetch_missing(self._settings, lease.stay(), resume)
                 # No room is made by it: what would go may be what it is to read.
                 view = self._same(lease.newest(epoch=epoch, peek=True, anew=True))
                 plan = resumed(self._next(), epoch, view, resume, settings=self._settings, count=self._count)
-                return _EpochSnapshot(plan, lease, resume.parts, resume.origins)
+                return _EpochSnapshot(plan, lease, resume.parts)
             if self._short is not None and not lease.moved(self._short[0]):
                 raise self._short[1]
             view, samples = self._enough(lease, epoch)
@@ -342,9 +315,9 @@ class EpochSnapshots:
             self._short = view, short
             raise
 
-    def _open(self, *, empty: bool) -> Subscription:
+    def _open(self) -> Subscription:
         root, dataset, paths = self._settings.root, self._settings.dataset, self._settings.paths
-        if not paths and not empty:
+        if not paths:
             with open_cache(root, create=False) as cache:
                 names = cache.datasets()
                 exists = bool(names) and dataset in (None, *names)
@@ -422,54 +395,3 @@ class Timing:
         """
         left = steps * self._step - (time.monotonic() - self._began)
         return max(0.0, min(left / 2, left - _LEAD))
-
-
-def refetch_missing(settings: Settings, view: View, resume: Resume) -> None:
-    """Have shards pulled again that an epoch had and that are gone from the view. Those that it still has stay; others
-    may go for them, so nobody may lease these here."""
-    there, _, gone = match_parts(view, resume)
-    by_id = {origin["id"]: origin for origin in resume.origins}
-    if unknown := sorted(set(gone) - set(by_id)):
-        raise UsageError(f"shard {unknown[0]} of the epoch to resume was not pulled, so it cannot be pulled again")
-    if not gone:
-        return
-    try:
-        _refetch(settings.root, [by_id[id] for id in gone], keep=[part.id for part in there.parts])
-    except (CapBlocked, SourceError) as error:
-        what = f"{len(gone)} of {len(resume.parts)} shards of the epoch to resume cannot be pulled again"
-        skip = "go on without them: missing='skip'" if settings.split is None else "begin the next epoch"
-        if isinstance(error, CapBlocked):
-            remedy = f"{error}, or {skip}"
-        elif isinstance(error, BadObject | NotFound):  # what a pull may do about it is no option of a loader
-            first = str(error).partition(";\n")[0]
-            remedy = f"{first};\nput the source back as it was, its files with their times, or {skip}"
-        else:
-            remedy = f"{str(error).replace(chr(10), ' ')};\nor {skip}"
-        raise type(error)(f"{what}: {remedy}") from error
-
-
-def _refetch(root: str, shards: Sequence[dict[str, Any]], *, keep: Sequence[str]) -> None:
-    """Pull these evicted shards again (:mod:`cachetool.pull.refetch`), and say so on stderr when it takes longer than a
-    moment. Raises what went wrong there."""
-    arguments = {"root": root, "shards": list(shards), "keep": list(keep)}
-    task = {"target": "cachetool.pull.refetch:refetch", "arguments": arguments, "starter": os.getpid()}
-    samples, due = sum(shard["samples"] for shard in shards), time.monotonic() + FIRST
-    with begin("cachetool.proc.child", gives_back=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(task).encode() + b"\n")
-        process.stdin.flush()  # and it stays open: its end would stop the work
-        for line in process.stdout:
-            answer = json.loads(line)
-            if "error" in answer:
-                raise from_json(answer)
-            if "result" in answer:
-                return
-            if time.monotonic() >= due:
-                due = time.monotonic() + AGAIN
-                now, note = answer["message"]["samples"], answer["message"]["note"]
-                say(
-                    f"pulling evicted shards of the epoch to resume again: {now} of {samples} samples"
-                    f"{f'; {note}' if note else ''}"
-                )
-    raise CacheToolError("the process that was to pull evicted shards again ended without a word")

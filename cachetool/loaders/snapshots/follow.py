@@ -6,7 +6,6 @@ catalog through a connection of its own, and takes its own lease if it is asked 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -39,25 +38,12 @@ class Subscription(Protocol):
         went unread, and does not count as one that somebody has."""
         ...
 
-    def shared(self, epoch: int) -> bool:
-        """Whether another process of the run has the view of ``epoch``, which :meth:`newest` then gives."""
-        ...
-
-    def stay(self) -> View:
-        """What there is now; until the next view is asked for, a pull without an end takes nothing of it away. What
-        goes for another reason goes at once: nothing is leased."""
-        ...
-
     def now(self) -> View:
         """What there is now. Takes no lease."""
         ...
 
     def at(self, version: int) -> View:
         """What is left of the view of an earlier version. Takes no lease."""
-        ...
-
-    def origins(self, view: View) -> list[dict[str, Any]]:
-        """Where the shards of the view were pulled from, as plain values; none for files."""
         ...
 
     @property
@@ -142,18 +128,6 @@ class CacheSubscription:
             self._view, self._newest_seen = View.of_snapshot(after), (after.version, after.stamp)
         return self._view
 
-    def shared(self, epoch: int) -> bool:
-        """Whether another process of the run leases a snapshot for ``epoch``."""
-        cache = self._open()
-        cache.recover()
-        query = "SELECT 1 FROM leases WHERE run = ? AND epoch = ? AND dataset = ?"
-        return cache.catalog.one(query, (self.run, epoch, self.dataset)) is not None
-
-    def stay(self) -> View:
-        """Lease no shard, but be known as one who is about to."""
-        self._have(self._open().snapshot(dataset=self.dataset, instead=self._snapshot, empty=True))
-        return self.now()
-
     def _have(self, after: Snapshot) -> None:
         """A lease, in place of the one that this has."""
         before, cache = self._snapshot, self._open()
@@ -180,16 +154,6 @@ class CacheSubscription:
         """Count one epoch for every shard of the leased snapshot."""
         if self._snapshot is not None and self._pid == os.getpid():
             self._snapshot.served(delivered, last=last)
-
-    def origins(self, view: View) -> list[dict[str, Any]]:
-        """Rows of the catalog: what it takes to pull each shard again."""
-        here = {part.id for part in view.parts}
-        rows = self._open().catalog.rows(
-            "SELECT id, dataset, format, samples, payload, bytes, content, source, turn, draws FROM shards"
-            " WHERE dataset = ? AND source IS NOT NULL",
-            (self.dataset,),
-        )
-        return [{**dict(row), "draws": json.loads(row["draws"] or "[]")} for row in rows if row["id"] in here]
 
     @property
     def spared(self) -> bool:

@@ -49,14 +49,6 @@ class FileSubscription:
         """The view."""
         return self._view
 
-    def shared(self, epoch: int) -> bool:
-        """False: nothing is leased."""
-        return False
-
-    def stay(self) -> View:
-        """As :meth:`now`."""
-        return self.now()
-
     def now(self) -> View:
         """The view."""
         return self._view
@@ -64,10 +56,6 @@ class FileSubscription:
     def at(self, version: int) -> View:
         """The view, whatever the version: there is no other."""
         return self._view
-
-    def origins(self, view: View) -> list[dict[str, Any]]:
-        """None."""
-        return []
 
     @property
     def spared(self) -> bool:

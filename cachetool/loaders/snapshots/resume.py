@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,8 +38,6 @@ class Resume:
     samples: int
     parts: Sequence[Sequence[Any]]
     """Rows as :func:`~cachetool.loaders.settings.rows` gives them."""
-    origins: Sequence[dict[str, Any]] = ()
-    """Where they were pulled from, those that were."""
 
 
 def asked_for(value: Mapping[str, Any] | None) -> Resume | None:
@@ -121,18 +118,8 @@ def is_resume(value: object) -> bool:
         resume = Resume(**value)
     except TypeError:
         return False
-    origins = isinstance(resume.origins, list | tuple) and all(isinstance(origin, dict) for origin in resume.origins)
-    origins = origins and _is_json(resume.origins)
     inside = is_count(resume.position) and is_count(resume.samples) and resume.position <= resume.samples
-    return origins and inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
-
-
-def _is_json(value: object) -> bool:
-    """Whether feeders can be sent it."""
-    try:
-        return bool(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
-        return False
+    return inside and are_rows(resume.parts) and sum(row[2] for row in resume.parts) >= resume.samples
 
 
 def match_parts(view: View, resume: Resume) -> tuple[View, tuple[tuple[int, int], ...], list[str]]:
@@ -167,26 +154,21 @@ def resumed(
     Raises :class:`UsageError` when samples are gone, unless ``missing="skip"`` goes on without them.
     """
     view, lost, _ = match_parts(view, resume)
-    next_one = f"or begin the next epoch with loader.epoch = {epoch + 1}"
-    remedy = "missing='refetch' pulls them again"
-    if settings.missing == "refetch":  # which was done, without a lease on what came
-        remedy = "pulled again, they had to make room for another process's pull; raise --max-size"
+    next_one = f"begin the next epoch with loader.epoch = {epoch + 1}"
     if lost and settings.missing != "skip":
         if not view.parts:
             raise UsageError(
                 f"none of the {len(resume.parts)} shards of the epoch to resume is in {settings.root}: the state is of"
-                f" another cache, or they were evicted since; {remedy}, {next_one}"
+                f" another cache, or they were evicted since; {next_one}"
             )
         skip = "missing='skip' goes on without their samples" if settings.split is None else next_one
-        raise UsageError(
-            f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {remedy}, {skip}"
-        )
+        raise UsageError(f"{len(lost)} of {len(resume.parts)} shards of the epoch to resume were evicted since; {skip}")
     if not lost:
         return EpochPlan(generation, epoch, view, count(view), resume.position)
     if settings.split is not None:
         raise UsageError(
             "an epoch with split= cannot go on without evicted shards: nobody knows which of their samples it had;"
-            f" {remedy}, {next_one}"
+            f" {next_one}"
         )
     if not view.parts:
         say(

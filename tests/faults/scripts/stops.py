@@ -12,13 +12,13 @@ root, where = sys.argv[1:]
 with open_cache(root) as cache:
     _ = cache.holder
     with cache.catalog.read() if where == "reading" else cache.catalog.write() as connection:
-        connection.execute("SELECT * FROM meta").fetchall()
+        connection.execute("SELECT * FROM cache").fetchall()
         if where == "writing":
-            connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'counter'")
+            connection.execute("UPDATE nodes SET cache = cache + 1")
         if where == "spilling":  # which is a commit as far as others can see
             connection.execute("PRAGMA cache_size = 1")
             connection.execute("CREATE TABLE large (x)")
-            connection.executemany("INSERT INTO large VALUES (?)", [(bytes(900),)] * 300)
+            connection.executemany("INSERT INTO large VALUES (?)", [(bytes(900),)] * 100)
             connection.execute("DROP TABLE large")
         os.kill(os.getpid(), signal.SIGSTOP)
 print("went on")

@@ -118,9 +118,7 @@ def train(batches: Iterator[Any], out: dict[str, Any], *, frozen: list[int] | No
 
 def fresh(cache: Any) -> int:
     """Samples that no snapshot had."""
-    query = (
-        "SELECT sum(samples) FROM shards WHERE state = 'ready' AND since > (SELECT value FROM meta WHERE key = 'seen')"
-    )
+    query = "SELECT sum(samples) FROM shards WHERE state = 'ready' AND since > (SELECT seen FROM cache)"
     return int(cache.catalog.rows(query)[0][0] or 0)
 
 
@@ -132,11 +130,9 @@ def stuck(cache: Any) -> bool:
         def found(query: str) -> Any:
             return connection.execute(query).fetchone()
 
-        hungry = found("SELECT coalesce(max(hungry), 0) FROM jobs")[0]
+        hungry = found("SELECT coalesce(max(bytes_wanted), 0) FROM jobs")[0]
         moving = found("SELECT 1 FROM shards WHERE state IN ('retiring', 'trash', 'staging')")
-        idle = found(
-            "SELECT 1 FROM shards WHERE state = 'ready' AND since <= (SELECT value FROM meta WHERE key = 'seen')"
-        )
+        idle = found("SELECT 1 FROM shards WHERE state = 'ready' AND since <= (SELECT seen FROM cache)")
         free = cache.max_size - measure(connection, cache.layout).total
         return hungry > free and moving is None and (idle is None or found("SELECT 1 FROM leases") is not None)
 
@@ -152,7 +148,7 @@ def main() -> None:
             for epoch in range(int(epochs)):
                 before = background.progress()
                 out["committed"].append(before.samples)
-                out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE hungry > 0")))
+                out["full"].append(bool(cache.catalog.rows("SELECT 1 FROM jobs WHERE bytes_wanted > 0")))
                 train(batches, out, frozen=processes(before.pid) if epoch == FROZEN else None)
                 deadline = time.monotonic() + 200
                 while fresh(cache) < int(share) and not stuck(cache):
