@@ -18,6 +18,7 @@ import json
 import math
 import os
 import time
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from cachetool.cache.holders import holder_of, live_locks
 from cachetool.cache.layout import LAYOUT_VERSION, SHARD_FILE, Layout
 from cachetool.cache.marker import mark
 from cachetool.cache.marker import settings as marked
-from cachetool.cache.records import Record, read_shard_json, record_bound, unseal, without
+from cachetool.cache.records import Record, merged, read_shard_json, record_bound, unseal, without
 from cachetool.core.errors import CacheToolError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.schema import Schema
@@ -197,16 +198,22 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
         if value["id"] in superseded:
             continue
         lineages.update(value.get("ancestors", ()))
-        ranges = [(start, stop) for start, stop in value["draws"]] if value["source"] is not None else []
+        ranges = merged(value["draws"]) if value["source"] is not None else []
         others = draws_by_pass.setdefault((value["source"], value["pass_number"]), [])
-        doubled = any(start < b and a < stop for start, stop in ranges for a, b in others)
-        if doubled or value["lineage"] in lineages:
+        if value["lineage"] in lineages or any(_overlaps(others, start, stop) for start, stop in ranges):
             superseded.append(Id(value["id"]))
             continue
-        others += ranges
+        for start, stop in ranges:
+            insort(others, (start, stop))
         lineages.add(value["lineage"])
         kept.append(value)
     return sorted(kept, key=lambda value: (value["seq"], value["since"])), superseded
+
+
+def _overlaps(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+    """Whether one of ``ranges``, sorted and apart from each other, has a position of ``start`` to ``stop``."""
+    after = bisect_left(ranges, (stop,))
+    return after > 0 and ranges[after - 1][1] > start
 
 
 def _torn(shards: Sequence[Record]) -> list[Id]:

@@ -20,7 +20,9 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection
 from cachetool.cache.layout import SHARD_FILE, Layout
+from cachetool.cache.values import fits
 from cachetool.core.names import Id, Name
+from cachetool.core.text import shown
 from cachetool.proc.folders import fsync_folder, read_json, write_durable
 
 __all__ = [
@@ -45,6 +47,8 @@ MOST_REOPENED = 64
 """Ranges of reopened draws in a record, the largest: after a rebuild the others wait for the next pass."""
 
 
+_MOST = 2**62
+"""Position of a draw, or number of a pass."""
 RANGE_BYTES = 64
 """Of ``shard.json`` for a range of draws, or the id of a shard."""
 
@@ -72,10 +76,14 @@ def unseal(path: Path) -> Record:
     if value["progress"] is not None:
         _require(path, value["progress"], _PROGRESS)
         _require_id(path, value["progress"]["id"])
+        _require_ranges(path, "pending", value["progress"]["pending"], 2)
+        _require_ranges(path, "reopened", value["progress"]["reopened"], 3)
     return value
 
 
-_RECORD: Mapping[str, tuple[type, ...]] = {"layout": (int,), "since": (int,), "progress": (dict, type(None))}
+_RECORD: Mapping[str, tuple[type, ...]] = {
+    "layout": (int,), "since": (int,), "declared": (int, float, type(None)), "progress": (dict, type(None)),
+}  # fmt: skip
 """What every record has, and of which types: the checksum says only that it is as it was written, not by whom."""
 _SHARD = {
     "dataset": (str,), "format": (str,), "data": (str,), "schema": (list,), "files": (dict,), "lineage": (str,),
@@ -96,10 +104,20 @@ def _require_id(path: Path, source: str) -> None:
         raise ValueError(f"{path} calls its source {ascii(source)[:100]}, which cachetool does not")
 
 
+def _require_ranges(path: Path, name: str, ranges: Sequence[Any], numbers: int) -> None:
+    """Raise ``ValueError`` unless each is a list of so many numbers, the last two ``start`` and ``stop``."""
+    for value in ranges:
+        fitting = isinstance(value, list) and len(value) == numbers
+        if not (fitting and all(type(n) is int and 0 <= n <= _MOST for n in value) and value[-2] <= value[-1]):
+            raise ValueError(f"{path} has {shown(value)} in its {name}, which cachetool never writes")
+
+
 def _require(path: Path, value: Mapping[str, Any], wanted: Mapping[str, tuple[type, ...]]) -> None:
     for name, kinds in wanted.items():
         if name not in value or not isinstance(value[name], kinds):
             raise ValueError(f"{path} has no {name}, or one of another type than cachetool writes")
+        if not fits(name, value[name]):
+            raise ValueError(f"{path} has {name} {shown(value[name])}, which cachetool never writes")
 
 
 def _checksum(body: bytes) -> bytes:
@@ -116,6 +134,12 @@ def read_shard_json(folder: Path) -> Record:
         raise ValueError(f"{folder / SHARD_FILE} calls its data file {value['data']!r}")
     if value["source"] is not None:
         _require_id(folder / SHARD_FILE, value["source"])
+    _require_ranges(folder / SHARD_FILE, "draws", value["draws"], 2)
+    if len(value["draws"]) > MOST_PENDING + value["samples"]:
+        raise ValueError(f"{folder / SHARD_FILE} has more ranges of draws than samples")
+    for name in "ancestors", "together":
+        if not all(Id.fits(id) for id in value.get(name) or ()):
+            raise ValueError(f"{folder / SHARD_FILE} names {name} that are no shards")
     return value
 
 
@@ -163,13 +187,20 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
-    """What of ``ranges`` lies outside of ``taken``."""
-    left = merged(ranges)
-    for start, stop in merged(taken):
-        parts = []
-        for a, b in left:
-            parts += [[a, min(b, start)], [max(a, stop), b]] if a < stop and start < b else [[a, b]]
-        left = [part for part in parts if part[0] < part[1]]
+    """What of ``ranges`` lies outside of ``taken``, sorted."""
+    left: list[list[int]] = []
+    holes, at = merged(taken), 0
+    for start, stop in merged(ranges):
+        while at < len(holes) and holes[at][1] <= start:
+            at += 1
+        hole = at
+        while hole < len(holes) and holes[hole][0] < stop:
+            if start < holes[hole][0]:
+                left.append([start, holes[hole][0]])
+            start = holes[hole][1]
+            hole += 1
+        if start < stop:
+            left.append([start, stop])
     return left
 
 

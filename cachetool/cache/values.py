@@ -19,13 +19,14 @@ from cachetool.core.text import shown
 if TYPE_CHECKING:
     from cachetool.cache.catalog import Connection
 
-__all__ = ["foreign_value"]
+__all__ = ["fits", "foreign_value"]
 
 _MOST = 2**62
 _SUMMED = ("samples", "payload", "bytes")
 _MOST_OF_SHARD = 2**50  # of each: the sums stay numbers of 64 bits
 _LATEST = 250_000_000_000.0  # seconds since 1970: the year 9892
 _SIGNED = {"seed", "epoch", "pid", "wanted"}
+_MOST_TEXT = 2**20
 
 
 def _draws(text: str) -> bool:
@@ -57,6 +58,20 @@ _JSON: Mapping[str, Callable[[str], bool]] = {
 }
 
 
+def fits(column: str, value: object) -> bool:
+    """Whether cachetool may have written ``value`` under the name of a column into a record; a list or dict fits."""
+    if isinstance(value, str):
+        try:
+            value.encode()  # half of a surrogate is no text to SQLite
+        except UnicodeEncodeError:
+            return False
+        return len(value) <= _MOST_TEXT and _fits(column, "TEXT", value)
+    if isinstance(value, int | float):
+        small = column not in _SUMMED or value <= _MOST_OF_SHARD
+        return small and _fits(column, "INTEGER" if isinstance(value, int) else "REAL", value)
+    return True
+
+
 def _fits(column: str, kind: str, value: object) -> bool:
     """Whether cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
     if value is None:
@@ -68,7 +83,8 @@ def _fits(column: str, kind: str, value: object) -> bool:
             return False
     if kind == "REAL":
         return isinstance(value, int | float) and math.isfinite(value) and abs(value) <= _LATEST
-    return isinstance(value, int) and (column in _SIGNED or 0 <= value <= _MOST)
+    least, most = (-(2**63), 2**63 - 1) if column in _SIGNED else (0, _MOST)
+    return isinstance(value, int) and least <= value <= most
 
 
 def foreign_value(connection: Connection) -> str | None:

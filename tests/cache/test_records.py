@@ -1,0 +1,119 @@
+"""``shard.json`` and the records beside listings: range arithmetic, and values that somebody else sealed."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cachetool
+from cachetool.cache.rebuild import without_doubles
+from cachetool.cache.records import merged, seal, unseal, without
+from cachetool.check.verify import verify
+
+_RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+def _positions(ranges: Any) -> set[int]:
+    return {position for start, stop in ranges for position in range(start, stop)}
+
+
+@given(_RANGES, _RANGES)
+def test_what_is_left_of_ranges_is_what_is_not_taken_sorted_and_apart(
+    ranges: list[tuple[int, int]], taken: list[tuple[int, int]]
+) -> None:
+    left = without(ranges, taken)
+    assert _positions(left) == _positions(ranges) - _positions(taken)
+    assert all(start < stop for start, stop in left)
+    assert all(before[1] <= after[0] for before, after in pairwise(left))
+    assert _positions(merged(ranges)) == _positions(ranges)
+
+
+@pytest.fixture(scope="module")
+def pulled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of two shards."""
+    folder = tmp_path_factory.mktemp("pulled")
+    (folder / "source").mkdir()
+    for number in range(24):
+        np.save(folder / "source" / f"{number}.npy", np.full(1000, number, "f8"))
+    with cachetool.open_cache(folder / "cache", max_size="8MB") as made:
+        made.pull(folder / "source", everything=True, shard_size="100kB", workers=1)
+    return folder / "cache"
+
+
+@pytest.fixture
+def cache(pulled: Path, tmp_path: Path) -> Path:
+    """That cache without its catalog."""
+    shutil.copytree(pulled, tmp_path / "cache")
+    (tmp_path / "cache" / "catalog.sqlite3").unlink()
+    return tmp_path / "cache"
+
+
+_ODD: list[tuple[str, Any]] = [
+    *(("draws", value) for value in ([[1]], [["a", "b"]], [[0, None]], [[5, 3]], [[-1, 3]], [[0, 2**63]], [1])),
+    *(("ancestors", value) for value in (5, [[]], ["x"], [None])),
+    *(("together", value) for value in (5, [{}], ["../x"])),
+    *((name, value) for name in ("since", "seq", "samples", "epochs", "payload") for value in (2**63, -5, 10**400)),
+    *((name, value) for name in ("seq", "created", "used", "declared") for value in (float("nan"), float("inf"))),
+    *((name, "\ud800") for name in ("dataset", "content", "digest", "lineage", "format")),
+    *((name, "x" * 2_000_000) for name in ("dataset", "digest")),
+    *(("progress.pending", value) for value in ([[1]], None, [[3, 2]], [["a", 1]])),
+    *(("progress.reopened", value) for value in (5, [[1]], [[1, 2]], [[None, 1, 2]])),
+    *((f"progress.{name}", value) for name in ("units", "frontier", "seed") for value in (2**63, 10**400)),
+    *(("progress.segments", value) for value in ("[" * 100_000, "{}", '[["a"]]', "[1] x", "[-1]", "null")),
+    *(("progress.past", value) for value in ("[5]", "x")),
+    ("progress.frontier", -5),
+    ("progress.url", "\udfff"),
+    ("progress.created", float("nan")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), _ODD, ids=lambda value: repr(value)[:30])
+def test_a_shard_whose_record_holds_what_cachetool_never_writes_is_left_out_of_a_rebuild(
+    cache: Path, name: str, value: Any
+) -> None:
+    path = sorted((cache / "shards").glob("*/shard.json"))[0]
+    record = unseal(path)
+    of = record["progress"] if name.startswith("progress.") else record
+    of[name.removeprefix("progress.")] = value
+    path.write_bytes(seal(record))
+
+    repaired = verify(cache, repair=True)
+    assert repaired.problems
+    again = verify(cache)
+    assert again.problems == []
+    assert again.shards == 1
+    with cachetool.open_cache(cache) as used:
+        assert sum(shard.samples for shard in used.shards()) == 12
+
+
+def test_a_shard_of_more_ranges_of_draws_than_samples_is_left_out(cache: Path) -> None:
+    path = sorted((cache / "shards").glob("*/shard.json"))[0]
+    record = unseal(path)
+    record["draws"] = [[2 * number, 2 * number + 1] for number in range(60_000)]
+    path.write_bytes(seal(record))
+    assert verify(cache, repair=True).shards == 1
+    assert verify(cache).problems == []
+
+
+def test_of_shards_with_the_same_draws_the_newest_stays_however_many_ranges_they_have() -> None:
+    """Each with 30,000 ranges; one by one against all others these were hours."""
+
+    def shard(number: int, since: int, first: int) -> dict[str, Any]:
+        draws = [[4 * k + first, 4 * k + first + 1] for k in range(30_000)]
+        id = f"{number:016x}"
+        return {
+            "id": id, "lineage": id, "since": since, "seq": since, "created": 1.0, "source": "s", "pass_number": 0,
+            "draws": draws,
+        }  # fmt: skip
+
+    old, beside, new = shard(1, 5, 0), shard(2, 6, 2), shard(3, 7, 0)
+    kept, superseded = without_doubles([old, beside, new])
+    assert [record["since"] for record in kept] == [6, 7]
+    assert superseded == [old["id"]]
