@@ -99,10 +99,10 @@ def test_what_retires_is_told_alike_by_ls_stats_and_evict(here: Run, filled: Pat
     assert {shard["state"] for shard in here("ls", "--json").document["shards"]} == {"ready"}
 
 
-def sole(here: Run, tmp_path: Path) -> None:
-    """A shard of converted samples beside those that were pulled."""
+def pull_another(here: Run, tmp_path: Path) -> None:
+    """A shard of another dataset."""
     np.save(tmp_path / "x.npy", np.zeros((20, 100)))
-    assert here("convert", "x.npy", "--to", "lmdb", "--dataset", "mine").code == 0
+    assert here("pull", "x.npy", "--all", "--dataset", "mine").code == 0
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,6 @@ def sole(here: Run, tmp_path: Path) -> None:
     [
         ("reader", [], r"2 shards \([0-9.]+ kB\) that go when their readers end: pid \d+ on .* reads default"),
         ("writer", [], r"1 shard \([0-9.]+ kB\) being written; try again when that is done"),
-        ("sole", [], r"1 shard \([0-9.]+ kB\) of converted samples, which no source can bring back"),
         ("epochs", ["--min-epochs", "2"], r"3 shards \([0-9.]+ kB\) which fewer than 2 epochs used \(--min-epochs\)"),
         ("dataset", ["--dataset", "default"], r"1 shard \([0-9.]+ kB\) of other datasets"),
     ],
@@ -119,8 +118,8 @@ def test_a_dry_run_and_the_eviction_name_the_same_reasons_and_end_alike(
     here: Run, filled: Path, tmp_path: Path, why: str, options: list[str], says: str
 ) -> None:
     """What stays is told with counts and bytes, whether a reader has it or nothing may evict it."""
-    if why in ("sole", "dataset"):
-        sole(here, tmp_path)
+    if why == "dataset":
+        pull_another(here, tmp_path)
     with contextlib.ExitStack() as stack:
         cache = stack.enter_context(cachetool.open_cache(filled, create=False))
         if why == "writer":

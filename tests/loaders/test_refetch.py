@@ -25,7 +25,7 @@ from cachetool.cache import CacheDir
 from cachetool.cache.again import Wanted, reserve
 from cachetool.cache.removal import retire
 from cachetool.check.own_files import contradiction
-from cachetool.core.errors import BadObject, CacheToolError, CapBlocked, UsageError
+from cachetool.core.errors import BadObject, CacheToolError, UsageError
 from cachetool.loaders.numpy import Loader
 from cachetool.loaders.settings import Settings
 from cachetool.loaders.snapshots import epochs
@@ -177,22 +177,6 @@ def test_one_that_fails_in_the_middle_keeps_what_came(cache: Cache, source: Path
     aside.rename(bad)
     assert resumed(cache, state) == rest
     sound(cache)
-
-
-def test_what_may_not_go_is_said_before_anything_goes(cache: Cache, source: Path, tmp_path: Path) -> None:
-    state, rest = left(cache)
-    cache.pull(str(source), samples=80)
-    mine = tmp_path / "mine.npy"
-    np.save(mine, np.random.default_rng(7).random((50, 3000)))
-    cache.evict(cache.usage().total - 1_800_000)
-    cachetool.convert(str(mine), cache=cache.root, to="lmdb", dataset="mine")
-    there = ids(cache)
-    with pytest.raises(CapBlocked, match=r"(?s)8 of 8 shards .*--max-size to about \S+MB, or go on.*skip"):
-        resumed(cache, state)
-    assert ids(cache) == there
-    sound(cache)
-    with cachetool.open_cache(cache.root, max_size="8MB") as larger:
-        assert resumed(larger, state) == rest, "a cap takes effect for those that are given the cache"
 
 
 def test_a_pull_without_an_end_takes_none_of_it_meanwhile(cache: Cache, source: Path) -> None:
