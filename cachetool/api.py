@@ -62,6 +62,7 @@ class Cache(CacheDir):
         label_from_folder: bool = False,
         read_as: str | None = None,
         key: bool = True,
+        value_format: str | None = None,
         concurrency: int | None = None,
         on: str = "local",
         address: str | None = None,
@@ -83,7 +84,8 @@ class Cache(CacheDir):
             refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate, shard_size=shard_size,
             first_shard_after=first_shard_after, policy=policy, min_epochs=min_epochs, on_error=on_error, wait=wait,
             renew=renew, fields=fields, rename=rename, stem=stem, decode=decode, resize=resize,
-            label_from_folder=label_from_folder, read_as=read_as, key=key, concurrency=concurrency,
+            label_from_folder=label_from_folder, read_as=read_as, key=key, value_format=value_format,
+            concurrency=concurrency,
         )  # fmt: skip
         source = parse_location(source, what="source=")
         if runs_on_cluster(on, self.root, address=address, placement=placement):
@@ -117,12 +119,12 @@ class Cache(CacheDir):
     ) -> ConvertResult:
         """Replace a dataset's shards by shards in format ``to``; with ``out`` write plain files there instead.
 
-        ``source``, a file, a folder or a URL, is what is converted instead of the cache's shards: into the cache, or
-        into ``out``. ``files`` are the fields of :class:`~cachetool.sources.doors.FileOptions`: fields, rename, stem,
-        decode, resize, key, value_format, samples. Errors are those of :func:`cachetool.conversion.run.convert`.
+        ``source``, a file, a folder or a URL, needs ``out``: the plain files are then made of it instead of the
+        cache's shards. ``files`` are the fields of :class:`~cachetool.sources.SourceOptions`: fields, rename, stem,
+        decode, resize, key, read_as, value_format; and ``samples``, the first dimension of the arrays to take. Errors
+        are those of :func:`cachetool.conversion.run.convert`.
         """
         import cachetool.conversion.run as conversion
-        from cachetool.sources.doors import FileOptions
 
         options = conversion.ConvertOptions(
             to,
@@ -132,7 +134,7 @@ class Cache(CacheDir):
             workers=workers,
             verify=verify,
             wait=wait,
-            files=FileOptions(**files),
+            files=conversion.source_options(**files),
         )
         return conversion.convert(
             options, cache=self, source=source, out=conversion.output_folder(out), report=progress
@@ -178,10 +180,10 @@ def convert(
     engine: Engine | None = None,
     **options: Any,
 ) -> ConvertResult:
-    """Convert files into files, or open ``cache`` and do what :meth:`Cache.convert` does.
+    """Convert files into files, or open ``cache``, which must exist, and do what :meth:`Cache.convert` does.
 
     With ``source`` and ``out`` no cache is touched, and none may be named; the files are then written by ``engine``,
-    or by processes here. Without ``source`` the cache must exist.
+    or by processes here. ``source`` without ``out`` is refused: ``Cache.pull`` brings samples into a cache.
     ``max_size`` is the cap of the cache from now on; ``notify`` hears that which a new cache got. Raises
     :class:`UsageError` for a cache beside ``out``; otherwise errors are those of
     :func:`cachetool.conversion.run.convert`.
@@ -195,16 +197,20 @@ def convert(
         plain_options = {name: options.pop(name) for name in _PLAIN if name in options}
         report = options.pop("progress", silent)
         import cachetool.conversion.run as conversion
-        from cachetool.sources.doors import FileOptions
 
-        conversion_options = conversion.ConvertOptions(to, files=FileOptions(**options), **plain_options)
+        made_of = conversion.source_options(**options)
+        conversion_options = conversion.ConvertOptions(to, files=made_of, **plain_options)
         return conversion.convert(
             conversion_options, source=source, out=conversion.output_folder(out), report=report, engine=engine
         )
+    if source is not None:
+        from cachetool.conversion.run import needs_out
+
+        raise needs_out(source)
     if out is not None and max_size is not None:
         raise UsageError("--max-size has no part in --out, which takes nothing into a cache; leave it out")
-    with open_cache(cache, max_size=max_size, create=source is not None, notify=notify) as opened:
-        return opened.convert(source, to=to, out=out, **options)
+    with open_cache(cache, max_size=max_size, create=False, notify=notify) as opened:
+        return opened.convert(to=to, out=out, **options)
 
 
 _PLAIN = ("dataset", "shard_size", "compression", "workers", "verify", "wait")

@@ -85,7 +85,7 @@ def main() -> None:
     import cachetool.formats
     import cachetool.proc.parent
     import cachetool.pull.run
-    import cachetool.sources.doors
+    import cachetool.sources.files
 
     for package in (cachetool.cli, cachetool.cache, cachetool.formats):
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

@@ -34,7 +34,7 @@ from cachetool.conversion.run import ConvertOptions
 from cachetool.core.errors import CacheToolError
 from cachetool.loaders.numpy import Loader
 from cachetool.pull.options import PullOptions
-from cachetool.sources.doors import FileOptions
+from cachetool.sources import SourceOptions
 from tests.cli.conftest import Run, here
 from tests.loaders.numbered import put
 
@@ -150,7 +150,7 @@ def test_options_of_pulls_and_conversions_take_values_or_refuse_them_in_a_line()
     """All of them with every value: they are checked before anything is touched, and then are plain JSON."""
     pull = arguments(cachetool.Cache.pull, "source", "on", "address", "placement", "progress")
     attack(lambda **given: json.dumps(PullOptions.of(**given).to_json()), pull)
-    attack(lambda **given: json.dumps(FileOptions(**given).to_json()), arguments(FileOptions))
+    attack(lambda **given: json.dumps(SourceOptions(**given).to_json()), arguments(SourceOptions))
     convert = arguments(ConvertOptions, "files")
     attack(lambda **given: json.dumps(asdict(ConvertOptions(**{"to": "lmdb", **given}))), convert)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import contextlib
 import functools
 import json
 import os
@@ -35,7 +34,7 @@ from cachetool.loaders.snapshots.plain_files import shards_at
 from cachetool.proc import scratch as scratches
 from cachetool.proc.folders import remove_held, replacing, write_piece
 from cachetool.proc.scratch import WorkFolder, scratch
-from cachetool.sources.ours import read_parts
+from tests.sources.files import open_files
 from tests.test_layers import MODULES
 
 OTHER = 65534
@@ -63,7 +62,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "cli.bench": {"tempfile.TemporaryFile": "has no name"},
     "cli.output": {"open w": "/dev/null"},
     "formats.hdf5": {"h5py.File w": "into memory"},
-    "sources.file_reading": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
+    "sources.file_opening": {"tempfile.NamedTemporaryFile": "new, random, 0600; where memory has no files"},
 }
 OS = {
     "O_CREAT", "link", "makedirs", "mkdir", "mkfifo", "mknod", "remove", "removedirs", "rename", "renames", "replace",
@@ -269,9 +268,9 @@ def convert(rows: Path, out: Path, **more: Any) -> Path:
     assert made.samples == 20
     assert sorted(os.listdir(out)) == [".extents", "dataset.json", *(f"part-{n:05d}.h5" for n in range(4))]
     values = []
-    for part in read_parts(out)[1]:
-        with contextlib.closing(part.open()) as reader:
-            values += np.asarray(reader.read(0, reader.samples).columns["x"]).tolist()
+    with open_files(out) as source:
+        for block in source.blocks():
+            values += np.asarray(block.columns["x"]).tolist()
     assert values == np.arange(120.0).reshape(20, 6).tolist()
     return out
 
@@ -442,7 +441,7 @@ def test_what_appears_under_the_name_meanwhile_stays_and_the_parts_are_kept(
     out = tmp_path / "out"
 
     def plant(progress: Any) -> None:
-        if not os.path.lexists(out):
+        if progress.phase == "convert" and not os.path.lexists(out):
             if what == "file":
                 out.write_text("planted")
             elif what == "link":
@@ -740,6 +739,6 @@ def test_a_part_that_dataset_json_names_lies_in_its_folder(rows: Path, tmp_path:
     about["parts"][0]["file"] = name
     (out / "dataset.json").write_text(json.dumps(about))
     with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool"):
-        read_parts(out)
+        open_files(out)
     with pytest.raises(CorruptError, match=r"dataset\.json is not what cachetool"):
         shards_at([out])

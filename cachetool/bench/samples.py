@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from cachetool.cache import CacheDir, Facts, Origin, open_cache
-from cachetool.conversion.inputs import describe, open_input
+from cachetool.conversion.inputs import described, open_input
 from cachetool.core.block import Block
 from cachetool.core.errors import NotFound, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import ShardFiles, shard_bound
 from cachetool.proc.folders import remove_path
-from cachetool.sources.doors import FileOptions
+from cachetool.sources import SourceOptions
 
 __all__ = ["Trial", "drop", "files_of", "fill", "made_up", "of_cache", "of_files", "written"]
 
@@ -78,7 +78,7 @@ def of_cache(cache: CacheDir, dataset: str | None) -> Trial:
 
 def of_files(path: Path) -> Trial:
     """The first samples of a file or folder that ``convert`` reads. Raises what opening it raises."""
-    with closing(open_input(describe(path, FileOptions()))) as opened:
+    with described(path, SourceOptions()) as description, closing(open_input(description)) as opened:
         if not opened.samples:
             raise NotFound(f"{path}: no samples in it")
         block = _some(opened.blocks(0, opened.samples))

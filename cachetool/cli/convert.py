@@ -16,10 +16,12 @@ from cachetool.cli.options import (
     KeyOption,
     OnOption,
     QuietOption,
+    ReadAsOption,
     RenameOption,
     ResizeOption,
     RoomWaitOption,
     StemOption,
+    ValueFormatOption,
     WorkersOption,
     field_names,
     renames,
@@ -37,7 +39,7 @@ _SourceArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="INPUT",
-        help="Files to convert: .npy .npz .h5 .zarr .tar .tfrecord .lmdb, a folder, or a URL. Default: the cache.",
+        help="What to write as plain files, with --out: a file, a folder or a URL. Default: the cache's samples.",
     ),
 ]
 _OutOption = Annotated[
@@ -49,15 +51,7 @@ _MaxSizeOption = Annotated[
     typer.Option("--max-size", metavar="SIZE", help="Cap of the cache, kept for later; new: half of the free disk."),
 ]
 _DatasetOption = Annotated[
-    str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset; with INPUT: the name it gets.")
-]
-_ValueFormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--value-format",
-        metavar="KIND",
-        help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
-    ),
+    str | None, typer.Option("--dataset", metavar="NAME", help="Only this dataset of the cache.")
 ]
 _ShardSizeOption = Annotated[
     str | None,
@@ -95,7 +89,8 @@ def convert(
     decode: DecodeOption = None,
     resize: ResizeOption = None,
     key: KeyOption = True,
-    value_format: _ValueFormatOption = None,
+    read_as: ReadAsOption = None,
+    value_format: ValueFormatOption = None,
     shard_size: _ShardSizeOption = None,
     compression: _CompressionOption = None,
     workers: WorkersOption = 2,
@@ -110,9 +105,10 @@ def convert(
     """Write the same samples in another format, bit for bit.
 
     Without INPUT the cache's shards are replaced one by one (with --shard-size: cut, or merged with their neighbours),
-    inside the cap, while readers go on. With INPUT its samples go into the cache. With --out the result is plain files
-    (part-00000.h5, ...) that other tools open. With --on ray each node converts its own cache, in place or with
-    --out DIR/{node}; the files of INPUT are written by all nodes into an --out that all of them see.
+    inside the cap, while readers go on. With --out the result is plain files (part-00000.h5, ...) that other tools
+    open, of the cache's samples or of INPUT; to have the samples of INPUT in a cache: cachetool pull INPUT --all. With
+    --on ray each node converts its own cache, in place or with --out DIR/{node}; the files of INPUT are written by all
+    nodes into an --out that all of them see.
 
     \b
     Examples:
@@ -130,10 +126,13 @@ def convert(
         "decode": decode,
         "resize": resize,
         "key": key,
+        "read_as": read_as,
         "value_format": value_format,
     }
-    if source is None and (dry_run or any((fields, rename, decode, resize, value_format))):
-        raise UsageError("--dry-run, --fields, --rename, --decode, --resize and --value-format go with an INPUT")
+    if source is None and (dry_run or any((fields, rename, decode, resize, read_as, value_format))):
+        raise UsageError(
+            "--dry-run, --fields, --rename, --decode, --resize, --read-as and --value-format go with an INPUT"
+        )
     if source is not None and dry_run:
         _show_preview(output, source, file_options)
         return
@@ -160,10 +159,10 @@ def convert(
             result = api.convert(
                 source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **file_options
             )
-    _print(output, result, source)
+    _print(output, result)
 
 
-def _print(output: Output, result: ConvertResult, source: str | None) -> None:
+def _print(output: Output, result: ConvertResult) -> None:
     """The result, as text or as JSON, after a note on what was left out."""
     from cachetool.sources.readers import NOT_ASKED
 
@@ -171,9 +170,6 @@ def _print(output: Output, result: ConvertResult, source: str | None) -> None:
         output.note(lost)
     if output.as_json:
         output.document(result.as_dict())
-        return
-    if result.present and not result.samples:
-        output.line(f"all {count(result.present, 'sample')} of {source} are in the cache already")
         return
     where = f"; the files are in {result.out}" if result.out else ""
     output.line(
@@ -186,10 +182,10 @@ def _print(output: Output, result: ConvertResult, source: str | None) -> None:
 def _show_preview(output: Output, source: str, file_options: dict[str, Any]) -> None:
     """What ``--dry-run`` shows: the samples and fields of an input, and what of it is left out."""
     from cachetool.conversion.run import preview
-    from cachetool.sources.doors import FileOptions
+    from cachetool.sources import SourceOptions
 
     with output.progress() as report:
-        summary = preview(source, FileOptions(**file_options), report=report)
+        summary = preview(source, SourceOptions(**file_options), report=report)
     if output.as_json:
         output.document(summary.as_dict())
         return

@@ -21,11 +21,13 @@ __all__ = [
     "OnOption",
     "PolicyOption",
     "QuietOption",
+    "ReadAsOption",
     "RenameOption",
     "ResizeOption",
     "RoomWaitOption",
     "ShardSizeOption",
     "StemOption",
+    "ValueFormatOption",
     "WorkersOption",
     "complete_format",
     "complete_policy",
@@ -124,6 +126,22 @@ ResizeOption = Annotated[
     ),
 ]
 KeyOption = Annotated[bool, typer.Option("--key/--no-key", help="Store where a sample came from as '__key__'.")]
+ReadAsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--read-as",
+        metavar="objects|files",
+        help="Objects are a sample each, or files of many samples. Default: by what is there.",
+    ),
+]
+ValueFormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--value-format",
+        metavar="KIND",
+        help="What the values of a foreign LMDB are: bytes, npy, image or raw:DTYPE,SHAPE.",
+    ),
+]
 
 OnOption = Annotated[
     str, typer.Option("--on", metavar="local|ray", help="Work here, or on all nodes of a Ray cluster, a cache on each.")

@@ -17,11 +17,13 @@ from cachetool.cli.options import (
     OnOption,
     PolicyOption,
     QuietOption,
+    ReadAsOption,
     RenameOption,
     ResizeOption,
     RoomWaitOption,
     ShardSizeOption,
     StemOption,
+    ValueFormatOption,
     WorkersOption,
     complete_format,
     field_names,
@@ -108,14 +110,6 @@ _FirstShardAfterOption = Annotated[
 _LabelFromFolderOption = Annotated[
     bool, typer.Option("--label-from-folder", help="Add the folder's name as the field 'label'.")
 ]
-_ReadAsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--read-as",
-        metavar="objects|files",
-        help="Objects are a sample each, or files of many samples. Default: by what is there.",
-    ),
-]
 _OnErrorOption = Annotated[
     str,
     typer.Option("--on-error", metavar="error|skip", help="A bad object stops the pull, or is skipped (up to 1 %)."),
@@ -160,8 +154,9 @@ def pull(
     decode: DecodeOption = None,
     resize: ResizeOption = None,
     label_from_folder: _LabelFromFolderOption = False,
-    read_as: _ReadAsOption = None,
+    read_as: ReadAsOption = None,
     key: KeyOption = True,
+    value_format: ValueFormatOption = None,
     on_error: _OnErrorOption = "error",
     renew: _RenewOption = "10%",
     min_epochs: MinEpochsOption = 0,
@@ -198,8 +193,9 @@ def pull(
             order=order, refresh=refresh, start_early=start_early, workers=workers, max_rate=max_rate,
             shard_size=shard_size, first_shard_after=first_shard_after, policy=policy, fields=field_names(fields),
             rename=renames(rename), stem=stem, decode=decode, resize=resize, label_from_folder=label_from_folder,
-            read_as=read_as, key=key, on_error=on_error, renew=renew, min_epochs=min_epochs, wait=wait,
-            concurrency=concurrency, on=on, address=address, placement=placement, progress=report,
+            read_as=read_as, key=key, value_format=value_format, on_error=on_error, renew=renew,
+            min_epochs=min_epochs, wait=wait, concurrency=concurrency, on=on, address=address, placement=placement,
+            progress=report,
         )  # fmt: skip
     if lost := left_out(result.left_out, "--json lists them"):
         out.note(lost)

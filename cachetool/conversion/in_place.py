@@ -30,7 +30,6 @@ from cachetool.cache.commit import folder_bound
 from cachetool.cache.layout import cache_option
 from cachetool.cache.records import RANGE_BYTES
 from cachetool.conversion.groups import Piece, Swap, cuts, groups, is_exact, origin_of, way_out
-from cachetool.conversion.inputs import run_of_blocks
 from cachetool.core.block import Block
 from cachetool.core.errors import CapBlocked, CapTooSmall, CatalogError, CorruptError
 from cachetool.core.progress import Progress, Report
@@ -39,6 +38,7 @@ from cachetool.formats.base import Format
 from cachetool.formats.shard import ShardFiles, check_content, check_samples, open_shard, shard_bound, verify_file
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Channel, Message, Task
+from cachetool.sources.file_opening import run_of_blocks
 
 __all__ = ["replace_groups", "replace_shards"]
 

@@ -1,16 +1,25 @@
-"""What ``convert`` reads: a cache's dataset, plain files of ours, files that others made, a folder of objects.
+"""What ``convert`` reads: a cache's dataset, or any source that ``pull`` reads, in order.
 
 Whatever it is, it has a schema, a number of samples and blocks from one sample to another. An input describes itself in
-plain values, so that each worker process opens it again for itself.
+plain values, so that each worker process opens it again for itself. Its listing lies in a hidden folder beside the
+output, which goes with the end of the conversion. A source elsewhere is listed by a child process, since its store may
+be used in these alone::
+
+    .OUT.input-3f2a/  listing/            locked while it is in use: what a killed process left is swept by the next one
+
+The identity of an input is its place, sizes and ETags: an interrupted conversion goes on, and a changed object begins
+anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,20 +29,29 @@ import numpy.typing as npt
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import Layout
 from cachetool.core.block import Block
-from cachetool.core.errors import CorruptError, NotFound, UsageError
+from cachetool.core.errors import NotFound, UsageError
+from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.schema import Schema
+from cachetool.core.units import parse_location
 from cachetool.formats import get_format
 from cachetool.formats.base import Reader
-from cachetool.formats.shard import check_content, check_samples, open_shard, side_folder, stored_checksums
-from cachetool.proc.scratch import listing_scratch
-from cachetool.proc.task import Message
+from cachetool.formats.shard import check_content, check_samples, open_shard
+from cachetool.proc.folders import make_missing, shortened
+from cachetool.proc.parent import LocalEngine
+from cachetool.proc.scratch import scratch
+from cachetool.proc.task import Channel, Message, Task
+from cachetool.pull.prepare import check_place
 from cachetool.sources import Source, SourceOptions, list_source, open_source
-from cachetool.sources.doors import FileOptions, FileSource, is_file_input, open_files
-from cachetool.sources.guard import GuardedFile
-from cachetool.sources.ours import DATASET_FILE, is_ours, open_alone, read_parts, run_of_blocks
-from cachetool.sources.readers import reading
+from cachetool.sources.file_opening import run_of_blocks
+from cachetool.stores import canonical, local_path, split_url
 
-__all__ = ["Input", "Survey", "describe", "identity", "open_input", "run_of_blocks", "survey"]
+__all__ = ["Input", "Survey", "described", "identity", "look", "open_input", "survey"]
+
+PROBED = 4096
+"""A folder of objects of this machine gets its schema from the first of so many..."""
+PROBED_ELSEWHERE = 64
+"""...and a remote one from so many, spread over all."""
+_REPORT_SECONDS = 0.2
 
 
 class Input(Protocol):
@@ -41,10 +59,6 @@ class Input(Protocol):
 
     schema: Schema
     samples: int
-    random: bool
-    """Whether any run of samples can be read without those before it; else one worker reads all in order."""
-    skipped: tuple[tuple[str, str], ...]
-    """What is there but not taken: name and reason."""
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """Samples ``start`` to ``stop`` in blocks of about 8 MB."""
@@ -60,41 +74,106 @@ class Input(Protocol):
         ...
 
 
-def describe(path: Path, options: FileOptions) -> Message:
-    """How :func:`open_input` opens ``path`` in another process; raises :class:`UsageError` when it is not there,
-    :class:`AccessDenied` when this user may not look at it."""
-    with reading(str(path)):
-        return _describe(path, options)
+@contextlib.contextmanager
+def described(
+    source: str | Path, options: SourceOptions, *, beside: Path | None = None, report: Report = silent
+) -> Iterator[Message]:
+    """How :func:`open_input` opens a source in another process; good inside of the ``with`` block.
+
+    ``beside`` is the output; None where there is none: then the listing lies where temporary files go. Raises
+    :class:`UsageError` for a cache, and the errors of :func:`cachetool.sources.list_source`.
+    """
+    url = str(source) if isinstance(source, Path) else parse_location(source, what="INPUT")
+    check_place(url)
+    local = split_url(url)[0] in ("", "file")
+    if local:
+        path = local_path(url).absolute()
+        if not path.exists():
+            raise UsageError(f"there is no {source}; name a file or a folder")
+        if Layout(path).is_cache:
+            raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
+        url = str(path)
+    with _folder(beside) as folder:
+        arguments: dict[str, Any] = {"url": url, "listing": str(folder / "listing"), "options": options.to_json()}
+        if local:
+            yield {**look(_Reporting(report), **arguments), "path": url}
+            return
+        task = Task("cachetool.conversion.inputs:look", arguments)
+        yield LocalEngine().run([task], lambda _, message: report(Progress(**message)))[0]
 
 
-def _describe(path: Path, options: FileOptions) -> Message:
-    if not path.exists():
-        raise UsageError(f"there is no {path}; name a file or a folder")
-    if Layout(path).is_cache:
-        raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")
-    value: Message = {"path": str(path.resolve()), "options": options.to_json()}
-    if (path / DATASET_FILE).is_file():
-        return {"kind": "parts", **value}
-    if is_ours(path):
-        return {"kind": "own", **value}
-    return {"kind": "files" if is_file_input(path) else "objects", **value}
+@contextlib.contextmanager
+def _folder(beside: Path | None) -> Iterator[Path]:
+    """A new folder beside ``beside``, or where temporary files go when nothing can be made there."""
+    with contextlib.ExitStack() as stack:
+        try:
+            if beside is None:
+                raise PermissionError
+            parent = beside.absolute().parent
+            make_missing(parent)
+            folder = stack.enter_context(scratch(parent, f".{shortened(beside.name)}.input-"))
+        except (PermissionError, NotADirectoryError, FileExistsError):  # --out says why, where it is made
+            folder = stack.enter_context(scratch(Path(tempfile.gettempdir()), "cachetool-input-"))
+        yield folder
+
+
+def look(channel: Channel, *, url: str, listing: str, options: Message) -> Message:
+    """The task: list what is at ``url``, look at all that its schema needs, and give the description."""
+    parsed, folder, reporter = SourceOptions.from_json(options), Path(listing), _Reporter(channel)
+    progress = reporter.listed
+    list_source(url, folder, parsed, progress=progress, survey="all")
+    with contextlib.closing(open_source(url, folder, parsed, number=False)) as source:
+        objects = not hasattr(source, "check")
+        units = np.arange(min(source.units, PROBED if objects else 1), dtype=np.int64)
+        if objects and split_url(url)[0] not in ("", "file"):
+            units = np.unique(np.linspace(0, source.units - 1, PROBED_ELSEWHERE).astype(np.int64))
+        probe = source.probe(units)
+        return {
+            "kind": "objects" if objects else "files",
+            "url": url,
+            "shown": source.url,
+            "listing": listing,
+            "options": options,
+            "samples": source.samples,
+            "schema": probe.schema.to_json(),
+            "mean": probe.mean_bytes,
+            "in_order": getattr(source, "in_order", False),
+            "skipped": getattr(source, "skipped", ()),
+            "identity": _identity(url, options, source.identity),
+        }
+
+
+def _identity(url: str, options: Message, content: object) -> str:
+    text = json.dumps([canonical(url), options, content], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+class _Reporting:
+    """The channel of a task that runs in this process."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def send(self, message: Message) -> None:
+        self._report(Progress(**message))
+
+
+class _Reporter:
+    """Progress to the starter, a few times a second."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._next = channel, 0.0
+
+    def listed(self, count: int) -> None:
+        """So many objects were seen."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _REPORT_SECONDS
+            self._channel.send({"phase": "list", "done": count, "total": None})
 
 
 def open_input(description: Message) -> Input:
-    """The input that :func:`describe`, or the cache, described."""
-    if description["kind"] == "cache":
-        return _Stored.of_cache(description)
-    if description["kind"] == "remote":
-        return _Objects.of_listing(description)
-    path = Path(description["path"])
-    if description["kind"] == "parts":
-        return _Stored.of_folder(path)
-    if description["kind"] == "own":
-        return _Stored.of_file(path)
-    options = FileOptions.from_json(description["options"])
-    if description["kind"] == "objects":
-        return _Objects.of_folder(path, options)
-    return _Files(open_files(path, options))
+    """The input that :func:`look`, or the cache, described; a source in a child process only."""
+    return _Stored.of_cache(description) if description["kind"] == "cache" else _Sourced(description)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +183,9 @@ class Survey:
     schema: Schema
     samples: int
     random: bool
+    """Whether any run of samples can be read without those before it; else one worker reads all in order."""
     skipped: tuple[tuple[str, str], ...]
+    """What is there but not taken: name and reason."""
     runs: list[tuple[int, int]]
     """Runs of samples of about as many bytes as were asked for; where samples differ in size, by those in front."""
     size: int
@@ -128,14 +209,15 @@ def _place(description: Message) -> str:
     """What an input is called in messages."""
     if description["kind"] == "cache":
         return f"dataset {description['dataset']!r} of cache {description['root']}"
-    return str(description.get("shown") or description["path"])
+    return str(description["shown"])
 
 
 def _survey(description: Message, part_bytes: int) -> Survey:
-    if description["kind"] == "remote":  # its store may only be used in a child process, where it was looked at
+    if description["kind"] != "cache":  # its store may only be used in a child process, where it was looked at
         schema, samples = Schema.from_json(description["schema"]), int(description["samples"])
         size = schema.fixed_nbytes if schema.is_fixed else int(description["mean"])
-        return Survey(schema, samples, True, (), _runs(samples, size, part_bytes), size)
+        skipped = tuple((str(name), str(why)) for name, why in description["skipped"])
+        return Survey(schema, samples, not description["in_order"], skipped, _runs(samples, size, part_bytes), size)
     source = open_input(description)
     try:
         size = source.schema.fixed_nbytes
@@ -143,7 +225,7 @@ def _survey(description: Message, part_bytes: int) -> Survey:
             first = next(source.blocks(0, min(source.samples, 256)))
             size = -(-first.nbytes // len(first))
         cuts = _runs(source.samples, size, part_bytes)
-        return Survey(source.schema, source.samples, source.random, source.skipped, cuts, size)
+        return Survey(source.schema, source.samples, True, (), cuts, size)
     finally:
         source.close()
 
@@ -157,32 +239,24 @@ def identity(description: Message) -> str:
     """Changes when the input does: its place, size and time of change, and how it is read."""
     if "identity" in description:
         return str(description["identity"])
-    facts: list[Any] = [{key: value for key, value in description.items() if key != "version"}]
-    path = Path(str(description.get("path") or description["root"]))
-    with reading(str(path)):
-        names = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        if description["kind"] != "cache":
-            facts += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in names]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    facts = {key: value for key, value in description.items() if key != "version"}
+    return hashlib.sha256(json.dumps([facts], sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One shard, or one file of ours."""
+    """One shard."""
 
     samples: int
     name: str
     """Of its data file, for messages."""
-    open: Callable[[], Reader | GuardedFile]
-    checksums: Callable[[], npt.NDArray[np.uint64]] | None
-    """What its samples must hash to; None where nothing says it."""
+    open: Callable[[], Reader]
+    checksums: Callable[[], npt.NDArray[np.uint64]]
+    """What its samples must hash to."""
 
 
 class _Stored:
-    """Shards of a cache, or files of ours outside of any: one reader after another."""
-
-    random = True
-    skipped: tuple[tuple[str, str], ...] = ()
+    """Shards of a cache: one reader after another."""
 
     def __init__(self, schema: Schema, parts: list[_Part]) -> None:
         self.schema = schema
@@ -198,21 +272,6 @@ class _Stored:
             schema = cache.schema(description["dataset"])
         return cls(schema, [_shard(shard) for shard in shards])
 
-    @classmethod
-    def of_folder(cls, folder: Path) -> _Stored:
-        """What ``convert --out`` wrote. Raises :class:`CorruptError` when its list of parts cannot be read."""
-        schema, parts = read_parts(folder)
-        return cls(schema, [_Part(part.samples, str(part.path), part.open, part.checksums) for part in parts])
-
-    @classmethod
-    def of_file(cls, path: Path) -> _Stored:
-        """One file of ours, wherever it came from."""
-        with open_alone(path) as reader:
-            schema, samples = reader.schema, reader.samples
-        has_checksums = side_folder(path).is_dir()  # it still lies where it was written
-        checksums = (lambda: stored_checksums(side_folder(path), schema, links=True)) if has_checksums else None
-        return cls(schema, [_Part(samples, str(path), lambda: open_alone(path), checksums)])
-
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         for part, low, high in self._inside(start, stop):
             with part.open() as reader:
@@ -222,9 +281,7 @@ class _Stored:
         done = 0
         for part, low, high in self._inside(start, start + checksums.shape[1]):
             computed, done = checksums[:, done : done + high - low], done + high - low
-            if part.checksums is not None:
-                expected = part.checksums()[:, low:high]
-                check_samples(computed, expected, self.schema, name=part.name, first=low)
+            check_samples(computed, part.checksums()[:, low:high], self.schema, name=part.name, first=low)
 
     def _inside(self, start: int, stop: int) -> Iterator[tuple[_Part, int, int]]:
         """The parts that hold samples ``start`` to ``stop``, and which of each part these are."""
@@ -249,78 +306,24 @@ def _shard(shard: Shard) -> _Part:
     )
 
 
-class _Files:
-    """Files that others made."""
+class _Sourced:
+    """A source: rows of files, or a folder of objects, one sample a key, in the order of their keys."""
 
-    def __init__(self, source: FileSource) -> None:
-        self._source = source
-        self.schema, self.samples, self.skipped = source.schema, source.samples, source.skipped
-        self._read = getattr(source, "read", None)
-        self.random = self._read is not None
-        self._running: Iterator[Block] | None = None
-        self._at = 0
-        self._remaining: Block | None = None
+    def __init__(self, description: Message) -> None:
+        """As :func:`look` described it."""
+        options = SourceOptions.from_json(description["options"])
+        self.schema, self.samples = Schema.from_json(description["schema"]), int(description["samples"])
+        self._source: Source = open_source(description["url"], Path(description["listing"]), options, number=False)
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        if self._read is not None:
-            for block in run_of_blocks(self._source, start, stop):  # type: ignore[arg-type]  # it has all that is used
-                yield block.with_plain_bools()
-            return
-        if self._running is None or start < self._at:
-            self._running, self._at, self._remaining = self._source.blocks(), 0, None
-        while self._at < stop:
-            current = self._remaining if self._remaining is not None else next(self._running, None)
-            if current is None:
-                raise CorruptError(f"{self._source.path} has {self._at} samples, {self.samples} were counted")
-            low, high = max(start - self._at, 0), min(stop - self._at, len(current))
-            self._remaining = current.slice(high, len(current)) if high < len(current) else None
-            self._at += high
-            if low < high:
-                yield current.slice(low, high).with_plain_bools()
+        with contextlib.closing(self._source.read(np.arange(start, stop), schema=self.schema)) as pieces:
+            for piece in pieces:
+                if len(piece.block):
+                    yield piece.block.with_plain_bools()
 
     def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
-        pass
+        if (check := getattr(self._source, "check", None)) is not None:
+            check(start, checksums)
 
     def close(self) -> None:
         self._source.close()
-
-
-class _Objects:
-    """A folder of objects, one sample a key, in the order of their keys."""
-
-    random = True
-    skipped: tuple[tuple[str, str], ...] = ()
-
-    def __init__(self, source: Source, schema: Schema) -> None:
-        self._source, self.schema, self.samples = source, schema, source.units
-        self._kept = ExitStack()
-
-    @classmethod
-    def of_folder(cls, folder: Path, options: SourceOptions) -> _Objects:
-        """A local one, listed now."""
-        with ExitStack() as stack:
-            where = stack.enter_context(listing_scratch()) / "listing"
-            list_source(str(folder), where, replace(options, read_as="objects"))
-            source = open_source(str(folder), where, options)
-            opened = cls(source, source.probe(np.arange(min(source.units, 4096))).schema)
-            opened._kept = stack.pop_all()
-        return opened
-
-    @classmethod
-    def of_listing(cls, description: Message) -> _Objects:
-        """A remote one, as :mod:`cachetool.conversion.remote` listed it; in a child process."""
-        options = FileOptions.from_json(description["options"])
-        source = open_source(description["url"], Path(description["listing"]), options)
-        return cls(source, Schema.from_json(description["schema"]))
-
-    def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        for piece in self._source.read(np.arange(start, stop), schema=self.schema):
-            if len(piece.block):
-                yield piece.block.with_plain_bools()
-
-    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
-        pass
-
-    def close(self) -> None:
-        self._source.close()
-        self._kept.close()

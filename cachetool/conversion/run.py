@@ -1,13 +1,13 @@
-"""``convert``: samples into another format, bit for bit; the door to its three ways.
+"""``convert``: samples into another format, bit for bit; the door to its two ways.
 
 - no input, no ``out``: a cache's shards, replaced group by group (:mod:`cachetool.conversion.in_place`)
 - ``out``: plain files, from a cache or any input (:mod:`cachetool.conversion.to_files`)
-- an input without ``out``: into a cache (:mod:`cachetool.conversion.intake`)
 """
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +16,7 @@ from typing import Any
 
 from cachetool.cache import CacheDir, Shard
 from cachetool.conversion.in_place import replace_shards
-from cachetool.conversion.inputs import Survey, survey
-from cachetool.conversion.intake import ShardOptions, take_in
-from cachetool.conversion.remote import described
+from cachetool.conversion.inputs import Survey, described, survey
 from cachetool.conversion.to_files import DEFAULT_PART, export, require_new
 from cachetool.core.errors import UsageError
 from cachetool.core.progress import Report, silent
@@ -35,9 +33,10 @@ from cachetool.core.units import (
 from cachetool.formats import get_format
 from cachetool.formats.base import Format
 from cachetool.formats.digest import ContentDigest
-from cachetool.formats.shard import samples_within, stored_checksums
+from cachetool.formats.shard import stored_checksums
 from cachetool.proc.task import Engine, Message
-from cachetool.sources.doors import FileOptions
+from cachetool.sources import SourceOptions
+from cachetool.stores import redact
 
 __all__ = ["ConvertOptions", "ConvertResult", "Preview", "content_digest", "convert", "output_folder", "preview"]
 
@@ -56,7 +55,7 @@ class ConvertOptions:
     """Read everything back through the target's own library."""
     wait: float | str = 60.0
     """Seconds to wait for room that readers hold."""
-    files: FileOptions = field(default_factory=FileOptions)
+    files: SourceOptions = field(default_factory=SourceOptions)
     """How the samples of an input are made."""
 
     def __post_init__(self) -> None:
@@ -80,18 +79,9 @@ class ConvertOptions:
         """The target's format."""
         return get_format(self.to)
 
-    def part_bytes(self, cap: int | None = None) -> int:
-        """Bytes of values in a shard or file; in a cache by default at most a sixteenth of its cap."""
-        if self.shard_size is not None:
-            return parse_size(self.shard_size, what="--shard-size")
-        return DEFAULT_PART if cap is None else max(1, min(DEFAULT_PART, cap // 16))
-
-    def step(self, contents: Survey, cap: int) -> int:
-        """Samples in a shard of a cache with this cap."""
-        most = self.part_bytes(cap)
-        if self.shard_size is not None:
-            return contents.step(most)
-        return min(contents.samples, samples_within(self.kind, contents.schema, most, contents.size))
+    def part_bytes(self) -> int:
+        """Bytes of values in a shard or file."""
+        return DEFAULT_PART if self.shard_size is None else parse_size(self.shard_size, what="--shard-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +90,7 @@ class Preview:
 
     input: str
     kind: str
-    """``files``, ``objects``, ``own``, ``parts``."""
+    """``files``, ``objects``."""
     samples: int
     schema: dict[str, str]
     """Field to type and shape, in words."""
@@ -133,21 +123,34 @@ class ConvertResult:
     """Whether everything was read back through the format's own library."""
     skipped: tuple[tuple[str, str], ...] = ()
     """What of the input was not taken: name and reason."""
-    present: int = 0
-    """Samples of the input that this did not bring: the cache had them before."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
 
 
-def preview(source: str | Path, options: FileOptions, *, report: Report = silent) -> Preview:
+def preview(source: str | Path, options: SourceOptions, *, report: Report = silent) -> Preview:
     """Look at an input without converting it; what a URL names is fetched for that. Errors are those of opening it."""
-    with described(source, options, beside=None, report=report) as description:
+    with described(source, options, report=report) as description:
         contents = survey(description, DEFAULT_PART)
         fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
-        kind = "objects" if description["kind"] == "remote" else description["kind"]
-        return Preview(description.get("shown") or str(source), kind, contents.samples, fields, contents.skipped)
+        return Preview(description["shown"], description["kind"], contents.samples, fields, contents.skipped)
+
+
+def needs_out(source: str | Path) -> UsageError:
+    """The error of an input without ``out``, which says how samples come into a cache."""
+    return UsageError(
+        "convert INPUT writes plain files: name a new folder for them with --out DIR;\n"
+        f"to have the samples in a cache: cachetool pull {shlex.quote(redact(str(source)))} --all"
+    )
+
+
+def source_options(*, samples: int | None = None, **given: Any) -> SourceOptions:
+    """The options of an input as :meth:`cachetool.Cache.convert` takes them. Raises :class:`UsageError`."""
+    try:
+        return SourceOptions(rows=samples, **given)
+    except TypeError as error:
+        raise UsageError(f"not the options of a source: {error}") from None
 
 
 def output_folder(name: str | Path | None) -> Path | None:
@@ -167,14 +170,16 @@ def convert(
     report: Report = silent,
     engine: Engine | None = None,
 ) -> ConvertResult:
-    """Convert ``source``, or the cache's dataset, into ``out``, or into the cache; at least one of them is the cache.
+    """Convert the cache's dataset in place or into ``out``, or ``source`` into ``out``.
     ``engine``: where the files of ``out`` are written; None: by processes here.
 
     Raises :class:`UsageError`, :class:`BadObject` for an input that cannot be read, :class:`CapacityError` when there
     is no room, :class:`CorruptError` naming what is damaged.
     """
     began = time.monotonic()
-    if cache is None and (source is None or out is None):
+    if source is not None and out is None:
+        raise needs_out(source)
+    if cache is None and source is None:
         raise UsageError("name a cache, or both an input and --out")
     if source is not None and out is not None and options.dataset is not None:
         raise UsageError("--dataset names samples in a cache and has no part in INPUT with --out; leave it out")
@@ -186,32 +191,19 @@ def convert(
         shard_sizes = [(int(part["samples"]), 0) for part in parts]
     else:
         assert cache is not None
-        if source is None:
-            dataset = cache.dataset(options.dataset)
-            new = replace_shards(
-                cache,
-                dataset,
-                kind=options.kind,
-                most=None if options.shard_size is None else options.part_bytes(),
-                compression=options.compression,
-                workers=options.workers,
-                verify=options.verify,
-                wait=wait,
-                report=report,
-            )
-            shard_sizes = [(shard.samples, shard.bytes) for shard in new]
-        else:
-            dataset = options.dataset or "default"
-            with described(source, options.files, beside=cache.root, report=report) as description:
-                contents, shard_sizes = take_in(
-                    cache,
-                    description,
-                    ShardOptions(dataset, options.kind, options.compression, options.verify, wait),
-                    part_bytes=options.part_bytes,
-                    step=options.step,
-                    workers=options.workers,
-                    report=report,
-                )
+        dataset = cache.dataset(options.dataset)
+        new = replace_shards(
+            cache,
+            dataset,
+            kind=options.kind,
+            most=None if options.shard_size is None else options.part_bytes(),
+            compression=options.compression,
+            workers=options.workers,
+            verify=options.verify,
+            wait=wait,
+            report=report,
+        )
+        shard_sizes = [(shard.samples, shard.bytes) for shard in new]
         size = sum(nbytes for _, nbytes in shard_sizes)
         with cache.snapshot(dataset=dataset, peek=True) as snapshot:  # others may evict while it is read
             digest = content_digest(snapshot.shards)
@@ -227,7 +219,6 @@ def convert(
         seconds=round(time.monotonic() - began, 3),
         verified=options.verify,
         skipped=contents.skipped if contents else (),
-        present=contents.samples - samples if contents and out is None else 0,
     )
 
 

@@ -1,14 +1,16 @@
-"""Remote files by number and by key, and the socket over which the guarded process reads parts of them.
+"""Files by their bytes, local or remote: parts of them, and the socket over which the guarded process reads such parts.
 
-:class:`Files` has the objects of a listing as files by number, and as objects by key. :class:`RangeServer` serves parts
-of them to a process that has no way to the store: the guarded one, which a hostile file may command.
+:class:`Files` has the objects of a listing as files by number, and as objects by key. Readers see a
+:class:`SourceFile`, which gets its bytes from :class:`Ranges`. :class:`RangeServer` serves these to a process that has
+no way to the store: the guarded one, which a hostile file may command.
 
 ::
 
     sampler                                               guarded process
-    RangeServer <- Unix socket in a private folder ->     Ranges (one connection)
-       whole blocks of 64 KiB, kept                          RangeFile (what h5py reads)
+    StoreRanges: whole blocks of 64 KiB, kept,
        larger parts as they are asked for
+    RangeServer <- Unix socket in a private folder ->     ServedRanges (one connection)
+                                                             SourceFile (what h5py reads)
 
 The other side can ask for bytes of the files it was opened for, and nothing else. What the store raised is kept and
 raised again here, so that an unreachable store is not taken for a damaged file::
@@ -29,18 +31,31 @@ import struct
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol, cast
 
 from cachetool.core.errors import CacheToolError
+from cachetool.core.schema import Schema
 from cachetool.proc.scratch import scratch
+from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.listing import Listing
 from cachetool.stores import Object, Store
 from cachetool.stores.base import Telling, check_identity
 
-__all__ = ["Files", "RangeFile", "RangeServer", "Ranges", "Seen", "renamed"]
+__all__ = [
+    "Files",
+    "MemoryRanges",
+    "RangeServer",
+    "Ranges",
+    "Seen",
+    "ServedRanges",
+    "SourceFile",
+    "StoreRanges",
+    "fetch_part",
+    "renamed",
+]
 
 
 BLOCK = 64 * 2**10
@@ -55,29 +70,146 @@ _ABSENT, _FAILED = -1, -2
 _MAX_REQUEST = 2**27
 
 
-class RangeServer:
-    """Serves parts of ``files`` to one child after another, until it is closed."""
+class Ranges(Protocol):
+    """Where the bytes of files come from: files by number, and objects by key."""
 
-    def __init__(
-        self,
-        store: Store,
-        files: Callable[[int], Object],
-        spec: Mapping[str, Any],
-        find: Callable[[str], Object | None],
-    ) -> None:
-        """``files(number)`` and ``find(key)`` say which objects these are; ``spec`` is told to the child."""
-        self._store, self._files, self._spec, self._find = store, files, dict(spec), find
+    def part(self, number: int, start: int, length: int) -> memoryview | bytes:
+        """Bytes of a file, fewer at its end."""
+        ...
+
+    def object(self, key: str) -> memoryview | bytes | None:
+        """A whole object; None when it is not there."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object; None when it is not there."""
+        ...
+
+    def part_of(self, key: str, start: int, length: int) -> memoryview | bytes | None:
+        """Bytes of an object; None when it is not there."""
+        ...
+
+
+def fetch_part(store: Store, item: Object, start: int, stop: int) -> memoryview:
+    """Bytes ``start`` to ``stop`` of an object; all of it at once where these are all, which needs no ranges."""
+    if start == 0 and stop == item.size:
+        return store.get(item)
+    return store.get_range(item, start, stop - start)
+
+
+class StoreRanges:
+    """Parts of files of a store, of which blocks and small objects are kept. Used by many threads."""
+
+    def __init__(self, files: Files) -> None:
+        self._store, self._files = files.store, files
         self._kept: OrderedDict[Hashable, memoryview] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
-        self.facts: list[dict[str, Any]] = []
-        """What the child told."""
         self.given: list[tuple[int | str, int, int, memoryview]] = []
         """What was fetched beforehand for the samples that are read now: file or key, start, stop, bytes."""
-        self.failure: CacheToolError | None = None
-        """What the store raised last."""
         self.fetched = 0
         """Bytes that came over the wire."""
+
+    def part(self, number: int, start: int, length: int) -> memoryview | bytes:
+        """See :class:`Ranges`."""
+        return self._part(number, self._files.item(number), start, length)
+
+    def size(self, key: str) -> int | None:
+        """See :class:`Ranges`."""
+        item = self._files.find(key)
+        return None if item is None else item.size
+
+    def part_of(self, key: str, start: int, length: int) -> memoryview | bytes | None:
+        """See :class:`Ranges`."""
+        item = self._files.find(key)
+        return None if item is None else self._part(key, item, start, length)
+
+    def object(self, key: str) -> memoryview | bytes | None:
+        """See :class:`Ranges`."""
+        item = self._files.find(key)
+        if item is None:
+            return None
+        for name, _, _, body in self.given:
+            if name == key:
+                return body
+        if (kept := self._of_kept(key)) is not None:
+            return kept
+        body = self._store.get(item)
+        self.fetched += len(body)
+        if len(body) <= _SMALL:
+            self._keep(key, body)
+        return body
+
+    def _keep(self, key: Hashable, body: memoryview) -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = body
+                self._kept_bytes += len(body)
+            while self._kept_bytes > KEPT and len(self._kept) > 1:
+                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
+
+    def _of_kept(self, key: Hashable) -> memoryview | None:
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+            return kept
+
+    def _part(self, number: int | str, item: Object, start: int, length: int) -> memoryview | bytes:
+        stop = min(start + length, item.size)
+        if start < 0 or stop <= start:
+            return b""
+        for name, first, last, body in self.given:
+            if name == number and first <= start and stop <= last:
+                return body[start - first : stop - first]
+        if stop - start >= BLOCK:
+            return self._fetched((number, start, stop), item, start, stop)
+        parts = []
+        for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
+            first = block * BLOCK
+            body = self._fetched((number, block), item, first, min(first + BLOCK, item.size))
+            parts.append(body[max(start - first, 0) : stop - first])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _fetched(self, key: Hashable, item: Object, start: int, stop: int) -> memoryview:
+        if (kept := self._of_kept(key)) is not None:
+            return kept
+        body = fetch_part(self._store, item, start, stop)
+        self.fetched += len(body)
+        if len(body) <= _SMALL:
+            self._keep(key, body)
+        return body
+
+
+class MemoryRanges:
+    """One file that lies in memory."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+
+    def part(self, number: int, start: int, length: int) -> memoryview:
+        """See :class:`Ranges`."""
+        return self._body[start : start + length]
+
+    def object(self, key: str) -> None:
+        """See :class:`Ranges`: there are no others."""
+
+    def size(self, key: str) -> None:
+        """See :class:`Ranges`: there are no others."""
+
+    def part_of(self, key: str, start: int, length: int) -> None:
+        """See :class:`Ranges`: there are no others."""
+
+
+class RangeServer:
+    """Serves ``ranges`` to one child after another, until it is closed."""
+
+    def __init__(self, ranges: StoreRanges, spec: Mapping[str, Any]) -> None:
+        """``spec`` is told to the child."""
+        self.ranges, self._spec = ranges, dict(spec)
+        self.facts: list[dict[str, Any]] = []
+        """What the child told."""
+        self.failure: CacheToolError | None = None
+        """What the store raised last."""
         # The name of a socket has room for about 100 bytes.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONG else "/tmp"
         self._folder = contextlib.ExitStack()
@@ -93,15 +225,6 @@ class RangeServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._folder.close()
-
-    def give(self, key: Hashable, body: memoryview) -> None:
-        """Keep something that was fetched ahead."""
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = body
-                self._kept_bytes += len(body)
-            while self._kept_bytes > KEPT and len(self._kept) > 1:
-                self._kept_bytes -= len(self._kept.popitem(last=False)[1])
 
     def _accept(self) -> None:
         while True:
@@ -133,72 +256,19 @@ class RangeServer:
             self.facts.append(dict(asked["facts"]))
             return b""
         if "object" in asked:
-            key = str(asked["object"])
-            item = self._find(key)
-            return None if item is None else self._object(key, item)
+            return self.ranges.object(str(asked["object"]))
         if "size" in asked:
-            item = self._find(str(asked["size"]))
-            return None if item is None else _HEAD.pack(item.size)
+            size = self.ranges.size(str(asked["size"]))
+            return None if size is None else _HEAD.pack(size)
         if "part_of" in asked:
             key, start, length = asked["part_of"]
-            item = self._find(str(key))
-            return None if item is None else self._part(str(key), item, int(start), int(length))
+            return self.ranges.part_of(str(key), int(start), int(length))
         number, start, length = (int(value) for value in asked["part"])
-        return self._part(number, self._files(number), start, length)
-
-    def _object(self, key: str, item: Object) -> memoryview:
-        for name, _, _, body in self.given:
-            if name == key:
-                return body
-        with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
-        body = self._store.get(item)
-        self.fetched += len(body)
-        if len(body) <= _SMALL:
-            self.give(key, body)
-        return body
-
-    def _part(self, number: int | str, item: Object, start: int, length: int) -> memoryview | bytes:
-        stop = min(start + length, item.size)
-        if start < 0 or stop <= start:
-            return b""
-        for name, first, last, body in self.given:
-            if name == number and first <= start and stop <= last:
-                return body[start - first : stop - first]
-        if stop - start >= BLOCK:
-            key = (number, start, stop)
-            with self._lock:
-                if (kept := self._kept.get(key)) is not None:
-                    return kept
-            body = self._store.get_range(item, start, stop - start)
-            self.fetched += len(body)
-            if len(body) <= _SMALL:
-                self.give(key, body)
-            return body
-        parts = []
-        for block in range(start // BLOCK, (stop - 1) // BLOCK + 1):
-            first = block * BLOCK
-            body = self._block(number, item, block)
-            parts.append(body[max(start - first, 0) : stop - first])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _block(self, number: int | str, item: Object, block: int) -> memoryview:
-        key = (number, block)
-        with self._lock:
-            if (kept := self._kept.get(key)) is not None:
-                self._kept.move_to_end(key)
-                return kept
-        first = block * BLOCK
-        body = self._store.get_range(item, first, min(BLOCK, item.size - first))
-        self.fetched += len(body)
-        self.give(key, body)
-        return body
+        return self.ranges.part(number, start, length)
 
 
-class Ranges:
-    """The other side, in the guarded process."""
+class ServedRanges:
+    """What a :class:`RangeServer` serves, in the guarded process."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -208,20 +278,20 @@ class Ranges:
         self.spec: dict[str, Any] = json.loads(self._ask({"spec": True}) or b"null")
 
     def part(self, number: int, start: int, length: int) -> bytes:
-        """Bytes of a file, fewer at its end."""
+        """See :class:`Ranges`."""
         return self._ask({"part": [number, start, length]}) or b""
 
     def object(self, key: str) -> bytes | None:
-        """A whole object; None when it is not there."""
+        """See :class:`Ranges`."""
         return self._ask({"object": key})
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object; None when it is not there."""
+        """See :class:`Ranges`."""
         answer = self._ask({"size": key})
         return None if answer is None else int(_HEAD.unpack(answer)[0])
 
     def part_of(self, key: str, start: int, length: int) -> bytes | None:
-        """Bytes of an object; None when it is not there."""
+        """See :class:`Ranges`."""
         return self._ask({"part_of": [key, start, length]})
 
     def tell(self, facts: Mapping[str, Any]) -> None:
@@ -240,7 +310,7 @@ class Ranges:
 
 
 class RangeFile(io.RawIOBase):
-    """A remote file as an object to read and seek in."""
+    """A file as an object to read and seek in, by ranges."""
 
     def __init__(self, ranges: Ranges, number: int, size: int) -> None:
         super().__init__()
@@ -265,23 +335,106 @@ class RangeFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
-        data = self._ranges.part(self._number, self._at, len(buffer))
+        data = self._part(self._at, len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
+    def _part(self, start: int, length: int) -> memoryview | bytes:
+        return self._ranges.part(self._number, start, length)
+
+
+class _Ahead(RangeFile):
+    """The same for one who reads on and on: the next parts are fetched meanwhile."""
+
+    def __init__(self, ranges: Ranges, number: int, size: int) -> None:
+        super().__init__(ranges, number, size)
+        self._fetcher: Fetcher[int, memoryview | bytes] = Fetcher(self._fetch, _THREADS)
+        self._fetching: Fetching[int, memoryview | bytes] | None = None
+        self._body: memoryview | bytes = b""
+        self._first = 0
+
+    def _fetch(self, start: int, stop: threading.Event) -> memoryview | bytes:
+        return b"" if stop.is_set() else self._ranges.part(self._number, start, _STRIDE)
+
+    def _part(self, start: int, length: int) -> memoryview | bytes:
+        if start >= self._size:
+            return b""
+        if not self._first <= start < self._first + len(self._body):
+            at, after = start // _STRIDE * _STRIDE, self._first + len(self._body)
+            while self._fetching is not None and after < at <= after + _THREADS * _STRIDE:
+                after += len(next(self._fetching, b"")) or self._size
+            if self._fetching is None or at != after:
+                self._stop()
+                self._fetching = self._fetcher.run(
+                    range(at, self._size, _STRIDE), ahead=_THREADS * _STRIDE, size=lambda _: _STRIDE
+                )
+            self._first, self._body = at, next(self._fetching, b"")
+        return self._body[start - self._first : start - self._first + length]
+
+    def _stop(self) -> None:
+        if self._fetching is not None:
+            self._fetching.close()
+
+    def close(self) -> None:
+        self._stop()
+        self._fetcher.close()
+        super().close()
+
+
+_STRIDE, _THREADS = 2**20, 4
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file as the reader of its kind sees it, wherever it lies."""
+
+    name: Path
+    """What to call it in messages, and its fields where they have no name."""
+    size: int
+    """Bytes that it has, or for Zarr all objects of the listing."""
+    ranges: Ranges
+    number: int = 0
+    """By which ``ranges`` know it."""
+    root: str = ""
+    """Of a file that is a folder: the beginning of its keys."""
+    folders: tuple[str, ...] = ()
+    """All folders that hold metadata."""
+    path: Path | None = None
+    """Where it lies on this machine, for kinds that are read by path."""
+    alone: bool = True
+    """Whether its source has no others."""
+    in_order: bool = False
+    """Whether rows are read from the first to the last, so that what stands behind them is read as well."""
+    schema: Schema | None = None
+    """What its samples are, where that was found out before; then no more is read than is asked for."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """For each field of :attr:`schema` what the file calls it."""
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    def open(self) -> BinaryIO:
+        """Open it to read here and there: every read asks for these bytes."""
+        return cast(BinaryIO, RangeFile(self.ranges, self.number, self.size))
+
+    def stream(self) -> BinaryIO:
+        """Open it to be read from its beginning on; what lies ahead is fetched meanwhile."""
+        kind = RangeFile if isinstance(self.ranges, MemoryRanges) else _Ahead
+        return io.BufferedReader(kind(self.ranges, self.number, self.size), _STRIDE)
+
 
 Seen = Mapping[int, tuple[int, str | None]]
 """Size and identity of objects by number, as their answers told them, where the listing does not."""
-_ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
 
 
 class Files:
     """Objects of one listing on their store. Used by many threads."""
 
-    def __init__(self, store: Store, listing: Listing, seen: Seen | None = None) -> None:
-        """``seen`` is what :meth:`seen` gave when they were listed: they must still be these."""
-        self.store, self.listing = store, listing
+    def __init__(self, store: Store, listing: Listing, seen: Seen | None = None, *, folder: Path | None = None) -> None:
+        """``seen`` is what :meth:`seen` gave when they were listed: they must still be these. ``folder``: where they
+        lie on this machine, if they do."""
+        self.store, self.listing, self._folder = store, listing, folder
         self._objects = {
             number: replace(listing.object(number), size=size, etag=etag)
             for number, (size, etag) in (seen or {}).items()
@@ -309,6 +462,15 @@ class Files:
         check_identity(item, size=answer.size, etag=None)
         with self._lock:
             return self._objects.setdefault(number, answer)
+
+    def path(self, number: int) -> Path | None:
+        """Where an object lies on this machine, if it does and is still the one that was listed."""
+        if self._folder is None:
+            return None
+        item = self.item(number)
+        answer = self.store.find(item.key)
+        check_identity(item, size=answer.size, etag=answer.etag)
+        return self._folder / item.key
 
     def seen(self) -> Seen:
         """What answers have told of the objects that the listing does not."""
@@ -346,12 +508,12 @@ class Files:
         """For messages."""
         return self.listing.object(min(number, self.listing.objects - 1)).key
 
-    def zarr_folders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """All folders that hold metadata of Zarr, ``""`` or ending in ``/``, and those that lie in no other one."""
+    def mark_folders(self, marks: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """All folders that hold one of these names, ``""`` or ending in ``/``, and those that lie in no other one."""
         folders: dict[str, None] = {}
         for number in range(self.listing.objects):
             folder, slash, name = self.listing.object(number).key.rpartition("/")
-            if name in _ZARR_METADATA:
+            if name in marks:
                 folders[folder + slash] = None
         roots: list[str] = []
         for folder in sorted(folders):

@@ -1,32 +1,39 @@
-"""Listing files of many samples: each is looked at once, to know its rows and where they lie."""
+"""Listing files of many samples: each is looked at once, to know its rows and where they lie.
+
+``survey="probe"`` looks at no more than that takes: of archives and records, whose samples nobody has counted,
+each file is one unit, unless an index lies beside it. ``survey="all"`` reads these through, so that all samples are
+counted and the schema holds all of them; and rows will be read from the first to the last.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
-from cachetool.core.schema import KEY, Field, Schema
-from cachetool.sources.byte_source import Files, RangeServer, renamed
-from cachetool.sources.decode import MAX_HEADER, npy_layout
+from cachetool.core.schema import Schema
+from cachetool.sources.byte_source import Files, SourceFile, StoreRanges
 from cachetool.sources.fetch import Fetcher
-from cachetool.sources.file_table import write_table
-from cachetool.sources.guard import GuardedFile
+from cachetool.sources.file_opening import MAX_WHOLE, OpenedRows, WholeFile, rows_options
+from cachetool.sources.file_table import UNIT_BYTES, write_table
 from cachetool.sources.index import IndexSeen, index_facts
 from cachetool.sources.kinds import EachFile, Kind
 from cachetool.sources.listing import Listing, write_listing
-from cachetool.sources.opening import FileFacts
+from cachetool.sources.opening import FileFacts, facts_of_records, facts_of_rows
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import FileOptions
+from cachetool.sources.ours import Exported
+from cachetool.sources.readers import bounded
 from cachetool.stores import Object, Store
 
-__all__ = ["Guarded", "list_files"]
+__all__ = ["Survey", "list_files"]
 
-OPENER = "cachetool.sources.opening:open_remote"
-WHOLE = ("tar", "tfrecord", "lmdb")
+Survey = Literal["probe", "all"]
 _HEADER = 4096
+_IN_ORDER = 2**20
+"""Records that are read in order share a unit of so many bytes, all of which is read if one is."""
 
 
 def list_files(
@@ -38,136 +45,140 @@ def list_files(
     *,
     progress: Callable[[int], None] | None = None,
     alone: bool = False,
+    survey: Survey = "probe",
+    local: Path | None = None,
 ) -> Listing:
     """Write the listing of the files among ``pages`` and what they hold into ``folder``. ``alone``: of one file, beside
-    which nothing was looked for.
+    which nothing was looked for; ``local``: where the store lies on this machine, if it does.
 
     Raises :class:`BadObject` for a file that cannot be read, or two that have no schema in common,
     :class:`UsageError` when nothing in them can be taken.
     """
-    if options.decode and kind == "npy":
+    if options.decode and kind.name == "npy":
         raise UsageError(f"--decode image is for fields of bytes; the rows of .npy files are numbers: {store.url}")
+    if options.value_format is not None and kind.name != "lmdb":
+        raise UsageError(f"--value-format is for lmdb files; {store.url} holds {kind.name} files")
     seen = IndexSeen(store)
     listing = write_listing(
-        folder, seen.note(pages), stem=EachFile(kind), url=store.url, left_out=lambda: store.left_out, progress=progress
-    )
+        folder, seen.note(pages), stem=EachFile(kind, alone=alone), url=store.url,
+        left_out=lambda: store.left_out, progress=progress,
+    )  # fmt: skip
     if not listing.objects:
         return listing
-    files = Files(store, listing)
-    ours = _ours(seen, files, kind, options)
-    facts: list[FileFacts] = []
-    if kind in WHOLE:
-        if alone and kind != "lmdb":
-            seen.ask(files.name(0))
-        indexes = [seen.of(files.name(number)) for number in range(listing.objects)]
-        present = [index for index in indexes if index is not None]
-        if kind == "lmdb" or len(present) < len(indexes):
-            write_table(folder, kind, options, [], files=listing.objects, ours=ours)
-        else:
-            facts = [index_facts(kind, files.identified(at), index, store.get) for at, index in enumerate(present)]
-            parts = [part for number, file_facts in enumerate(facts) for part in _placed(files, number, file_facts)]
-            write_table(folder, kind, options, facts, files=listing.objects, parts=parts, ours=ours, seen=files.seen())
-    elif kind == "npy":
-        facts = _npy_facts(files, options)
-        write_table(folder, kind, options, facts, files=listing.objects, seen=files.seen())
-    else:
-        facts = _look(files, folder, kind, options)
+    files = Files(store, listing, folder=local)
+    if alone and local is not None:
+        seen.ask_ours()
+    facts = _Look(files, folder, kind, options, seen, survey).write(alone=alone)
     if facts and not any(file_facts.rows for file_facts in facts):
         where = "it" if len(facts) == 1 else f"any of {len(facts)} files"
-        raise NotFound(f"no samples under {store.url}: no rows in {where}")
+        place = f"in {files.name(0)!r}" if alone else f"under {store.url}"
+        raise NotFound(f"no samples {place}: no rows in {where}")
     return listing
 
 
-def _ours(seen: IndexSeen, files: Files, kind: Kind, options: SourceOptions) -> Schema | None:
-    """What files that cachetool wrote hold. Raises :class:`UsageError` for those that cannot be read by rows."""
-    if kind not in ("hdf5", "zarr", "tfrecord"):
-        return None
-    if kind == "tfrecord":
-        return seen.schema(kind, map(files.name, range(files.listing.objects)))
-    ours = seen.schema(kind, ())
-    for field in ours or ():
-        new = options.rename.get(field.name, field.name)
-        if field.kind != "fixed" and field.name != KEY and (options.fields is None or new in options.fields):
-            raise UsageError(
-                f"{files.store.url}: field {field.name!r} differs in length, so that rows of these {kind} files cannot"
-                " be pulled;\nbring them into another format first: cachetool convert FOLDER --to lmdb --out NEW"
-            )
-    return ours
-
-
-def _look(files: Files, folder: Path, kind: Kind, options: SourceOptions) -> list[FileFacts]:
-    """Have the guarded process open every file, for what it is."""
-    folders: tuple[str, ...] = ()
-    roots: tuple[str, ...] = ()
-    if kind == "zarr":
-        folders, roots = files.zarr_folders()
-        if not roots:
-            raise NotFound(f"{files.store.url}: no Zarr in it")
-    with Guarded(files, kind, options, roots=roots, folders=folders) as (server, source):
-        facts = [FileFacts(**file_facts) for file_facts in server.facts]
-        _check(files, kind, facts)
-        parts = [part for number, file_facts in enumerate(facts) for part in _placed(files, number, file_facts)]
-        write_table(
-            folder,
-            kind,
-            options,
-            facts,
-            files=len(facts),
-            roots=roots,
-            folders=folders,
-            skipped=source.skipped,
-            parts=parts,
-            seen=files.seen(),
-        )
-    return facts
-
-
-class Guarded:
-    """The guarded process over ``files``: ``with Guarded(...) as (server, source)``."""
+class _Look:
+    """Finds out what the files of a listing hold."""
 
     def __init__(
-        self,
-        files: Files,
-        kind: Kind,
-        options: SourceOptions,
-        *,
-        roots: tuple[str, ...] = (),
-        folders: tuple[str, ...] = (),
-        schema: Schema | None = None,
-        rows: list[int] | None = None,
-        piece: int = 0,
+        self, files: Files, folder: Path, kind: Kind, options: SourceOptions, seen: IndexSeen, survey: Survey
     ) -> None:
-        items = [] if roots else [files.item(number) for number in range(files.listing.objects)]
-        spec = {
-            "kind": kind,
-            "files": [name.rstrip("/") or files.store.url.rstrip("/").rpartition("/")[2] for name in roots]
-            or [item.key for item in items],
-            "sizes": [files.listing.bytes] * len(roots) or [item.size for item in items],
-            "roots": roots,
-            "folders": folders,
-            "schema": None if schema is None else schema.to_json(),
-            "rows": rows,
-            "piece": piece,
-        }
-        self.server = RangeServer(files.store, files.item, spec, files.find)
-        wanted = FileOptions(fields=options.fields, rename=options.rename, key=False)
+        self._files, self._folder, self._kind, self._options, self._seen = files, folder, kind, options, seen
+        self._in_order = survey == "all"
+        self._numbers = range(files.listing.objects)
+        self._skipped: list[tuple[str, str]] = []
+
+    def write(self, *, alone: bool) -> list[FileFacts]:
+        """Write the tables; gives what each file is, or nothing where each is one unit."""
+        if self._kind.marks and not self._kind.by_path:
+            return self._folders()
+        ours = self._seen.exported(self._kind, map(self._files.name, self._numbers), alone=alone)
+        if self._kind.records:
+            facts = self._records(ours, alone=alone)
+        elif self._kind.guarded:
+            return self._guarded(ours)
+        else:
+            facts = self._rows()
+        self._table(facts, ours=ours)
+        return facts
+
+    def _table(self, facts: list[FileFacts], **more: Any) -> None:
+        parts = [part for number, file_facts in enumerate(facts) for part in _placed(self._files, number, file_facts)]
+        skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)
+        write_table(
+            self._folder, self._kind, self._options, facts, files=len(facts) or len(self._numbers), parts=parts,
+            seen=self._files.seen(), in_order=self._in_order, **({"skipped": skipped} | more),
+        )  # fmt: skip
+
+    def _rows(self) -> list[FileFacts]:
+        """Of files that need no process of their own: many at once."""
+        ranges, options = StoreRanges(self._files), rows_options(self._options)
+
+        def look(number: int, _: object) -> tuple[FileFacts, tuple[tuple[str, str], ...]]:
+            item, single = self._files.item(number), len(self._numbers) == 1
+            file = SourceFile(Path(item.key), item.size, ranges, number, alone=single, in_order=self._in_order)
+            opened = self._kind.opened(file, options)
+            return facts_of_rows(opened, item.size), tuple(
+                (name if single else f"{item.key}: {name}", why) for name, why in opened.skipped
+            )
+
+        fetcher: Fetcher[int, Any] = Fetcher(look, self._files.store.concurrency)
         try:
-            with renamed(self.server.path, files.store.url, self.server):
-                self.source = GuardedFile(self.server.path, wanted, opener=OPENER)
-        except BaseException:
-            self.server.close()
-            raise
+            looked = list(fetcher.run(self._numbers, ahead=2**30, size=lambda _: _HEADER))
+        finally:
+            fetcher.close()
+        self._skipped += [entry for _, skipped in looked for entry in skipped]
+        return [facts for facts, _ in looked]
 
-    def __enter__(self) -> tuple[RangeServer, GuardedFile]:
-        return self.server, self.source
+    def _folders(self) -> list[FileFacts]:
+        folders, roots = self._files.mark_folders(self._kind.marks)
+        if not roots:
+            raise NotFound(f"{self._files.store.url}: no {self._kind.name} in it")
+        ours = self._seen.exported(self._kind, [root.rstrip("/") for root in roots], alone=roots == ("",))
+        return self._guarded(ours, roots, folders)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _guarded(
+        self, ours: Exported | None, roots: tuple[str, ...] = (), folders: tuple[str, ...] = ()
+    ) -> list[FileFacts]:
+        """Have the guarded process open every file, for what it is."""
+        with OpenedRows(
+            self._files, self._kind, self._options, roots=roots, folders=folders, in_order=self._in_order
+        ) as opened:
+            facts = [FileFacts(**file_facts) for file_facts in opened.facts]
+            _check(self._files, self._kind, facts)
+            self._table(facts, roots=roots, folders=folders, skipped=opened.skipped, ours=ours)
+        return facts
 
-    def close(self) -> None:
-        """End the process."""
-        self.source.close()
-        self.server.close()
+    def _records(self, ours: Exported | None, *, alone: bool) -> list[FileFacts]:
+        files = self._files
+        if not self._kind.by_path:
+            if alone:
+                self._seen.ask(files.name(0))
+            indexes = [self._seen.of(files.name(number)) for number in self._numbers]
+            present = [index for index in indexes if index is not None]
+            if len(present) == len(indexes) and not self._in_order:
+                get = files.store.get
+                return [index_facts(self._kind, files.identified(at), index, get) for at, index in enumerate(present)]
+        if not self._in_order and all(files.item(number).size <= MAX_WHOLE for number in self._numbers):
+            return []
+        return [self._record_file(number, ours) for number in self._numbers]
+
+    def _record_file(self, number: int, ours: Exported | None) -> FileFacts:
+        """What one file is, all of whose records are looked at."""
+        files = self._files
+        with WholeFile(files, number, self._kind, self._options, ours) as whole:
+            opened = whole.opened()
+            self._skipped += [
+                (name if len(self._numbers) == 1 else f"{files.name(number)}: {name}", why)
+                for name, why in opened.skipped
+            ]
+            unit_bytes = _IN_ORDER if self._in_order else UNIT_BYTES
+            facts = facts_of_records(opened, files.item(number).size, unit_bytes)
+        if not self._in_order and not facts.parts and hasattr(opened, "places"):
+            raise BadObject(
+                f"{files.name(number)!r} is packed as a whole and larger than can be read at random; unpack it, or"
+                " write its samples into other files first: cachetool convert"
+            )
+        return facts
 
 
 def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
@@ -179,7 +190,7 @@ def _check(files: Files, kind: Kind, facts: list[FileFacts]) -> None:
             if offset < 0:
                 continue
             stored = np.dtype(file_facts.stored[field.name])
-            same = stored.newbyteorder("<") == field.numpy.newbyteorder("<") and kind != "zarr"
+            same = stored.newbyteorder("<") == field.numpy.newbyteorder("<") and not kind.marks
             if not same or offset + file_facts.rows * field.nbytes > files.item(number).size:
                 raise BadObject(f"{files.item(number).key!r}: field {field.name!r} reaches past the end of the file")
         good = file_facts.rows >= 0 and file_facts.chunk >= 1
@@ -201,35 +212,3 @@ def _placed(files: Files, number: int, facts: FileFacts) -> Iterator[tuple[int, 
                 yield number, int(row), number, int(start), int(start + nbytes)
         elif (index := files.index(str(key))) is not None and files.item(index).size:
             yield number, int(row), index, 0, files.item(index).size
-
-
-def _npy_facts(files: Files, options: SourceOptions) -> list[FileFacts]:
-    single = files.listing.objects == 1
-
-    def look(number: int, _: object) -> FileFacts:
-        item = files.item(number)
-        try:
-            head = files.store.get_range(item, 0, min(_HEADER, item.size))
-            if len(head) >= 12 and 12 + int.from_bytes(head[8:10], "little") > len(head):
-                head = files.store.get_range(item, 0, min(MAX_HEADER + 12, item.size))
-            dtype, fortran, shape, start = npy_layout(head)
-        except BadObject as error:
-            raise BadObject(f"{item.key!r}: {error}") from error
-        if not shape:
-            raise BadObject(f"{item.key!r} holds a single number; its rows should be samples")
-        if fortran and len(shape) > 1:
-            raise BadObject(f"{item.key!r} is stored column by column, so that its rows cannot be fetched")
-        stem = item.key.rpartition("/")[2].rpartition(".")[0] if single else "npy"
-        name = options.rename.get(stem, stem)
-        field = Field(name, dtype.newbyteorder("<").str, shape[1:])
-        if start + shape[0] * field.nbytes != item.size:
-            raise BadObject(f"{item.key!r}: {item.size} bytes are not a {dtype} array {shape}")
-        if options.fields is not None and options.fields != (name,):
-            raise UsageError(f"no field {options.fields[0]!r}; there is {name!r}")
-        return FileFacts(shape[0], 1, 0, Schema((field,)).to_json(), {name: start}, {name: dtype.str})
-
-    fetcher: Fetcher[int, FileFacts] = Fetcher(look, files.store.concurrency)
-    try:
-        return list(fetcher.run(range(files.listing.objects), ahead=2**30, size=lambda _: _HEADER))
-    finally:
-        fetcher.close()

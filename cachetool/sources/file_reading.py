@@ -1,12 +1,9 @@
-"""From the bytes of a unit to its samples: by extents, through the guarded process, or out of a whole archive."""
+"""From the bytes of a unit to its samples: by extents, through a library, or out of a whole archive."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +13,22 @@ import numpy as np
 from cachetool.core.block import Block, Column
 from cachetool.core.errors import BadObject
 from cachetool.core.schema import Field
-from cachetool.core.units import format_size
-from cachetool.sources.byte_source import Files, renamed
+from cachetool.sources.byte_source import Files, MemoryRanges, SourceFile, renamed
+from cachetool.sources.file_opening import (
+    MAX_WHOLE,
+    OpenedRows,
+    WholeFile,
+    nameless,
+    open_at,
+    records_options,
+    refuse_large,
+    run_of_blocks,
+    write_body,
+)
 from cachetool.sources.file_table import Run, Table
-from cachetool.sources.joined import common
 from cachetool.sources.options import SourceOptions
-from cachetool.sources.readers import FileOptions, FileSource
+from cachetool.sources.readers import RecordFile
+from cachetool.sources.shapes import common
 
 __all__ = ["Reader", "Want", "reader_of"]
 
@@ -31,8 +38,6 @@ _SMALL_ROW = 4 * 2**10
 _KEPT = 64 * 2**20
 _PART = 8 * 2**20
 _TAR_END = 1024
-MAX_WHOLE = 4 * 2**30
-"""Bytes of an archive that is fetched as a whole, since it lies in memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Reader(Protocol):
     """Whether it takes care of ``--label-from-folder`` itself."""
     numbered: bool
     """Whether samples are told apart by their numbers."""
+    in_order: bool
+    """Whether only who reads all in order reads fast."""
     fetched: int
     """Bytes that it fetched itself so far."""
 
@@ -73,17 +80,17 @@ class Reader(Protocol):
 
 def reader_of(files: Files, table: Table, options: SourceOptions) -> Reader:
     """The reader for these tables."""
-    if not table.layouts:
-        return _Archives(files, table, options)
+    if table.kind.records:
+        return _Records(files, table, options)
     if all(layout.stored for layout in table.layouts):
         return _Extents(files, table)
-    return _Guarded(files, table, options)
+    return _Opened(files, table, options)
 
 
 class _Extents:
     """Rows that lie one after another in their files: their place is known, and no library is needed."""
 
-    labels, numbered = False, True
+    labels, numbered, in_order = False, True, False
 
     def __init__(self, files: Files, table: Table) -> None:
         self._files, self._table = files, table
@@ -138,17 +145,17 @@ class _Extents:
         self._kept.clear()
 
 
-class _Guarded:
-    """Rows that a library finds: it reads in the guarded process, which asks for what it needs."""
+class _Opened:
+    """Rows that a library finds, which asks for the bytes that it needs."""
 
-    labels, numbered = False, True
+    labels, numbered, in_order = False, True, False
 
     def __init__(self, files: Files, table: Table, options: SourceOptions) -> None:
         self._files, self._table, self._options = files, table, options
         self._schema = table.layouts[0].schema
         for layout in table.layouts[1:]:
             self._schema = common(self._schema, layout.schema, first=Path("one file"), then=Path("another"))
-        self._open: object = None
+        self._open: OpenedRows | None = None
         self.fetched = 0
 
     def wants(self, run: Run) -> list[Want]:
@@ -159,10 +166,8 @@ class _Guarded:
         return (run.stop - run.start) * row or 2**20
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
-        from cachetool.sources.file_listing import Guarded
-
         if self._open is None:
-            self._open = Guarded(
+            self._open = OpenedRows(
                 self._files,
                 self._table.kind,
                 self._options,
@@ -171,52 +176,38 @@ class _Guarded:
                 schema=self._schema,
                 rows=self._table.rows.tolist(),
                 piece=self._table.piece,
+                in_order=self._table.in_order,
             )
-        assert isinstance(self._open, Guarded)
-        server, source = self._open.server, self._open.source
-        first = int(self._table.starts[run.file])
-        before, server.failure = server.fetched, None
-        server.given = [
+        ranges, before = self._open.ranges, self._open.ranges.fetched
+        ranges.given = [
             (self._files.name(want.item) if self._table.roots else want.item, want.start, want.stop, body)
             for want, body in zip(self.wants(run), bodies, strict=True)
         ]
-        with renamed(server.path, self._files.store.url, server):
-            block = source.read(first + run.start, first + run.stop)
-        server.given = []
-        self.fetched += server.fetched - before
+        first = int(self._table.starts[run.file])
+        block: Block = self._open.read(first + run.start, first + run.stop)
+        ranges.given = []
+        self.fetched += ranges.fetched - before
         return block
 
     def close(self) -> None:
-        from cachetool.sources.file_listing import Guarded
-
-        if isinstance(self._open, Guarded):
+        if self._open is not None:
             self._open.close()
         self._open = None
 
 
-@contextlib.contextmanager
-def _nameless() -> Iterator[tuple[int, Path]]:
-    """A file in memory and a path to it, also for another process; where there is no such thing, a temporary one."""
-    try:
-        fd = os.memfd_create("archive", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):  # not Linux; a sandbox that forbids it
-        with tempfile.NamedTemporaryFile(prefix="cachetool-", buffering=0) as file:
-            yield file.fileno(), Path(file.name)
-        return
-    try:
-        yield fd, Path(f"/proc/{os.getpid()}/fd/{fd}")
-    finally:
-        os.close(fd)
-
-
-class _Archives:
+class _Records:
     """Files of records, whole or by those parts of them that an index names, in memory while they are read."""
 
     def __init__(self, files: Files, table: Table, options: SourceOptions) -> None:
         self._files, self._table, self._kind, self._options = files, table, table.kind, options
-        self.labels = table.kind == "tar"
+        self.labels = table.kind.name == "tar"
         self.numbered = True
         self.fetched = 0
+        self._open: tuple[int, WholeFile] | None = None
+        self._in_parts = np.zeros(len(table.rows), dtype=np.bool_)
+        self._in_parts[np.unique(table.parts[:, 0])] = True
+        by_path = table.kind.by_path or table.ours is not None
+        self.in_order = bool(not table.file_is_unit and not by_path and not self._in_parts.all())
 
     def wants(self, run: Run) -> list[Want]:
         if not self._table.file_is_unit:
@@ -228,45 +219,48 @@ class _Archives:
 
     def nbytes(self, run: Run) -> int:
         if not self._table.file_is_unit:
-            return sum(want.stop - want.start for want in self.wants(run))
+            return sum(want.stop - want.start for want in self.wants(run)) or _PART
         return int(self._files.item(run.file).size)
 
     def block(self, run: Run, bodies: list[memoryview]) -> Block:
-        item = self._files.item(run.file)
-        if self._table.file_is_unit and item.size > MAX_WHOLE:
-            raise BadObject(f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole")
-        with _nameless() as (fd, path):
+        item, table = self._files.item(run.file), self._table
+        layout = table.layouts[table.layout[run.file]] if table.layouts else None
+        if table.file_is_unit:
+            refuse_large(item)
+        elif not self._in_parts[run.file]:
+            if self._open is None or self._open[0] != run.file:
+                self.close()
+                self._open = run.file, WholeFile(self._files, run.file, self._kind, self._options, table.ours, layout)
+            return self._open[1].read(run.start, run.stop)
+        if self._kind.by_path or (table.ours is not None and self._kind.name == "tfrecord"):
+            block = self._by_path(bodies, item.key)
+        else:
+            if self._kind.name == "tar" and not table.file_is_unit:
+                bodies.append(memoryview(bytes(_TAR_END)))
+            body = bodies[0] if len(bodies) == 1 else memoryview(b"".join(bodies))
+            file = SourceFile(
+                Path(item.key), len(body), MemoryRanges(body), schema=layout.schema if layout else None,
+                names=layout.names if layout else {},
+            )  # fmt: skip
+            source: RecordFile = self._kind.opened(file, records_options(self._options, self._kind))
+            blocks = list(source.blocks())
+            block = Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
+        if not table.file_is_unit and len(block) != run.stop - run.start:
+            raise BadObject(f"{item.key!r} holds other records than its index says")
+        return block
+
+    def _by_path(self, bodies: list[memoryview], name: str) -> Block:
+        options = records_options(self._options, self._kind)
+        with nameless() as (fd, path):
             while bodies:
-                body = bodies.pop(0)
-                while body:
-                    body = body[os.write(fd, body) :]
-            if self._kind == "tar" and not self._table.file_is_unit:
-                os.write(fd, bytes(_TAR_END))
-            with renamed(path, item.key), self._opened(path) as source:
-                blocks = list(source.blocks())
-                block = Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
-            if not self._table.file_is_unit and len(block) != run.stop - run.start:
-                raise BadObject(f"{item.key!r} holds other records than its index says")
-            return block
-
-    def _opened(self, path: Path) -> FileSource:
-        asked = {name: value for name, value in self._options.to_json().items() if name != "concurrency"}
-        options = FileOptions.from_json({**asked, "label_from_folder": self.labels and asked["label_from_folder"]})
-        if self._kind == "tar":
-            from cachetool.sources.tar import TarFiles
-
-            return TarFiles(path, [path], options)
-        if self._kind == "tfrecord" and self._table.ours is not None:
-            from cachetool.sources.ours import our_records
-
-            return our_records(path, options, self._table.ours)
-        if self._kind == "tfrecord":
-            from cachetool.sources.tfrecord import TFRecordFiles
-
-            return TFRecordFiles(path, [path], options)
-        from cachetool.sources.guard import GuardedFile
-
-        return GuardedFile(path, options)
+                write_body(fd, bodies.pop(0))
+            with renamed(path, name):
+                source = open_at(path, self._kind, options, self._table.ours)
+                with contextlib.closing(source):
+                    blocks = list(run_of_blocks(source, 0, source.samples))
+                    return Block.concat(blocks) if blocks else Block.from_samples(source.schema, [])
 
     def close(self) -> None:
-        pass
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None

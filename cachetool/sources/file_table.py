@@ -26,19 +26,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cachetool.core.block import BLOCK_BYTES
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
 from cachetool.proc.folders import new_file, replacing
 from cachetool.sources.byte_source import Seen
-from cachetool.sources.kinds import Kind
+from cachetool.sources.kinds import Kind, kind_named
 from cachetool.sources.listing import TABLE_FILE, opened
 from cachetool.sources.opening import FileFacts
 from cachetool.sources.options import SourceOptions
+from cachetool.sources.ours import Exported
 
 __all__ = ["Layout", "Run", "Table", "write_table"]
 
 UNIT_BYTES = 64 * 2**10
 """Rows smaller than this are fetched, and so drawn, with their neighbours: a request costs as much as so many bytes."""
+IN_ORDER_BYTES = BLOCK_BYTES
+"""The same where all rows are read in order."""
 _VERSION = 1
 _Numbers = npt.NDArray[np.int64]
 
@@ -50,6 +54,8 @@ class Layout:
     schema: Schema
     stored: tuple[np.dtype[Any], ...]
     """The dtype of each field in the file; empty when a library has to read it."""
+    names: dict[str, str]
+    """What the file calls fields that have another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,10 @@ class Table:
     layouts: tuple[Layout, ...]
     """Empty for archives and records, whose fields are seen when they are read."""
     piece: int
+    in_order: bool
+    """Whether rows were counted on to be read from the first to the last."""
     skipped: tuple[tuple[str, str], ...]
-    ours: Schema | None
+    ours: Exported | None
     """What files hold that ``cachetool convert --out`` wrote; None for those of others."""
     seen: Seen
     """Which content of their objects the tables are of, where the listing does not tell it."""
@@ -103,20 +111,21 @@ class Table:
         names = ("rows", "chunk", "layout", "offsets", "cuts", "parts")
         with opened("table", folder / TABLE_FILE, names, version=_VERSION) as (about, arrays):
             layouts = tuple(
-                Layout(Schema.from_json(layout["schema"]), tuple(np.dtype(name) for name in layout["stored"]))
+                Layout(Schema.from_json(layout["schema"]), tuple(map(np.dtype, layout["stored"])), layout["names"])
                 for layout in about["layouts"]
             )
         counts = np.where(arrays["chunk"] == 0, arrays["rows"], 0)
         return cls(
-            kind=about["kind"],
+            kind=kind_named(about["kind"]),
             chosen=about["chosen"],
             roots=tuple(about["roots"]),
             folders=tuple(about["folders"]),
             file_is_unit=about["whole"],
             layouts=layouts,
             piece=about["piece"],
+            in_order=about["in_order"],
             skipped=tuple((str(name), str(why)) for name, why in about["skipped"]),
-            ours=Schema.from_json(about["ours"]) if about.get("ours") is not None else None,
+            ours=Exported.from_json(about["ours"]) if about.get("ours") is not None else None,
             seen={int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
@@ -131,7 +140,8 @@ class Table:
         """Raise :class:`UsageError` for options that would choose other fields than these tables hold."""
         if chosen(options) != self.chosen:
             raise UsageError(
-                f"{url} was listed with other --fields or --rename; give the same, or use another --dataset or cache"
+                f"{url} was listed with other --fields, --rename or --value-format; give the same, or use another"
+                " --dataset or cache"
             )
 
     def unit_sizes(self) -> _Numbers | int:
@@ -187,6 +197,10 @@ class Table:
         changes = np.flatnonzero((np.diff(files) != 0) | (np.diff(start) != 0)) + 1
         firsts = [0, *changes.tolist()] if len(samples) else []
         lasts = [*changes.tolist(), len(samples)]
+        if self.in_order and not (self.kind.records and len(self.parts)):  # the rows alone, not all of their unit
+            start, stop = rows.copy(), rows.copy()
+            for a, b in zip(firsts, lasts, strict=False):
+                start[a], stop[a] = rows[a:b].min(), rows[a:b].max() + 1
         return [
             Run(a, int(files[a]), int(start[a]), int(stop[a]), rows[a:b] - start[a])
             for a, b in zip(firsts, lasts, strict=False)
@@ -195,7 +209,8 @@ class Table:
 
 def chosen(options: SourceOptions) -> dict[str, Any]:
     """The options that decide which rows and fields there are."""
-    return {"fields": None if options.fields is None else list(options.fields), "rename": dict(options.rename)}
+    fields = None if options.fields is None else list(options.fields)
+    return {"fields": fields, "rename": dict(options.rename), "values": options.value_format, "rows": options.rows}
 
 
 def write_table(
@@ -209,8 +224,9 @@ def write_table(
     folders: tuple[str, ...] = (),
     skipped: tuple[tuple[str, str], ...] = (),
     parts: Sequence[tuple[int, int, int, int, int]] = (),
-    ours: Schema | None = None,
+    ours: Exported | None = None,
     seen: Seen | None = None,
+    in_order: bool = False,
 ) -> None:
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
     layouts: dict[str, int] = {}
@@ -219,18 +235,18 @@ def write_table(
     for file_facts in facts:
         stored = list(file_facts.stored.values()) if len(file_facts.stored) == len(file_facts.schema) else []
         if file_facts.schema:
-            text = json.dumps({"schema": file_facts.schema, "stored": stored})
+            text = json.dumps({"schema": file_facts.schema, "stored": stored, "names": file_facts.names})
             layout.append(layouts.setdefault(text, len(layouts)))
         if file_facts.cuts is not None:
             chunk.append(0)
             cuts += [stop - start for start, stop in zip([0, *file_facts.cuts], file_facts.cuts, strict=False)]
         else:
-            chunk.append(_unit_rows(file_facts))
+            chunk.append(_unit_rows(file_facts, IN_ORDER_BYTES if in_order else UNIT_BYTES))
     arrays: dict[str, npt.NDArray[Any]] = {
         "rows": np.array([file_facts.rows for file_facts in facts] if facts else [1] * files, dtype=np.int64),
         "chunk": np.array(chunk if facts else [1] * files, dtype=np.int64),
         "layout": np.array(layout, dtype=np.int32),
-        "offsets": np.array([[file_facts.offsets[name] for name in names] for file_facts in facts], dtype=np.int64),
+        "offsets": np.array([[one.offsets.get(name, -1) for name in names] for one in facts], dtype=np.int64),
         "cuts": np.array(cuts, dtype=np.int64),
         "parts": np.array(sorted(parts), dtype=np.int64).reshape(-1, 5),
     }
@@ -239,13 +255,14 @@ def write_table(
             np.save(file, array, allow_pickle=False)
     about = {
         "version": _VERSION,
-        "kind": kind,
+        "kind": kind.name,
         "chosen": chosen(options),
         "roots": roots,
         "folders": folders,
         "whole": not facts,
         "layouts": [json.loads(encoded) for encoded in layouts],
         "piece": max((file_facts.piece for file_facts in facts), default=0),
+        "in_order": in_order,
         "skipped": skipped,
         "ours": None if ours is None else ours.to_json(),
         "seen": [[number, *identity] for number, identity in (seen or {}).items()],
@@ -254,6 +271,7 @@ def write_table(
         file.write(json.dumps(about).encode())
 
 
-def _unit_rows(facts: FileFacts) -> int:
-    row = Schema.from_json(facts.schema).fixed_nbytes
-    return facts.chunk * max(1, UNIT_BYTES // max(1, facts.chunk * row)) if row else facts.chunk
+def _unit_rows(facts: FileFacts, unit_bytes: int) -> int:
+    schema = Schema.from_json(facts.schema)
+    row = schema.fixed_nbytes if schema.is_fixed else max(schema.fixed_nbytes, facts.row)
+    return facts.chunk * max(1, unit_bytes // max(1, facts.chunk * row)) if row else facts.chunk

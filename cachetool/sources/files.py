@@ -28,11 +28,11 @@ from cachetool.core.errors import AccessDenied, BadObject, NotFound, Unreachable
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import Hurry, Probe, Reading, ReadResult, Skipped, unhurried
 from cachetool.sources.blame import Blame
-from cachetool.sources.byte_source import Files
+from cachetool.sources.byte_source import Files, fetch_part
 from cachetool.sources.fetch import Fetcher
 from cachetool.sources.file_reading import Reader, Want, reader_of
 from cachetool.sources.file_table import Run, Table
-from cachetool.sources.images import packed, unpacked, with_images
+from cachetool.sources.images import ImageSurvey, packed, unpacked, with_images
 from cachetool.sources.listing import Listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.order import DrawOrder, order_of
@@ -121,28 +121,34 @@ _PROBED_BYTES = 64 * 2**20
 _Numbers = npt.NDArray[np.int64]
 
 
-def open_files_source(store: Store, folder: Path, options: SourceOptions, *, url: str) -> FilesSource:
-    """The source whose files were listed into ``folder``; takes over ``store``. ``url`` is what to call it."""
+def open_files_source(
+    store: Store, folder: Path, options: SourceOptions, *, url: str, local: Path | None = None, number: bool = True
+) -> FilesSource:
+    """The source whose files were listed into ``folder``; takes over ``store``. ``url`` is what to call it, ``local``
+    where it lies on this machine, if it does. ``number``: whether samples without a key get one of file and row."""
     table = Table.open(folder)
     table.refuse_others(options, url)
-    return FilesSource(store, Listing.open(folder), table, options, url)
+    listing = Listing.open(folder)
+    return FilesSource(Files(store, listing, table.seen, folder=local), table, options, url, number=number)
 
 
 class FilesSource:
     """See :class:`cachetool.sources.base.Source`."""
 
-    def __init__(self, store: Store, listing: Listing, table: Table, options: SourceOptions, url: str) -> None:
+    def __init__(self, files: Files, table: Table, options: SourceOptions, url: str, *, number: bool = True) -> None:
         """Made by :func:`open_files_source`."""
-        self._store, self._table, self._options = store, table, options
-        self._blame = Blame(store, lambda number: self._files.item(number), listing.objects)
-        self._images = options.decode == "image" and table.kind != "tar"  # members of tar files say what they are
-        self._sparse = table.kind == "tfrecord" and table.ours is None
-        self._files = Files(store, listing, table.seen)
+        listing, store = files.listing, files.store
+        self._store, self._table, self._options, self._files = store, table, options, files
+        self._blame = Blame(store, files.item, listing.objects)
+        kind = table.kind.name
+        self._images = options.decode == "image" and kind != "tar"  # members of tar files say what they are
+        self._sparse = kind == "tfrecord" and table.ours is None
+        self._number = options.key and number
         self.url = url
         sizes = table.unit_sizes()
         self._sizes = sizes
         self.units = self.samples = sizes if isinstance(sizes, int) else int(sizes.sum())
-        facts = [listing.identity, table.kind, table.chosen]
+        facts = [listing.identity, kind, table.chosen]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._reader: Reader = reader_of(self._files, table, options)
         self._fetcher: Fetcher[Get, Body] = Fetcher(self._fetch, options.concurrency or store.concurrency)
@@ -159,13 +165,15 @@ class FilesSource:
         return replace(self._looked(np.asarray(units, dtype=np.int64), skip_bad=skip_bad), left_out=left_out)
 
     def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
-        if self._table.layouts:
+        if self._table.layouts and (self._table.in_order or not self._table.kind.records):
             _, firsts = np.unique(self._table.layout, return_index=True)
             layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
             by_name = [(self._called(file), layout.schema) for file, layout in layouts]
-            schema = self._schema(common_of(by_name))
+            schema = self._schema(common_of(by_name, sparse=self._sparse))
             if schema.is_fixed or not len(units):
                 return Probe(schema, max(1, schema.fixed_nbytes))
+            if self._images and self._table.in_order:
+                return self._all_images(schema)
             return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
         blocks: list[Block] = []
         names: list[str] = []
@@ -190,6 +198,18 @@ class FilesSource:
         by_name = [(name, block.schema) for name, block in zip(names, blocks, strict=True)]
         schema = common_of(by_name, sparse=self._sparse)
         return self._probed(schema, blocks, max(1, sum(map(len, blocks)) // looked), skip_bad=skip_bad)
+
+    def _all_images(self, schema: Schema) -> Probe:
+        """The schema that holds the images of all samples, which are looked at one block after another."""
+        images, nbytes = ImageSurvey(schema, self._options.resize), 0
+        with contextlib.closing(self._fetched(np.arange(self.units, dtype=np.int64))) as batches:
+            for piece in self._pieces(batches, schema, skip_bad=False):
+
+                def called(index: int, draws: _Numbers = piece.draws) -> str:
+                    return self._row_name(int(draws[index]))
+
+                nbytes += images.add(piece.block, called)
+        return Probe(images.schema, -(-nbytes // max(1, self.units)))
 
     def _some(self, units: _Numbers, schema: Schema, *, skip_bad: bool) -> list[Block]:
         """The first samples of ``units``: a few, but as many as there are where images are to be looked at."""
@@ -223,7 +243,10 @@ class FilesSource:
         pieces = self._pieces(batches, schema, skip_bad=skip_bad)
         if self._images:
             size = self._options.resize
-            pieces = unpacked(pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes)
+            pieces = unpacked(
+                pieces, schema, size, skip_bad=skip_bad, block_bytes=block_bytes,
+                name=lambda draw: self._row_name(int(numbers[draw])),
+            )  # fmt: skip
         return Reading(batches.fetching, pieces)
 
     def _pieces(self, batches: Iterable[Batch], schema: Schema, *, skip_bad: bool) -> Generator[ReadResult]:
@@ -258,6 +281,31 @@ class FilesSource:
                 yield ReadResult(block, at, done, tuple(skipped), batch.fetched)
             if failed is not None:
                 raise failed
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """What of the files is in no sample: name and reason."""
+        return self._table.skipped
+
+    @property
+    def in_order(self) -> bool:
+        """Whether only who reads all samples in order reads fast."""
+        return self._reader.in_order
+
+    def check(self, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        """Compare the ``checksums``, (fields, samples), of the samples from ``start`` on with those that lie beside
+        files of ours. Raises :class:`CorruptError` naming file, sample and field."""
+        ours, starts = self._table.ours, self._table.starts
+        chosen = self._options.fields is None and not self._options.rename and self._options.decode is None
+        if ours is None or not chosen or len(checksums) != len(ours.schema):
+            return
+        done = 0
+        while done < checksums.shape[1]:
+            file = int(np.searchsorted(starts, start + done, side="right")) - 1
+            count = min(checksums.shape[1] - done, int(starts[file + 1]) - start - done)
+            part = checksums[:, done : done + count]
+            ours.check(self._store, self._called(file), start + done - int(starts[file]), part)
+            done += count
 
     def close(self) -> None:
         """Let go of threads, processes and connections."""
@@ -303,7 +351,7 @@ class FilesSource:
         if get.stop <= get.start or stop.is_set():
             return memoryview(b"")
         try:
-            body = self._store.get_range(self._files.item(get.item), get.start, get.stop - get.start)
+            body = fetch_part(self._store, self._files.item(get.item), get.start, get.stop)
         except (BadObject, NotFound) as error:
             return error
         except (AccessDenied, Unreachable) as error:
@@ -341,15 +389,15 @@ class FilesSource:
                 raise BadObject(f"{self._called(run.file)!r} lies in no folder, which --label-from-folder could take")
             columns[LABEL] = joined([folder.encode("utf-8", "surrogateescape")] * len(block))
             fields.append(Field(LABEL, "str"))
-        if self._options.key and KEY not in block.schema:
+        if self._number and KEY not in block.schema:
             keys = self._keys(run, len(block))
             columns[KEY] = joined([key.encode("utf-8", "surrogateescape") for key in keys])
             fields.append(Field(KEY, "str"))
         return Block(Schema(tuple(fields)), columns)
 
     def _schema(self, rows: Schema) -> Schema:
-        more = [Field(LABEL, "str")] if self._options.label_from_folder else []
-        if self._options.key and KEY not in rows:
+        more = [Field(LABEL, "str")] if self._options.label_from_folder and not self._reader.labels else []
+        if self._number and KEY not in rows:
             more.append(Field(KEY, "str"))
         for name in self._options.fields or ():
             if name not in rows and name != LABEL:
@@ -366,6 +414,11 @@ class FilesSource:
         if self._table.roots:
             return self._table.roots[file].rstrip("/") or self.url.rstrip("/").rpartition("/")[2]
         return self._files.name(file)
+
+    def _row_name(self, sample: int) -> str:
+        """What a sample is called that has no key."""
+        file = int(np.searchsorted(self._table.starts, sample, side="right")) - 1
+        return f"{self._called(file)}#{sample - int(self._table.starts[file])}"
 
     def _keys(self, run: Run, count: int = 1) -> list[str]:
         name = self._called(run.file)

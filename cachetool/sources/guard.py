@@ -16,18 +16,19 @@ import select
 import signal
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, UsageError, from_json
 from cachetool.core.schema import Field, Schema
 from cachetool.proc.boot import begin
-from cachetool.sources.readers import ClosingFile, FileOptions
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import ClosingFile
 
 __all__ = ["GuardedFile", "read_block"]
 
@@ -51,18 +52,17 @@ _PASSED = frozenset(f"{_PYTHON} {_PLACE} {_HDF5}".split())
 """Variables that the child is given. Whole names: any beginning is that of somebody's credentials, too."""
 
 
-OPENER = "cachetool.sources.doors:open_here"
-
-
 class GuardedFile(ClosingFile):
     """A file, or a folder of files of one kind; see :class:`cachetool.sources.readers.RandomAccess`."""
 
-    def __init__(self, path: Path, options: FileOptions, *, opener: str = OPENER) -> None:
+    def __init__(
+        self, path: Path, options: SourceOptions, *, opener: str, about: Mapping[str, Any] | None = None
+    ) -> None:
         """Opens ``path`` in a process of its own; raises what the function ``opener`` (``module:name``) does there.
 
-        That is called as :func:`cachetool.sources.doors.open_here` is.
+        That is called as :func:`cachetool.sources.opening.open_path` is.
         """
-        self.path, self._options, self._opener = path, options, opener
+        self.path, self._options, self._opener, self._about = path, options, opener, about or {}
         self._child: _Child | None = None
         about = self._open().about
         try:
@@ -82,21 +82,6 @@ class GuardedFile(ClosingFile):
         with self._closing_on_error():
             return child.block(self.schema)
 
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order; the next block is read while the caller works on this one."""
-        child = self._open()
-        done = 0
-        child.ask({"blocks": block_bytes})
-        while done < self.samples:
-            with self._closing_on_error():
-                block = child.block(self.schema)
-                done += len(block)
-                if not len(block) or done > self.samples:
-                    raise BadObject(f"{self.path}: {done} samples came, {self.samples} were counted")
-                if done < self.samples:
-                    child.ask({"more": True})
-            yield block
-
     def close(self) -> None:
         """End the process."""
         if self._child is not None:
@@ -114,14 +99,14 @@ class GuardedFile(ClosingFile):
     def _open(self) -> _Child:
         if self._child is None or self._child.busy:
             self.close()
-            self._child = _Child(self.path, self._options, self._opener)
+            self._child = _Child(self.path, self._options, self._opener, self._about)
         return self._child
 
 
 class _Child:
     """The process that has the file open: one request, one answer."""
 
-    def __init__(self, path: Path, options: FileOptions, opener: str) -> None:
+    def __init__(self, path: Path, options: SourceOptions, opener: str, about: Mapping[str, Any]) -> None:
         self._at = str(path)
         self.busy = False
         """Whether an answer is still to come."""
@@ -138,8 +123,8 @@ class _Child:
             with contextlib.suppress(OSError):  # all that pipes may take is in use
                 fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE)  # type: ignore[arg-type]
         try:
-            request = {"path": os.fspath(path), "options": options.to_json(), "opener": opener, "seconds": CPU_SECONDS}
-            self.ask(request)
+            request = {"path": os.fspath(path), "options": options.to_json(), "opener": opener, "about": dict(about)}
+            self.ask({**request, "seconds": CPU_SECONDS})
             self.about = self._answer()
         except BaseException:
             self.close()

@@ -2,13 +2,13 @@
 
 ::
 
-    stdin    {"path": ..., "options": {...}, "opener": "module:name", "seconds": 120}
+    stdin    {"path": ..., "options": {...}, "opener": "module:name", "about": {...}, "seconds": 120}
                                                                  one line, then requests, each answered:
-             {"read": [start, stop]}   {"blocks": bytes}   {"more": true}
+             {"read": [start, stop]}
     stdout   u32 length | JSON, then what it announces:
              {"at": path}                                         about to touch this file; the answer follows
              {"schema": ..., "samples": n, "skipped": [...]}      the file is open
-             {"arrays": [bytes, ...]} and the arrays              a block; none when there are no more
+             {"arrays": [bytes, ...]} and the arrays              a block
              {"error": class, "message": ...}                     of cachetool
 """
 
@@ -23,7 +23,7 @@ import signal
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,11 +32,12 @@ import numpy as np
 from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import BadObject, CacheToolError, to_json
 from cachetool.proc.streams import keep_standard_streams
-from cachetool.sources.readers import FileOptions, RandomAccess
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import LimitedAccess
 
 __all__ = ["main"]
 
-Opener = Callable[..., RandomAccess]
+Opener = Callable[..., LimitedAccess]
 
 MEMORY = 2**28
 """Bytes that reading may take beyond what the process has when it begins..."""
@@ -60,14 +61,14 @@ def main() -> None:
             _patience(seconds)
             module, _, name = asked["opener"].partition(":")
             open_here: Opener = getattr(importlib.import_module(module), name)
-            options = FileOptions.from_json(asked["options"])
+            options = SourceOptions.from_json(asked["options"])
 
             def notice(at: Path) -> None:
                 nonlocal now
                 now = at
                 _say(out, {"at": str(at)})
 
-            source = open_here(path, options, notice=notice)
+            source = open_here(path, options, notice=notice, about=asked["about"])
             _limit(MEMORY + COPIES * source.piece)
             about = {"schema": source.schema.to_json(), "samples": source.samples, "skipped": source.skipped}
             _say(out, about)
@@ -83,19 +84,11 @@ def main() -> None:
     os._exit(0)  # the file may have broken what a tidy end would touch
 
 
-def _serve(out: IO[bytes], source: RandomAccess, seconds: int) -> None:
-    blocks: Iterator[Block] = iter(())
+def _serve(out: IO[bytes], source: LimitedAccess, seconds: int) -> None:
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
         _patience(seconds)
-        if "read" in asked:
-            block = source.read(*asked["read"])
-        else:
-            if "blocks" in asked:
-                blocks = source.blocks(block_bytes=asked["blocks"])
-            next_block = next(blocks, None)
-            block = Block.from_samples(source.schema, []) if next_block is None else next_block
-        _send(out, block)
+        _send(out, source.read(*asked["read"]))
 
 
 def _limit(most: int) -> None:

@@ -21,8 +21,7 @@ elsewhere could so have any file of this machine read as data, so they are refus
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import h5py
@@ -33,9 +32,21 @@ from cachetool.core.block import Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
+from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.limits import check_allocation, quoted
-from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import ColumnFile, Part, Slab, StoredColumn, joined, of_sizes, unpadded
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOT_ASKED, reading
+from cachetool.sources.rows import (
+    ColumnFile,
+    Part,
+    Slab,
+    StoredColumn,
+    joined,
+    of_sizes,
+    schema_of_ours,
+    unpadded,
+    wants_of_ours,
+)
 
 __all__ = ["open_hdf5"]
 
@@ -48,32 +59,27 @@ _REFERENCE = 16
 Array = npt.NDArray[Any]
 
 
-def open_hdf5(path: Path, options: FileOptions, remote: BinaryIO | None = None, *, stored: int = 0) -> ColumnFile:
-    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset.
-
-    ``remote``: where to read it instead of at ``path``, ``stored`` bytes long; nothing is then read ahead.
-    """
-    file = _File(path, remote)
+def open_hdf5(file: SourceFile, options: SourceOptions) -> ColumnFile:
+    """The datasets of one HDF5 file. Raises :class:`BadObject` naming the file, and the dataset."""
+    opened = _File(file)
     skipped: list[tuple[str, str]] = []
-    if remote is None:
-        stored = path.stat().st_size if path.exists() else 0
     try:
-        with reading(f"{path} is not a whole HDF5 file"):
-            root = file.open()
-            ours = ATTRIBUTE in root.attrs
+        with reading(f"{file} is not a whole HDF5 file"):
+            root = opened.open()
+            ours = schema_of_ours(file, root.attrs[ATTRIBUTE]) if ATTRIBUTE in root.attrs else None
         columns = []
-        for name, dataset in _datasets(path, root, options, skipped):
-            with reading(f"{path}: {quoted(name)}"):
-                column = _column(file, name, dataset, stored=stored)
+        for name, dataset in _datasets(file, root, options, skipped, ours=ours is not None):
+            with reading(f"{file}: {quoted(name)}"):
+                column = _column(opened, name, dataset, stored=file.size)
             if isinstance(column, str):
                 skipped.append((name, column))
             else:
                 columns.append(column)
-        for slab in file.slabs:
-            slab.share(len(file.slabs))
-        return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=file.close, ours=ours)
+        for slab in opened.slabs:
+            slab.share(len(opened.slabs))
+        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=opened.close, ours=ours)
     finally:
-        file.close()
+        opened.close()
 
 
 _VERSION_AT = 8  # behind the signature; the flags come three bytes later
@@ -81,33 +87,30 @@ _WRITTEN = 0b101  # open for writing, or so that others may read meanwhile (SWMR
 
 
 class _File:
-    """The file, opened when it is needed, also after it was closed. Without a lock: nothing is written."""
+    """The file, opened when it is needed, also after it was closed."""
 
-    def __init__(self, path: Path, remote: BinaryIO | None) -> None:
-        self.path, self._remote = path, remote
-        self.ahead = 0 if remote else None
+    def __init__(self, file: SourceFile) -> None:
+        self.path = file
+        self._bytes: BinaryIO | None = None
         self._file: Any = None
         self.slabs: list[Slab] = []
 
     def open(self) -> Any:
         if self._file is None:
+            self._bytes = self.path.open()
             # The small cache of chunks is what keeps one from being fetched for each of its rows.
-            if self._remote is None:
-                self._file = h5py.File(self.path, "r", locking=False)
-            else:
-                self._file = h5py.File(self._remote, "r")
-                self._refuse_open(self._file.userblock_size)
+            self._file = h5py.File(self._bytes, "r")
+            self._refuse_open(self._bytes, self._file.userblock_size)
         return self._file
 
-    def _refuse_open(self, start: int) -> None:
+    def _refuse_open(self, file: BinaryIO, start: int) -> None:
         """What HDF5 refuses of a file that it opens itself, and lets pass of one that it reads through Python: it was
         being written, so chunks may be missing.
 
         The superblock: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html (version and flags).
         """
-        assert self._remote is not None
-        self._remote.seek(start + _VERSION_AT)
-        version, *_, flags = self._remote.read(4)
+        file.seek(start + _VERSION_AT)
+        version, *_, flags = file.read(4)
         if version >= 3 and flags & _WRITTEN:
             self.close()
             raise OSError("its writer has it open, or ended without closing it (h5clear -s clears the mark)")
@@ -120,8 +123,11 @@ class _File:
             self._file = None
 
 
-def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+def _datasets(
+    path: SourceFile, root: Any, options: SourceOptions, skipped: list[tuple[str, str]], *, ours: bool
+) -> Iterator[tuple[str, Any]]:
     """All datasets below ``root`` that lie in this file, with their names."""
+    wants = wants_of_ours(options) if ours else options.wants
     with reading(f"{path} is not a whole HDF5 file"):
         info = h5py.h5o.get_info(root.id)
     seen = {(info.fileno, info.addr): "/"}
@@ -142,13 +148,13 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
                 skipped.append((prefix + name.decode("utf-8", "backslashreplace"), "its name is not UTF-8"))
                 continue
             with reading(f"{path}: {quoted(prefix + name)}"):
-                entry = _member(path, prefix + name, group, name, options)
+                entry = _member(path, prefix + name, group, name, wants)
                 if isinstance(entry, str):
                     skipped.append((prefix + name, entry))
                     continue
                 info = h5py.h5o.get_info(entry.id)
             first = seen.setdefault((info.fileno, info.addr), prefix + name)
-            named = options.fields is not None and options.wants(prefix + name) and isinstance(entry, h5py.Dataset)
+            named = options.fields is not None and wants(prefix + name) and isinstance(entry, h5py.Dataset)
             if first != prefix + name and not named:
                 skipped.append((prefix + name, f"the same as {quoted(first)}"))
                 continue
@@ -158,17 +164,17 @@ def _datasets(path: Path, root: Any, options: FileOptions, skipped: list[tuple[s
                 folders.append((f"{prefix}{name}/", entry))
             elif not isinstance(entry, h5py.Dataset):
                 skipped.append((prefix + name, "a named type"))
-            elif not options.wants(prefix + name):
+            elif not wants(prefix + name):
                 skipped.append((prefix + name, NOT_ASKED))
             else:
                 yield prefix + name, entry
 
 
-def _member(path: Path, full: str, group: Any, name: str, options: FileOptions) -> Any:
+def _member(path: SourceFile, full: str, group: Any, name: str, wants: Callable[[str], bool]) -> Any:
     """The object behind a name, or why it is left out. Nothing outside of the file is opened."""
     link = group.get(name, getlink=True)
     if isinstance(link, h5py.ExternalLink):
-        if options.wants(full):
+        if wants(full):
             raise BadObject(f"{path}: {quoted(full)} is a link into another file, which is refused;{_OTHER}")
         return "a link into another file"
     if not isinstance(link, h5py.HardLink):
@@ -177,7 +183,7 @@ def _member(path: Path, full: str, group: Any, name: str, options: FileOptions) 
     if isinstance(entry, h5py.Dataset):
         how = entry.id.get_create_plist()
         if how.get_external_count() or how.get_layout() == h5py.h5d.VIRTUAL:
-            if options.wants(full):
+            if wants(full):
                 raise BadObject(f"{path}: {quoted(full)} takes its bytes from other files, which is refused;{_OTHER}")
             return "its bytes lie in other files"
     return entry
@@ -224,7 +230,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
 
     read = fetch
     if dataset.chunks is not None:
-        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0], ahead=file.ahead)
+        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0], ahead=0)
         file.slabs.append(slab)
         read = slab.read
     packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)
@@ -300,4 +306,4 @@ def _ragged(file: _File, name: str, dataset: Any, base: Any, *, stored: int) -> 
         return of_sizes(np.concatenate(rows), np.array([len(row) for row in rows], dtype=np.int64), shapes=True)
 
     nbytes = _REFERENCE * dataset.shape[0]
-    return StoredColumn(name, little.str, dataset.shape, nbytes, read, ragged=True, piece=stored)
+    return StoredColumn(name, little.str, dataset.shape, nbytes, read, ragged=1, piece=stored)

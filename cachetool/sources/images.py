@@ -33,25 +33,23 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.core.errors import BadObject, MissingExtra, UsageError
+from cachetool.core.block import Block, Column, Ragged
+from cachetool.core.errors import BadObject, MissingExtra
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.base import ReadResult, Skipped
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import ImageSize
-from cachetool.sources.readers import ClosingFile, FileSource, RandomAccess
 
 __all__ = [
-    "DecodedFile",
     "PACKED",
     "begins_as_image",
     "decode_image",
-    "decoded",
+    "ImageSurvey",
     "image_shape",
     "is_list_of_bytes",
     "packed",
@@ -209,89 +207,6 @@ def _check(width: int, height: int, nbytes: int) -> None:
         raise BadObject(f"an image of {width} x {height} pixels in {nbytes} bytes is refused as too large")
 
 
-def decoded(source: FileSource, size: ImageSize | None = None) -> FileSource:
-    """``source`` with its fields of images decoded, all to ``size`` if that is given; itself when it has none."""
-    names = [field.name for field in source.schema if field.kind == "bytes" or is_list_of_bytes(field)]
-    first = next(source.blocks(), None) if names else None
-    source.close()
-    images = [name for name in names if first is not None and begins_as_image(first.columns[name])]
-    if not images:
-        return source
-    return _DecodedRandom(source, images, size) if hasattr(source, "read") else DecodedFile(source, images, size)
-
-
-class DecodedFile(ClosingFile):
-    """Another source with images in place of their bytes; see :class:`cachetool.sources.readers.FileSource`."""
-
-    def __init__(self, source: FileSource, images: Sequence[str], size: ImageSize | None) -> None:
-        """Looks at the header of every image, unless all get one ``size``.
-
-        Raises :class:`BadObject` naming the sample that holds none.
-        """
-        self.path, self.samples, self.skipped = source.path, source.samples, source.skipped
-        self._source, self._size = source, size
-        shapes = self._shapes(images) if size is None else {name: {(*size, 3)} for name in images}
-        fields = [
-            Field(f.name, "|u1", next(iter(shapes[f.name])) if len(shapes[f.name]) == 1 else (None,) * 3)
-            if f.name in shapes
-            else f
-            for f in source.schema
-        ]
-        self.schema = Schema(tuple(fields))
-        self._images = self.schema.select(images)
-
-    def _shapes(self, images: Sequence[str]) -> dict[str, set[tuple[int, ...]]]:
-        shapes: dict[str, set[tuple[int, ...]]] = {name: set() for name in images}
-        at = 0
-        for block in self._source.blocks():
-            for name, distinct in shapes.items():
-                distinct.update(self._map_values(block, name, at, image_shape))
-            at += len(block)
-        self._source.close()
-        return shapes
-
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order, in blocks of about ``block_bytes`` as far as images shrink as they use to."""
-        at = 0
-        for block in self._source.blocks(block_bytes=max(1, block_bytes // PACKED)):
-            yield self._decode(block, at)
-            at += len(block)
-
-    def close(self) -> None:
-        """Let go of the source's files."""
-        self._source.close()
-
-    def _decode(self, block: Block, at: int) -> Block:
-        columns: dict[str, Column] = dict(block.columns)
-        for field in self._images:
-            use = partial(decode_image, size=self._size)
-            values = [{field.name: pixels} for pixels in self._map_values(block, field.name, at, use)]
-            try:
-                columns[field.name] = Block.from_samples(Schema((field,)), values).columns[field.name]
-            except UsageError as error:
-                raise BadObject(f"{self.path}: it was changed while it was read: {error}") from error
-        return Block(self.schema, columns)
-
-    def _map_values(self, block: Block, name: str, at: int, use: Any) -> Iterator[Any]:
-        column = block.columns[name]
-        assert isinstance(column, Ragged)
-        for index in range(len(column)):
-            try:
-                yield use(column[index].data)
-            except BadObject as error:
-                raise BadObject(f"{self.path}: sample {at + index}: {quoted(name)}: {error}") from error
-
-
-class _DecodedRandom(DecodedFile):
-    """The same over a source that reads any run of samples."""
-
-    _source: RandomAccess
-
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
-        return self._decode(self._source.read(start, stop), start)
-
-
 def is_list_of_bytes(field: Field) -> bool:
     """Whether samples are lists of uint8 of any length, as HDF5 users keep images."""
     return field.kind == "ragged" and field.rank == 1 and field.numpy == np.uint8
@@ -318,7 +233,7 @@ def with_images(
     for field in schema:
         columns = [block.columns[field.name] for block in blocks] if _may_hold_images(field) else []
         if any(map(begins_as_image, columns)):
-            shapes = [shape for block in blocks for shape in _shapes(block, field.name, size, skip_bad=skip_bad)]
+            shapes = [shape for block in blocks for shape in _shapes(block, field.name, size, _some, skip_bad=skip_bad)]
             nbytes += sum(map(math.prod, shapes)) - sum(column.nbytes for column in columns)
             fields.append(Field(field.name, "|u1", shapes[0] if len(set(shapes)) == 1 else (None,) * 3))
         else:
@@ -326,17 +241,59 @@ def with_images(
     return Schema(tuple(fields)), nbytes
 
 
+class ImageSurvey:
+    """What fields of images are once they are arrays: all samples are looked at, one block after another."""
+
+    def __init__(self, schema: Schema, size: ImageSize | None) -> None:
+        self._schema, self._size = schema, size
+        self._undecided = {field.name for field in schema if _may_hold_images(field)}
+        self._shapes: dict[str, dict[tuple[int, ...], None]] = {}
+
+    def add(self, block: Block, name: Callable[[int], str]) -> int:
+        """Take in some samples, called ``name(index)``; gives the bytes that they are once images are arrays.
+
+        The first value that is not empty says whether a field holds images. Raises :class:`BadObject` for a value that
+        is no image among images.
+        """
+        for field in [field for field in self._undecided if block.columns[field].nbytes]:
+            self._undecided.remove(field)
+            if begins_as_image(block.columns[field]):
+                self._shapes[field] = {}
+        nbytes = block.nbytes
+        for field, shapes in self._shapes.items():
+            found = list(_shapes(block, field, self._size, name, skip_bad=False))
+            nbytes += sum(map(math.prod, found)) - block.columns[field].nbytes
+            shapes.update(dict.fromkeys(found))
+        return nbytes
+
+    @property
+    def schema(self) -> Schema:
+        """With arrays in place of images."""
+        return Schema(tuple(map(self._field, self._schema)))
+
+    def _field(self, field: Field) -> Field:
+        if not (shapes := self._shapes.get(field.name)):
+            return field
+        return Field(field.name, "|u1", next(iter(shapes)) if len(shapes) == 1 else (None,) * 3)
+
+
+def _some(at: int) -> str:
+    return f"sample {at} of some"
+
+
 def _may_hold_images(field: Field) -> bool:
     return field.kind == "bytes" or is_list_of_bytes(field)
 
 
-def _shapes(block: Block, name: str, size: ImageSize | None, *, skip_bad: bool) -> Iterator[tuple[int, ...]]:
+def _shapes(
+    block: Block, field: str, size: ImageSize | None, name: Callable[[int], str], *, skip_bad: bool
+) -> Iterator[tuple[int, ...]]:
     for at in range(len(block)):
         try:
-            yield image_shape(_value(block, name, at), size)
+            yield image_shape(_value(block, field, at), size)
         except BadObject as error:
             if not skip_bad:
-                raise _named(block, name, at, error) from error
+                raise _named(block, field, at, error, name) from error
 
 
 def packed(schema: Schema, file_schema: Schema) -> Schema:
@@ -350,14 +307,22 @@ def packed(schema: Schema, file_schema: Schema) -> Schema:
 
 
 def unpacked(
-    pieces: Generator[ReadResult], schema: Schema, size: ImageSize | None, *, skip_bad: bool, block_bytes: int
+    pieces: Generator[ReadResult],
+    schema: Schema,
+    size: ImageSize | None,
+    *,
+    skip_bad: bool,
+    block_bytes: int,
+    name: Callable[[int], str],
 ) -> Generator[ReadResult]:
-    """The same samples under ``schema``, in pieces of about ``block_bytes`` as far as images shrink as they use to."""
+    """The same samples under ``schema``, in pieces of about ``block_bytes`` as far as images shrink as they use to.
+    ``name`` says what the sample of a draw is called, which has no key."""
     try:
         for piece in pieces:
             names = [field.name for field in schema if piece.block.schema[field.name] != field]
             if names:
-                yield from _unpacked(piece, schema.select(names), schema, size, skip_bad=skip_bad, most=block_bytes)
+                images = schema.select(names)
+                yield from _unpacked(piece, images, schema, size, skip_bad=skip_bad, most=block_bytes, name=name)
             else:
                 yield piece
     finally:
@@ -365,7 +330,14 @@ def unpacked(
 
 
 def _unpacked(
-    piece: ReadResult, images: Schema, schema: Schema, size: ImageSize | None, *, skip_bad: bool, most: int
+    piece: ReadResult,
+    images: Schema,
+    schema: Schema,
+    size: ImageSize | None,
+    *,
+    skip_bad: bool,
+    most: int,
+    name: Callable[[int], str],
 ) -> Iterator[ReadResult]:
     block, draws = piece.block, piece.draws
     step = max(1, most * len(block) // max(1, PACKED * block.nbytes))
@@ -375,13 +347,18 @@ def _unpacked(
         while stop < len(block) and draws[stop] == draws[stop - 1]:  # a draw is never in two pieces
             stop += 1
         part, at = block.slice(start, stop), draws[start:stop]
-        columns, bad = _decoded(part, images, size)
+
+        def called(index: int, at: npt.NDArray[np.int64] = at) -> str:
+            return name(int(at[index]))
+
+        columns, bad = _decoded(part, images, size, called)
         if bad and not skip_bad:
             raise next(iter(bad.values()))
         keep = np.flatnonzero(~np.isin(at, at[list(bad)]))
         for index, error in bad.items():
             if all(int(at[index]) != skip.draw for skip in skipped):
-                skipped = (*skipped, Skipped(int(at[index]), _key(part, index), " ".join(str(error).split("\n"))))
+                key = _key(part, index, called)
+                skipped = (*skipped, Skipped(int(at[index]), key, " ".join(str(error).split("\n"))))
         out: dict[str, Column] = {}
         for field in schema:
             if field.name in images:
@@ -397,7 +374,7 @@ def _unpacked(
 
 
 def _decoded(
-    block: Block, images: Schema, size: ImageSize | None
+    block: Block, images: Schema, size: ImageSize | None, name: Callable[[int], str]
 ) -> tuple[dict[str, list[np.ndarray]], dict[int, BadObject]]:
     """The pixels of each field, and the samples with an image that cannot be decoded or does not fit."""
     arrays: dict[str, list[np.ndarray]] = {field.name: [] for field in images}
@@ -413,7 +390,7 @@ def _decoded(
                         f"an image of shape {pixels.shape}, but the dataset has {field.shape}; --resize gives all one"
                     )
             except BadObject as error:
-                bad.setdefault(at, _named(block, field.name, at, error))
+                bad.setdefault(at, _named(block, field.name, at, error, name))
             arrays[field.name].append(pixels)
     return arrays, bad
 
@@ -424,12 +401,12 @@ def _value(block: Block, name: str, at: int) -> memoryview:
     return column[at].data
 
 
-def _named(block: Block, name: str, at: int, error: BadObject) -> BadObject:
-    return BadObject(f"{_key(block, at)!r}: {quoted(name)}: {error}")
+def _named(block: Block, field: str, at: int, error: BadObject, name: Callable[[int], str]) -> BadObject:
+    return BadObject(f"{_key(block, at, name)!r}: {quoted(field)}: {error}")
 
 
-def _key(block: Block, at: int) -> str:
+def _key(block: Block, at: int, name: Callable[[int], str]) -> str:
     column = block.columns.get(KEY)
     if not isinstance(column, Ragged):
-        return f"sample {at} of some"  # --no-key
+        return name(at)
     return column[at].tobytes().decode("utf-8", "surrogateescape")

@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound
-from cachetool.core.schema import Schema
 from cachetool.sources.file_table import UNIT_BYTES
 from cachetool.sources.kinds import OURS, Kind
-from cachetool.sources.opening import FileFacts
-from cachetool.sources.ours import schema_of
+from cachetool.sources.opening import FileFacts, units_of
+from cachetool.sources.ours import Exported, exported
 from cachetool.stores import Object, Store
 
 __all__ = ["IndexSeen", "index_facts"]
@@ -68,13 +67,18 @@ class IndexSeen:
                 continue
             return
 
-    def schema(self, kind: Kind, names: Iterable[str]) -> Schema | None:
-        """What the records of files of ours hold; None for those of others."""
+    def ask_ours(self) -> None:
+        """Look for what ``convert --out`` writes beside its files, which no listing led to."""
+        with contextlib.suppress(NotFound, AccessDenied, BadObject):
+            self._seen[OURS] = self._store.find(OURS)
+
+    def exported(self, kind: Kind, names: Iterable[str], *, alone: bool) -> Exported | None:
+        """What files of ours hold; None for those of others."""
         about = self._seen.get(OURS)
         if about is None or not 0 <= about.size <= _MOST_ABOUT:
             return None
         with contextlib.suppress(NotFound, AccessDenied):
-            return schema_of(self._store.get(about), kind, names)
+            return exported(self._store.get(about), kind.name, names, alone=alone)
         return None
 
     def of(self, key: str) -> Object | None:
@@ -90,20 +94,16 @@ def index_facts(kind: Kind, item: Object, index: Object, get: Callable[[Object],
         body = get(index)
         if len(body) > _MOST_INDEX:
             raise ValueError("an index without end")
-        numbers = _tar(body) if kind == "tar" else _tfrecord(body)
+        numbers = _tar(body) if kind.name == "tar" else _tfrecord(body)
         starts, stops = _all(numbers, most=item.size // _LEAST_RECORD)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise BadObject(f"{index.key!r} is not the index of a {kind} file") from error
+        raise BadObject(f"{index.key!r} is not the index of a {kind.name} file") from error
     if len(starts) and (
         starts[0] < 0 or (np.diff(starts) <= 0).any() or (stops <= starts).any() or stops[-1] > item.size
     ):
         raise BadObject(f"{index.key!r} does not fit {item.key!r}: it names bytes that are not there")
-    # Records share a unit of about UNIT_BYTES by where they begin; larger ones are their own.
-    changes = np.flatnonzero(np.diff(starts // UNIT_BYTES)) + 1
-    firsts = np.concatenate([[0], changes]) if len(starts) else np.zeros(0, dtype=np.int64)
-    lasts = np.concatenate([changes, [len(starts)]]) if len(starts) else firsts
-    parts = [(int(a), int(starts[a]), int(stops[b - 1] - starts[a]), "") for a, b in zip(firsts, lasts, strict=True)]
-    return FileFacts(len(starts), 1, 0, [], {}, {}, cuts=lasts.tolist(), parts=parts)
+    cuts, parts = units_of(starts, stops, unit_bytes=UNIT_BYTES)
+    return FileFacts(len(starts), 1, 0, [], {}, {}, cuts=cuts, parts=parts)
 
 
 def _lines(body: memoryview) -> Iterator[str]:

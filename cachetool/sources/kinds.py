@@ -1,86 +1,226 @@
-"""Whether a place is a folder of objects, each one sample, or files of many samples; and of which kind.
+"""The registry of kinds of files; and whether a place is a folder of objects, each one sample, or files of many.
 
-::
+========  ==========================================================  ==================================
+kind      a file named, or a folder that is                           several in one folder
+========  ==========================================================  ==================================
+npy npz   ``.npy`` ``.npz``                                           objects, one sample each
+                                                                      (``--read-as files``: files)
+hdf5      ``.h5`` ``.hdf5`` ``.hdf`` ``.he5``                         one source, in the order of names
+zarr      a folder with ``zarr.json``, ``.zarray`` or ``.zgroup``     one source, in the order of names
+parquet   ``.parquet`` ``.parq``                                      one source, in the order of names
+tar       ``.tar`` ``.tar.gz`` ``.tgz``                               one source, in the order of names
+tfrecord  ``.tfrecord`` ``.tfrecords`` ``.tfrec``, also with ``.gz``  one source, in the order of names
+          or ``-00000-of-00010`` behind
+lmdb      ``.lmdb`` ``.mdb``, or a folder with ``data.mdb``           one source, in the order of names
+========  ==========================================================  ==================================
 
-    a URL that ends in .npy .h5 .zarr .tar .tfrecord .lmdb .parquet    that one file: its samples
-    a folder, all of it files of one of these kinds                    the files together, numbered as one source
-      but of .npy files                                                objects: each is one sample (--read-as files)
-    any other folder                                                   objects (--read-as files: those of one kind)
+A single file with another name is known by its first bytes. Any other folder is a folder of objects (``--read-as
+files``: of the files of one kind that are in it). Files that only describe others (``.idx``, ``.index``, checksums,
+``README.md``, names without an extension) do not count, nor what ``cachetool convert --out`` writes beside its files:
+``dataset.json`` and ``.extents``.
 
-Files that only describe others (``.idx``, ``.index``, checksums, ``README.md``, names without an extension) do not
-count, nor what ``cachetool convert --out`` writes beside its files: ``dataset.json`` and ``.extents``.
+A package of its own adds a kind with an entry point in the group ``cachetool.sources``::
+
+    [project.entry-points."cachetool.sources"]
+    rawf32 = "mypackage.rawf32:KIND"      # a Kind; :class:`cachetool.sources.byte_source.SourceFile` is what it opens
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
+import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 from urllib.parse import unquote
 
 from cachetool.core.errors import AccessDenied, UsageError
 from cachetool.sources.keys import Part, Stem
+from cachetool.sources.limits import is_lmdb
 from cachetool.stores import Object, redact, split_url
 from cachetool.stores.redact import printable
 
-__all__ = ["OURS", "Census", "EachFile", "Kind", "kind_of", "locate"]
+__all__ = [
+    "ENTRY_POINTS",
+    "HEAD",
+    "OURS",
+    "Census",
+    "EachFile",
+    "Kind",
+    "kind_named",
+    "kind_of",
+    "kind_of_head",
+    "kinds",
+    "locate",
+    "parent_of",
+]
 
-Kind = Literal["npy", "hdf5", "zarr", "parquet", "tar", "tfrecord", "lmdb"]
+ENTRY_POINTS = "cachetool.sources"
+"""The entry point group that adds kinds of files."""
+HEAD = 512
+"""Bytes from which a file without a telling name is known."""
 
-_EXTENSIONS: dict[str, Kind] = {
-    "npy": "npy",
-    **dict.fromkeys(("h5", "hdf5", "hdf", "he5"), "hdf5"),
-    **dict.fromkeys(("parquet", "parq"), "parquet"),
-    **dict.fromkeys(("tar", "tgz"), "tar"),
-    **dict.fromkeys(("tfrecord", "tfrecords", "tfrec"), "tfrecord"),
-    **dict.fromkeys(("lmdb", "mdb"), "lmdb"),
-    "zarr": "zarr",
-}
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of files that hold many samples: how it is known, and how it is opened."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    """Ends of names, in lower case."""
+    opener: str
+    """``module:function``, called with a :class:`~cachetool.sources.byte_source.SourceFile` and
+    :class:`~cachetool.sources.options.SourceOptions`; gives a :class:`~cachetool.sources.rows.ColumnFile`, or for
+    ``records`` a :class:`~cachetool.sources.readers.RecordFile`."""
+    magic: Callable[[bytes], bool] = lambda head: False
+    """Whether a file with another name begins so, by its first 512 bytes."""
+    marks: tuple[str, ...] = ()
+    """Names of files that make the folder they lie in one file of this kind."""
+    records: bool = False
+    """Whether a file is one sample after another, as opposed to arrays whose rows are samples."""
+    guarded: bool = True
+    """Whether a process of its own reads it, which a damaged file may kill."""
+    by_path: bool = False
+    """Whether its library reads nothing but a whole file of this machine."""
+    one_sample: bool = False
+    """Whether a folder of such files is a folder of objects, unless files are asked for."""
+
+    def opened(self, file: Any, options: Any) -> Any:
+        """What :attr:`opener` gives."""
+        module, _, name = self.opener.partition(":")
+        return getattr(importlib.import_module(module), name)(file, options)
+
+
 _PART = re.compile(r"\.tfrec(ords?)?(\.gz)?-\d+-of-\d+(\.gz)?\Z|-\d{5,}-of-\d{5,}\Z")
 _ASIDE = frozenset({"idx", "index", "tfindex", "md", "md5", "sha256", "crc", "rst", "yaml", "yml", "lock"})
 OURS, _EXTENTS = "dataset.json", ".extents"
-_ZARR_METADATA = ("zarr.json", ".zarray", ".zgroup")
+_ABOUT = ("dataset_info.json", "features.json")
+"""What TensorFlow Datasets writes beside its files."""
+_LOCKS = ("lock.mdb", ".lmdb-lock", ".mdb-lock")
+"""Ends of names of what LMDB keeps beside its files."""
+
+
+def _is_tfrecord(head: bytes) -> bool:
+    from cachetool.sources.tfrecord import is_tfrecord
+
+    return is_tfrecord(head[:12])
+
+
+_TFRECORD = (".tfrecord", ".tfrecords", ".tfrec")
+_BUILT_IN = (
+    Kind(
+        "npy", (".npy",), "cachetool.sources.numpy:open_npy",
+        lambda head: head.startswith(b"\x93NUMPY"), guarded=False, one_sample=True,
+    ),
+    Kind("npz", (".npz",), "cachetool.sources.numpy:open_npz", guarded=False, one_sample=True),
+    Kind(
+        "hdf5", (".h5", ".hdf5", ".hdf", ".he5"), "cachetool.sources.hdf5:open_hdf5",
+        lambda head: head.startswith(b"\x89HDF\r\n\x1a\n"),
+    ),
+    Kind("zarr", (".zarr",), "cachetool.sources.zarr:open_zarr", marks=("zarr.json", ".zarray", ".zgroup")),
+    Kind(
+        "parquet", (".parquet", ".parq"), "cachetool.sources.parquet:open_parquet",
+        lambda head: head.startswith(b"PAR1"),
+    ),
+    Kind(
+        "tar", (".tar", ".tar.gz", ".tgz"), "cachetool.sources.tar:TarFile",
+        lambda head: head[257:262] == b"ustar", records=True, guarded=False,
+    ),
+    Kind(
+        "tfrecord", (*_TFRECORD, *(f"{suffix}.gz" for suffix in _TFRECORD)),
+        "cachetool.sources.tfrecord:open_tfrecord", _is_tfrecord, records=True, guarded=False,
+    ),
+    Kind(
+        "lmdb", (".lmdb", ".mdb"), "cachetool.sources.lmdb:open_lmdb", is_lmdb,
+        marks=("data.mdb",), records=True, by_path=True,
+    ),
+)  # fmt: skip
+
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    """All kinds by name; a name of ours cannot be taken by somebody else's entry point. Raises :class:`UsageError`."""
+    from importlib.metadata import entry_points
+
+    all_kinds = {kind.name: kind for kind in _BUILT_IN}
+    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        if point.name not in all_kinds:
+            try:
+                all_kinds[point.name] = point.load()
+            except (ImportError, AttributeError) as error:
+                raise UsageError(f"kind {point.name!r} cannot be loaded from {point.value}: {error}") from error
+    return all_kinds
+
+
+def kind_named(name: str) -> Kind:
+    """The kind called so, as a listing keeps it. Raises :class:`UsageError` for one that is not installed here."""
+    try:
+        return kinds()[name]
+    except KeyError:
+        raise UsageError(f"no package here reads files of the kind {name!r}; known are {', '.join(kinds())}") from None
 
 
 def kind_of(name: str) -> Kind | None:
     """What a file of this name holds, if it holds many samples."""
     name = name.lower()
     if _PART.search(name):
-        return "tfrecord"
-    stem, _, extension = name.rpartition(".")
-    if extension == "gz":
-        extension = {"tar": "tgz", "tfrecord": "tfrecord", "tfrecords": "tfrecord"}.get(stem.rpartition(".")[2], "")
-    return _EXTENSIONS.get(extension) if stem else None
+        return kind_named("tfrecord")
+    if name.endswith(_LOCKS):
+        return None
+    return next((kind for kind in kinds().values() if name.endswith(kind.suffixes) and "." in name.lstrip(".")), None)
+
+
+def kind_of_head(head: bytes) -> Kind | None:
+    """What a file holds that begins with ``head``."""
+    return next((kind for kind in kinds().values() if kind.magic(head)), None)
+
+
+def parent_of(url: str) -> tuple[str, str]:
+    """The URL of the folder that ``url`` lies in, and its name there; no name for a folder or a whole bucket."""
+    place, mark, query = url.partition("?") if split_url(url)[0] in ("http", "https") else (url, "", "")
+    folder, slash, name = place.rpartition("/")
+    if not slash or folder.endswith("/"):
+        return url, ""
+    if split_url(url)[0] in ("http", "https", "file", "sftp"):
+        name = unquote(name, errors="surrogateescape")
+    return f"{folder}/{mark}{query}", name
 
 
 def locate(url: str) -> tuple[str, str, Kind] | None:
     """For a URL or path of one file: that of its folder, its name there, and its kind; else None.
 
-    Raises :class:`AccessDenied` for a path that this user may not look at.
+    Raises :class:`AccessDenied` for a path that this user may not look at, :class:`UsageError` for one of a device.
     """
     if "://" not in url:
         try:
             return _local(Path(url))
         except PermissionError as error:
             raise AccessDenied(f"{printable(url)!r}: permission denied") from error
-    place, mark, query = url.partition("?")
-    folder, slash, name = place.rpartition("/")
+    folder, name = parent_of(url)
     kind = kind_of(name)
-    if not slash or folder.endswith("/") or kind in (None, "zarr"):
-        return None
-    if split_url(url)[0] in ("http", "https", "file", "sftp"):
-        name = unquote(name, errors="surrogateescape")
-    assert kind is not None
-    return f"{folder}/{mark}{query}", name, kind
+    return None if kind is None or kind.marks == _ZARR.marks else (folder, name, kind)
+
+
+_ZARR = next(kind for kind in _BUILT_IN if kind.name == "zarr")
 
 
 def _local(path: Path) -> tuple[str, str, Kind] | None:
-    kind = kind_of(path.name)
-    if path.is_dir() and (path / "data.mdb").is_file():
-        return str(path), "data.mdb", "lmdb"
-    return (str(path.parent), path.name, kind) if kind and kind != "zarr" and path.is_file() else None
+    if path.is_dir():
+        marks = ((mark, kind) for kind in kinds().values() if kind.by_path for mark in kind.marks)
+        return next(((str(path), mark, kind) for mark, kind in marks if (path / mark).is_file()), None)
+    if not path.exists():
+        return None
+    if not stat.S_ISREG(path.stat().st_mode):  # nobody may ever write into a pipe
+        raise UsageError(f"{path} is a device, a pipe or a socket; name a file or a folder")
+    found = kind_of(path.name)
+    if found is None:
+        with path.open("rb") as file:
+            found = kind_of_head(file.read(HEAD))
+    return None if found is None or found is _ZARR else (str(path.parent), path.name, found)
 
 
 class Census:
@@ -88,7 +228,7 @@ class Census:
 
     def __init__(self, url: str) -> None:
         self.url = redact(url)
-        self._kinds: Counter[Kind | None] = Counter()
+        self._kinds: Counter[str | None] = Counter()
         self._root = False
 
     def count(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
@@ -100,14 +240,14 @@ class Census:
 
     def _count(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
-        if key == OURS or folder.partition("/")[0] == _EXTENTS:
+        if key == OURS or folder.partition("/")[0] == _EXTENTS or name in _ABOUT or name.endswith(_LOCKS):
             return
-        if name in _ZARR_METADATA and not folder:
+        if name in _ZARR.marks and not folder:
             self._root = True
-        elif any(part.lower().endswith(".zarr") for part in folder.split("/")):
+        elif any(part.lower().endswith(_ZARR.suffixes) for part in folder.split("/")):
             self._kinds["zarr"] += 1
         elif kind := kind_of(name):
-            self._kinds[kind] += 1
+            self._kinds[kind.name] += 1
         elif not name.startswith(".") and "." in name and name.rpartition(".")[2].lower() not in _ASIDE:
             self._kinds[None] += 1
 
@@ -119,31 +259,35 @@ class Census:
         if read_as == "objects":
             return None
         if self._root:
-            return "zarr"
-        kinds = [kind for kind in self._kinds if kind is not None]
+            return _ZARR
+        names = [name for name in self._kinds if name is not None]
         if read_as == "files":
-            if len(kinds) != 1:
-                there = f"files of {len(kinds)} kinds ({', '.join(sorted(kinds))})" if kinds else "none"
+            if len(names) != 1:
+                there = f"files of {len(names)} kinds ({', '.join(sorted(names))})" if names else "none"
                 raise UsageError(
                     f"--read-as files: under {self.url} there are {there} that hold many samples; known are"
-                    f" {', '.join(get_args(Kind))}"
+                    f" {', '.join(kinds())}"
                 )
-            return kinds[0]
-        return kinds[0] if list(self._kinds) == kinds and len(kinds) == 1 and kinds[0] != "npy" else None
+            return kind_named(names[0])
+        if list(self._kinds) != names or len(names) != 1 or kind_named(names[0]).one_sample:
+            return None
+        return kind_named(names[0])
 
 
 class EachFile(Stem):
     """The grouping of a listing of files: each object is a group of its own, those of other kinds are left out."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.rule = f"files:{kind}"
-        self._kind = kind
+    def __init__(self, kind: Kind, *, alone: bool = False) -> None:
+        """``alone``: the one object is such a file, whatever its name."""
+        self.rule = f"{'file' if alone else 'files'}:{kind.name}"
+        self._kind, self._alone = kind, alone
 
     def split(self, key: str) -> Part | str:
         """The file, or why it is none."""
         name = key.rpartition("/")[2]
-        if self._kind != "zarr" and name.startswith("."):
-            return "hidden"
-        if self._kind != "zarr" and kind_of(name) != self._kind:
-            return f"no {self._kind} files"
+        if self._kind is not _ZARR and not self._alone:
+            if name.startswith("."):
+                return "hidden"
+            if kind_of(name) is not self._kind:
+                return f"no {self._kind.name} files"
         return Part(key, "", "bytes")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from cachetool.core.errors import BadObject
 from cachetool.core.units import format_size
 
@@ -15,7 +12,6 @@ __all__ = [
     "allowed",
     "check_allocation",
     "check_claims",
-    "disk_bytes",
     "is_lmdb",
     "quoted",
 ]
@@ -26,7 +22,6 @@ FREE_VALUE = 64 * 2**20
 """A value up to this size is read whatever the file's size..."""
 VALUE_RATIO = 100
 """...a larger one takes at least one byte on disk for so many in memory."""
-_ENOUGH_FILES = 100_000
 FREE_TOTAL = 4 * 2**30
 TOTAL_RATIO = 1000
 """The same for all samples together: sparse and empty data compress far better as a whole than one value does."""
@@ -66,22 +61,6 @@ def check_claims(what: str, claims: dict[str, tuple[int, int]], *, stored: int) 
             f"{what} claims {format_size(total)} of samples out of {format_size(stored)} on disk, most in"
             f" {quoted(name)}; leave that out with --fields"
         )
-
-
-def disk_bytes(path: Path) -> int:
-    """Bytes of a file, or of the files below a folder, the first 100,000 at least; links below it are not followed."""
-    if not path.is_dir():
-        return path.stat().st_size
-    total, count, folders = 0, 0, [os.fspath(path)]
-    while folders and count < _ENOUGH_FILES:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    total += entry.stat(follow_symlinks=False).st_size
-                    count += 1
-    return total
 
 
 def is_lmdb(head: bytes) -> bool:

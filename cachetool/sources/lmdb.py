@@ -31,13 +31,16 @@ import numpy as np
 from cachetool.core.block import BLOCK_BYTES, Block, Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import KEY, Field
+from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import npy_layout, parse_npy
 from cachetool.sources.images import decode_image, image_shape
-from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, disk_bytes, is_lmdb
-from cachetool.sources.readers import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
+from cachetool.sources.limits import FREE_VALUE, LMDB_HEAD, is_lmdb
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.ours import OurFile, our_lmdb
+from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
 from cachetool.sources.rows import joined
 
-__all__ = ["LMDBFile", "check_value_format"]
+__all__ = ["LMDBFile", "check_value_format", "open_lmdb"]
 
 VALUE = "value"
 MAX_NOTES = 1000
@@ -45,6 +48,8 @@ _NOTES = (b"length", b"num-samples", b"num_samples")
 _LOOK = 100
 """Values that are looked at for pickles."""
 _COUNT = 2**14
+_SEEK = 2**10
+"""Every so many samples a key is kept, to go to."""
 _TABLE = struct.Struct("<IHHQQQQQ")
 """The record of a named database: ``MDB_db`` of LMDB's mdb.c. Pad, flags, depth; branch, leaf and overflow pages,
 entries, and the page of the root."""
@@ -79,10 +84,16 @@ class _Batch:
         return repr(bytes(self.keys[index][:60]).decode("utf-8", "backslashreplace"))
 
 
+def open_lmdb(file: SourceFile, options: SourceOptions) -> OurFile | LMDBFile:
+    """The samples of an LMDB file that lies on this machine, by others or of ours."""
+    assert file.path is not None
+    return our_lmdb(file.path, options) or LMDBFile(file.path, options)
+
+
 class LMDBFile(ClosingFile):
     """One LMDB file or folder; see :class:`cachetool.sources.readers.RandomAccess`."""
 
-    def __init__(self, path: Path, options: FileOptions) -> None:
+    def __init__(self, path: Path, options: SourceOptions) -> None:
         """Counts the entries and finds the schema. Raises :class:`BadObject` naming the file, and the key."""
         self.path = path
         self._raw = check_value_format(options.value_format)
@@ -96,7 +107,7 @@ class LMDBFile(ClosingFile):
         self._txn: Any = None
         self._next = 0
         with reading(str(path)):
-            self._stored = self.piece = disk_bytes(path)
+            self._stored = self.piece = path.stat().st_size
             try:
                 notes: list[str] = []
                 self.samples = self._count(notes)
@@ -117,11 +128,6 @@ class LMDBFile(ClosingFile):
             return Block.from_samples(self.schema, [])
         return Block.concat([self._block(b) for b in self._batches(start, stop, nbytes=2**62)])
 
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples, in the order of their keys."""
-        for batch in self._batches(0, self.samples, nbytes=block_bytes):
-            yield self._block(batch)
-
     def close(self) -> None:
         """Let go of the file; views of it must not be used any more."""
         self._entries: Iterator[tuple[memoryview, memoryview]] = iter(())
@@ -134,33 +140,28 @@ class LMDBFile(ClosingFile):
 
     def _open(self) -> Any:
         if self._env is None:
-            folder = self.path.is_dir()
-            _refuse_others(self.path / "data.mdb" if folder else self.path)
-            self._env = lmdb.open(os.fspath(self.path), subdir=folder, readonly=True, lock=False, max_dbs=1)
-            file = self.path / "data.mdb" if folder else self.path
-            if file.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
+            _refuse_others(self.path)
+            self._env = lmdb.open(os.fspath(self.path), subdir=False, readonly=True, lock=False, max_dbs=1)
+            if self.path.stat().st_size % self._env.stat()["psize"]:  # what is missing of a page would be read as zeros
                 raise BadObject(f"{self.path} is cut short: it ends inside of a page")
             self._txn = self._env.begin(buffers=True)
             self._entries, self._next = _samples(self._txn), 0
         return self._txn
 
     def _batches(self, start: int, stop: int, *, nbytes: int) -> Iterator[_Batch]:
-        total = 0
         while start < stop:
             with reading(str(self.path)):
                 batch = self._take(start, min(_COUNT, stop - start), nbytes)
             if not batch.keys:
                 raise BadObject(f"{self.path}: it ends after {start} of {stop} samples; it was changed meanwhile")
-            total += sum(map(len, batch.values))
-            if total > FREE_VALUE + 4 * self._stored:
-                raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
             yield batch
             start += len(batch.keys)
 
     def _take(self, start: int, count: int, nbytes: int) -> _Batch:
         txn = self._open()
-        if start < self._next:
-            self._entries, self._next = _samples(txn), 0
+        if not self._next <= start < self._next + _SEEK:
+            mark = start // _SEEK
+            self._entries, self._next = _samples(txn, self._marks[mark]), mark * _SEEK
         while self._next < start and next(self._entries, None) is not None:
             self._next += 1
         keys: list[memoryview] = []
@@ -180,7 +181,8 @@ class LMDBFile(ClosingFile):
         entries too: they are refused rather than their page numbers read as values."""
         txn = self._open()
         pages = self._env.info()["last_pgno"]
-        count, last = 0, None
+        count, total, last = 0, 0, None
+        self._marks: list[bytes] = []
         for view, value in txn.cursor():
             key = bytes(view)
             if last is not None and key <= last:
@@ -196,8 +198,12 @@ class LMDBFile(ClosingFile):
                 if len(notes) == MAX_NOTES:
                     raise ValueError(f"more than {MAX_NOTES} of its keys are notes such as {key[:50]!r}")
                 notes.append(key.decode("utf-8", "replace")[:100])
-            else:
-                count += 1
+                continue
+            if count % _SEEK == 0:
+                self._marks.append(key)
+            count, total = count + 1, total + len(value)
+            if total > FREE_VALUE + 4 * self._stored:
+                raise BadObject(f"{self.path}: its values overlap: they are more than the file holds")
         return count
 
     def _is_table(self, key: bytes) -> bool:
@@ -304,8 +310,12 @@ def _is_note(key: memoryview) -> bool:
     return text in _NOTES or (len(text) > 4 and text.startswith(b"__") and text.endswith(b"__"))
 
 
-def _samples(txn: Any) -> Iterator[tuple[memoryview, memoryview]]:
-    return ((key, value) for key, value in txn.cursor() if not _is_note(key))
+def _samples(txn: Any, first: bytes | None = None) -> Iterator[tuple[memoryview, memoryview]]:
+    """The samples, or those from the key ``first`` on."""
+    cursor = txn.cursor()
+    if first is not None:
+        cursor.set_range(first)
+    return ((key, value) for key, value in cursor if not _is_note(key))
 
 
 def _may_be_table(value: memoryview, last: int) -> bool:

@@ -1,26 +1,26 @@
 """``.npy`` and ``.npz`` files whose rows are samples. Neither is ever unpickled.
 
-``x.npy`` is one field, named ``x``, read through a memory map. The arrays of an ``.npz`` are fields by their names;
-they are inflated as they are read, row by row, so that neither a large array nor what a bomb claims takes memory.
+``x.npy`` is one field, named ``x``. The arrays of an ``.npz`` are fields by their names; they are inflated as they are
+read, row by row, so that neither a large array nor what a bomb claims takes memory.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.errors import BadObject
-from cachetool.sources.decode import MAX_HEADER, npy_layout, parse_npy
+from cachetool.sources.byte_source import SourceFile
+from cachetool.sources.decode import MAX_HEADER, npy_layout
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.npz import directory_of, stream_of
-from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOT_ASKED, reading
 from cachetool.sources.rows import ColumnFile, StoredColumn, unpadded
 
 __all__ = ["open_npy", "open_npz"]
@@ -28,39 +28,64 @@ __all__ = ["open_npy", "open_npz"]
 Array = npt.NDArray[Any]
 
 
-def open_npy(path: Path, options: FileOptions) -> ColumnFile:
+def open_npy(file: SourceFile, options: SourceOptions) -> ColumnFile:
     """The rows of one ``.npy`` file. Raises :class:`BadObject` naming it."""
-    with reading(f"{path} is not a whole .npy file"), path.open("rb") as file:
-        size = path.stat().st_size
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-        try:
-            array = parse_npy(view, text=True)
-        except BadObject as error:
-            raise BadObject(f"{path}: {error}") from error
-    if array.ndim == 0:
-        raise BadObject(f"{path} holds a single number; its rows should be samples")
-    little = array.dtype.newbyteorder("<")
+    head = memoryview(file.ranges.part(file.number, 0, _HEADER))
+    if len(head) >= 12 and 12 + int.from_bytes(head[8:10], "little") > len(head):
+        head = memoryview(file.ranges.part(file.number, 0, MAX_HEADER + 12))
+    try:
+        dtype, fortran, shape, start = npy_layout(head, text=True)
+    except BadObject as error:
+        raise BadObject(f"{file}: {error}") from error
+    if not shape:
+        raise BadObject(f"{file} holds a single number; its rows should be samples")
+    text, row = dtype.kind in "SU", math.prod(shape[1:]) * dtype.itemsize
+    if text and len(shape) > 1:
+        raise BadObject(f"{file} holds texts in {len(shape)} dimensions; its rows should be samples of one text")
+    if start + shape[0] * row != file.size:
+        raise BadObject(f"{file}: {file.size} bytes are not a {dtype} array {shape}")
+    by_columns = fortran and len(shape) > 1
+    if by_columns:  # the bytes of a row lie all over the file, so that it is read whole
+        check_allocation(f"{file}, which is stored column by column,", shape[0] * row, stored=file.size)
+    whole: list[Array] = []
 
-    def read(start: int, stop: int) -> Array:
-        return np.ascontiguousarray(array[start:stop], dtype=little)
+    def read(start_row: int, stop_row: int) -> Array:
+        if not by_columns:
+            body = file.ranges.part(file.number, start + start_row * row, (stop_row - start_row) * row)
+            rows: Array = np.frombuffer(body, dtype=dtype).reshape(stop_row - start_row, *shape[1:])
+        else:
+            if not whole:
+                body = file.ranges.part(file.number, start, shape[0] * row)
+                whole.append(np.frombuffer(body, dtype=dtype).reshape(shape[::-1]).T)
+            rows = whole[0][start_row:stop_row]
+        return np.ascontiguousarray(rows, dtype=dtype.newbyteorder("<"))
 
-    column = StoredColumn(path.stem, little.str, array.shape, array.nbytes, read)
-    if array.dtype.kind in "SU":
-        if array.ndim > 1:
-            raise BadObject(f"{path} holds texts in {array.ndim} dimensions; its rows should be samples of one text")
-        kind = "str" if array.dtype.kind == "U" else "bytes"
-        column = replace(column, dtype=kind, read=lambda start, stop: unpadded(read(start, stop)))
-    return ColumnFile(path, [column], options, stored=size)
+    name = file.name.stem if file.alone else "npy"
+    if text:
+        kind = "str" if dtype.kind == "U" else "bytes"
+        column = StoredColumn(name, kind, shape, shape[0] * row, lambda a, b: unpadded(read(a, b)))
+    else:
+        little, at = dtype.newbyteorder("<").str, -1 if by_columns else start
+        column = StoredColumn(name, little, shape, shape[0] * row, read, offset=at, stored=dtype.str)
+    return ColumnFile(file, [column], options, stored=file.size, close=whole.clear)
 
 
-def open_npz(path: Path, options: FileOptions) -> ColumnFile:
-    """The arrays of one ``.npz`` file. Raises :class:`BadObject` naming it."""
-    with reading(f"{path} is not a whole .npz file"):
-        stored = path.stat().st_size
-        archive = _Archive(path)
+_HEADER = 4096
+_UNITS = 16
+_UNIT_BYTES = 8 * 2**20
+
+
+def open_npz(file: SourceFile, options: SourceOptions) -> ColumnFile:
+    """The arrays of one ``.npz`` file. Raises :class:`BadObject` naming it.
+
+    Where rows are asked for here and there nobody comes by the checksum at an array's end, so that it is compared now.
+    Each run of rows then is inflated from the beginning: a sixteenth of the file is one unit, or 8 MiB.
+    """
+    with reading(f"{file} is not a whole .npz file"):
+        archive = _Archive(file)
         infos = archive.zip.infolist()
         if len({info.filename for info in infos}) != len(infos):
-            raise BadObject(f"{path} holds two arrays of one name")
+            raise BadObject(f"{file} holds two arrays of one name")
     columns: list[StoredColumn] = []
     skipped: list[tuple[str, str]] = []
     try:
@@ -69,13 +94,18 @@ def open_npz(path: Path, options: FileOptions) -> ColumnFile:
             if reason := _not_an_array(info) or (None if options.wants(name) else NOT_ASKED):
                 skipped.append((name, reason))
                 continue
-            with reading(f"{path}: {quoted(name)}"):
+            with reading(f"{file}: {quoted(name)}"):
                 member = _Member.open(archive, info)
+                if not isinstance(member, str) and not file.in_order:
+                    member.check()
             if isinstance(member, str):
                 skipped.append((name, member))
                 continue
-            columns.append(member.column(name, stored=stored))
-        return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=archive.close)
+            columns.append(member.column(name, stored=file.size))
+        rows = columns[0].shape[0] if columns else 0
+        unit = max(1, -(-rows // _UNITS), _UNIT_BYTES * rows // max(1, sum(column.nbytes for column in columns)))
+        columns = [replace(column, chunk=unit, piece=0) for column in columns]
+        return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=archive.close)
     finally:
         archive.close()
 
@@ -93,7 +123,7 @@ def _not_an_array(info: zipfile.ZipInfo) -> str | None:
 class _Archive:
     """The zip file under an ``.npz``; opened when it is needed, also after it was closed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: SourceFile) -> None:
         self.path = path
         self._zip: zipfile.ZipFile | None = None
         self._open: list[IO[bytes]] = []
@@ -101,7 +131,7 @@ class _Archive:
     @property
     def zip(self) -> zipfile.ZipFile:
         if self._zip is None:
-            self._open.append(file := self.path.open("rb"))
+            self._open.append(file := self.path.stream())
             self._zip = directory_of(file)
         return self._zip
 
@@ -148,6 +178,15 @@ class _Member:
         if size != info.file_size:
             raise ValueError(f"{info.file_size} bytes are not a {member.dtype} array {member.shape}")
         return member
+
+    def check(self) -> None:
+        """Read it to its end, where its checksum is. Raises what zipfile does for a damaged one."""
+        with stream_of(self._archive.zip, self._info) as stream:
+            count = 0
+            while data := stream.read(2**20):
+                count += len(data)
+        if count != self._info.file_size:
+            raise ValueError(f"{'more' if count > self._info.file_size else 'fewer'} bytes than its directory says")
 
     def column(self, name: str, *, stored: int) -> StoredColumn:
         """This array as a candidate for a field; ``stored`` is the size of the archive."""

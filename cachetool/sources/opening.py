@@ -1,37 +1,45 @@
-"""What the guarded process opens for :mod:`cachetool.sources.files`: remote files, read by parts over a socket.
+"""Opening files by their kind: what one file of rows or records is, and reading runs of rows of several.
 
-Twice: when they are listed, to see each of them once and tell what it is (:class:`FileFacts`), and when samples are
-read, where a file is opened when the first of its samples is asked for.
+:func:`open_served` and :func:`open_path` are called in the guarded process, twice: when files are listed, to see each
+of them once and tell what it is (:class:`FileFacts`), and when samples are read, where a file is opened when the first
+of its samples is asked for.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import UsageError
 from cachetool.core.schema import Schema
-from cachetool.sources.byte_source import RangeFile, Ranges
-from cachetool.sources.joined import common, conform
-from cachetool.sources.readers import ClosingFile, FileOptions, bounded
+from cachetool.sources.byte_source import MemoryRanges, Ranges, ServedRanges, SourceFile
+from cachetool.sources.kinds import kind_named
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import ClosingFile, LimitedAccess, RandomAccess, RecordFile, bounded
 from cachetool.sources.rows import ColumnFile, Part, StoredColumn
+from cachetool.sources.shapes import common, conform
 
-__all__ = ["FileFacts", "open_remote"]
+__all__ = ["FileFacts", "OpenedFiles", "facts_of_records", "facts_of_rows", "open_path", "open_served", "units_of"]
 
 
 MAX_PARTS = 2**19
 """Chunks of one file whose places are kept, 40 bytes each."""
+_PACKED = 4
+"""About how many bytes come out of one that is packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What one file of rows is."""
+    """What one file is."""
 
     rows: int
     chunk: int
@@ -47,110 +55,14 @@ class FileFacts:
     """Where units end, when they differ in size."""
     parts: list[Part] = field(default_factory=list)
     """What units consist of, to be fetched beforehand; empty when that cannot be told, or is too much to be kept."""
+    row: int = 0
+    """About how many bytes a row takes in the file, where they differ in size."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the file calls fields that have another name."""
 
 
-def open_remote(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> RemoteFiles:
-    """The files behind the socket at ``path``; see :func:`cachetool.sources.doors.open_here`."""
-    ranges = Ranges(path)
-    spec = ranges.spec
-    files = _Files(ranges, spec, options, notice)
-    if spec["schema"] is not None:
-        return RemoteFiles(path, files, Schema.from_json(spec["schema"]), spec["rows"], spec["piece"], ())
-    schema: Schema | None = None
-    skipped: list[tuple[str, str]] = []
-    rows, piece, first = [], 0, ""
-    for number, name in enumerate(spec["files"]):
-        file = files.open(number)
-        facts = _facts(file)
-        ranges.tell(asdict(facts))
-        skipped += [(f"{name}: {array}" if len(spec["files"]) > 1 else array, why) for array, why in file.skipped]
-        rows.append(facts.rows)
-        piece = max(piece, facts.piece)
-        if schema is None:
-            schema, first = file.schema, name
-        else:
-            schema = common(schema, file.schema, first=Path(first), then=Path(name))
-    files.close()
-    if schema is None:
-        raise UsageError("no files")
-    return RemoteFiles(path, files, schema, rows, piece, bounded(skipped))
-
-
-class RemoteFiles(ClosingFile):
-    """Rows of remote files; see :class:`cachetool.sources.readers.RandomAccess`. One is open at a time."""
-
-    def __init__(
-        self,
-        path: Path,
-        files: _Files,
-        schema: Schema,
-        rows: list[int],
-        piece: int,
-        skipped: tuple[tuple[str, str], ...],
-    ) -> None:
-        self.path, self.schema, self.piece, self.skipped = path, schema, piece, skipped
-        self._files = files
-        self._starts = [0, *accumulate(rows)]
-        self.samples = self._starts[-1]
-
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``, which are of one file."""
-        number = bisect_right(self._starts, start) - 1
-        first = self._starts[number]
-        file = self._files.open(number)
-        return conform(file.read(start - first, stop - first), self.schema)
-
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Nobody asks for all of it here."""
-        raise UsageError("remote files are read by rows")
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._files.close()
-
-
-class _Files:
-    """Opens a file by its number, once as long as no other is opened."""
-
-    def __init__(
-        self, ranges: Ranges, spec: dict[str, Any], options: FileOptions, notice: Callable[[Path], None]
-    ) -> None:
-        self._ranges, self._spec, self._options, self._notice = ranges, spec, options, notice
-        self._number = -1
-        self._open: ColumnFile | None = None
-
-    def open(self, number: int) -> ColumnFile:
-        if self._open is None or self._number != number:
-            self.close()
-            path = Path(self._spec["files"][number])
-            self._notice(path)
-            self._open, self._number = self._opened(path, number), number
-        return self._open
-
-    def _opened(self, path: Path, number: int) -> ColumnFile:
-        size = self._spec["sizes"][number]
-        if self._spec["kind"] == "zarr":
-            from cachetool.sources.zarr import RemoteFolder, open_zarr
-
-            root = self._spec["roots"][number]
-            folder = RemoteFolder(self._ranges, root, self._spec["folders"])
-            return open_zarr(path, self._options, folder, stored=size)
-        file = RangeFile(self._ranges, number, size)
-        if self._spec["kind"] == "parquet":
-            from cachetool.sources.parquet import open_parquet
-
-            return open_parquet(path, self._options, cast(BinaryIO, file), stored=size)
-        from cachetool.sources.hdf5 import open_hdf5
-
-        return open_hdf5(path, self._options, cast(BinaryIO, file), stored=size)
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-
-
-def _facts(file: ColumnFile) -> FileFacts:
+def facts_of_rows(file: ColumnFile, size: int) -> FileFacts:
+    """What a file of ``size`` bytes is whose rows are samples."""
     columns = file.columns
     largest = max(columns.values(), key=lambda column: column.nbytes)
     return FileFacts(
@@ -162,6 +74,7 @@ def _facts(file: ColumnFile) -> FileFacts:
         stored={name: column.stored for name, column in columns.items() if column.offset >= 0},
         cuts=file.cuts,
         parts=_parts([column for column in columns.values() if column.chunk == largest.chunk]),
+        row=size // max(1, file.samples),
     )
 
 
@@ -171,3 +84,134 @@ def _parts(columns: list[StoredColumn]) -> list[Part]:
         if column.parts is not None:
             parts += itertools.islice(column.parts(), MAX_PARTS + 1)
     return parts if len(parts) <= MAX_PARTS else []
+
+
+def facts_of_records(file: RecordFile | RandomAccess, size: int, unit_bytes: int) -> FileFacts:
+    """What a file of ``size`` bytes is whose records were all looked at; they are fetched by about ``unit_bytes``."""
+    places, names = getattr(file, "places", []), getattr(file, "names", {})
+    cuts: list[int] | None = None
+    parts: list[Part] = []
+    if places:
+        cuts, parts = units_of(*np.array(places, dtype=np.int64).T, unit_bytes=unit_bytes)
+    unpacked = size * _PACKED if hasattr(file, "places") else size
+    chunk = max(1, file.samples * BLOCK_BYTES // max(1, unpacked))
+    schema = file.schema.to_json()
+    return FileFacts(file.samples, chunk, 0, schema, {}, {}, cuts, parts, size // max(1, file.samples), names)
+
+
+def units_of(
+    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], *, unit_bytes: int
+) -> tuple[list[int], list[Part]]:
+    """Where units end, and their parts, of records that begin and end there: they share a unit of about ``unit_bytes``
+    by where they begin; larger ones are their own."""
+    changes = np.flatnonzero(np.diff(starts // unit_bytes)) + 1
+    firsts = np.concatenate([[0], changes]) if len(starts) else np.zeros(0, dtype=np.int64)
+    lasts = np.concatenate([changes, [len(starts)]]) if len(starts) else firsts
+    begins, ends = starts[firsts], stops[lasts - 1] if len(starts) else stops[:0]
+    parts = [(a, b, c - b, "") for a, b, c in zip(firsts.tolist(), begins.tolist(), ends.tolist(), strict=True)]
+    return lasts.tolist(), parts
+
+
+def open_served(
+    path: Path, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any]
+) -> OpenedFiles:
+    """The files of rows behind the socket at ``path``."""
+    ranges = ServedRanges(path)
+    spec = ranges.spec
+    if spec["schema"] is not None:
+        return OpenedFiles(ranges, spec, options, notice=notice)
+    files = _Files(ranges, spec, options, notice)
+    schema: Schema | None = None
+    skipped: list[tuple[str, str]] = []
+    rows, piece, first = [], 0, ""
+    for number, name in enumerate(spec["files"]):
+        file = files.opened(number)
+        facts = facts_of_rows(file, spec["sizes"][number])
+        ranges.tell(asdict(facts))
+        skipped += [(f"{name}: {array}" if len(spec["files"]) > 1 else array, why) for array, why in file.skipped]
+        rows.append(facts.rows)
+        piece = max(piece, facts.piece)
+        if schema is None:
+            schema, first = file.schema, name
+        else:
+            schema = common(schema, file.schema, first=Path(first), then=Path(name))
+    files.close()
+    if schema is None:
+        raise UsageError("no files")
+    known = {**spec, "schema": schema.to_json(), "rows": rows, "piece": piece}
+    return OpenedFiles(ranges, known, options, notice=notice, skipped=bounded(skipped))
+
+
+def open_path(
+    path: Path, options: SourceOptions, *, notice: Callable[[Path], None], about: Mapping[str, Any]
+) -> LimitedAccess:
+    """The file at ``path``, of the kind that ``about`` names, whose library reads nothing else."""
+    notice(path)
+    file = SourceFile(path, path.stat().st_size, MemoryRanges(memoryview(b"")), path=path)
+    return cast(LimitedAccess, kind_named(about["kind"]).opened(file, options))
+
+
+class OpenedFiles(ClosingFile):
+    """Rows of several files; see :class:`cachetool.sources.readers.RandomAccess`. One is open at a time."""
+
+    def __init__(
+        self,
+        ranges: Ranges,
+        spec: Mapping[str, Any],
+        options: SourceOptions,
+        *,
+        notice: Callable[[Path], None] = lambda path: None,
+        skipped: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """``spec``: what these files are, as :class:`cachetool.sources.file_listing.Opened` says it."""
+        self.schema, self.piece, self.skipped = Schema.from_json(spec["schema"]), int(spec["piece"]), skipped
+        self._files = _Files(ranges, spec, options, notice)
+        self._starts = [0, *accumulate(spec["rows"])]
+        self.samples = self._starts[-1]
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``, which are of one file."""
+        number = bisect_right(self._starts, start) - 1
+        first = self._starts[number]
+        file = self._files.opened(number)
+        return conform(file.read(start - first, stop - first), self.schema)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._files.close()
+
+
+class _Files:
+    """Opens a file by its number, once as long as no other is opened."""
+
+    def __init__(
+        self, ranges: Ranges, spec: Mapping[str, Any], options: SourceOptions, notice: Callable[[Path], None]
+    ) -> None:
+        self._ranges, self._spec, self._options, self._notice = ranges, spec, options, notice
+        self._kind = kind_named(spec["kind"])
+        self._number = -1
+        self._open: ColumnFile | None = None
+
+    def opened(self, number: int) -> ColumnFile:
+        if self._open is None or self._number != number:
+            self.close()
+            spec, path = self._spec, Path(self._spec["files"][number])
+            self._notice(path)
+            file = SourceFile(
+                path,
+                spec["sizes"][number],
+                self._ranges,
+                number,
+                root=spec["roots"][number] if spec["roots"] else "",
+                folders=tuple(spec["folders"]),
+                alone=len(spec["files"]) == 1,
+                in_order=spec["in_order"],
+            )
+            self._open, self._number = self._kind.opened(file, self._options), number
+        assert self._open is not None
+        return self._open
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None

@@ -74,6 +74,11 @@ class SourceOptions:
     lies there, see :mod:`cachetool.sources.kinds`."""
     key: bool = True
     """Add the field ``__key__``."""
+    value_format: str | None = None
+    """The values of an LMDB file of others: ``bytes``, ``npy``, ``image`` or ``raw:DTYPE,SHAPE``; None: bytes, unless
+    they look pickled."""
+    rows: int | None = None
+    """First dimension of the arrays of a file to take; None for the one that most arrays have."""
     concurrency: int | None = None
     """Requests in flight; None for what suits the store."""
 
@@ -90,6 +95,12 @@ class SourceOptions:
             object.__setattr__(self, "concurrency", parse_whole(self.concurrency, what="--concurrency"))
             if not 1 <= self.concurrency <= 1024:
                 raise UsageError(f"--concurrency must be 1 to 1024, got {self.concurrency}")
+        if self.value_format is not None:
+            object.__setattr__(self, "value_format", parse_text(self.value_format, what="--value-format"))
+        if self.rows is not None:
+            object.__setattr__(self, "rows", parse_whole(self.rows, what="--samples"))
+            if self.rows < 0:
+                raise UsageError(f"the number of samples must be at least 0, got {self.rows}")
         for name in ("label_from_folder", "key"):
             flag = parse_flag(getattr(self, name), what=f"--{name.replace('_', '-')}")
             object.__setattr__(self, name, flag)
@@ -107,7 +118,11 @@ class SourceOptions:
             raise UsageError(f"--rename cannot change or make {KEY}; leave it out with --no-key")
 
     def _decodes_images(self) -> bool:
-        return self.decode == "image"
+        return self.decode == "image" or self.value_format == "image"
+
+    def wants(self, name: str) -> bool:
+        """Whether a field is asked for that its file calls ``name``."""
+        return self.fields is None or self.rename.get(name, name) in self.fields
 
     def numbering(self) -> dict[str, Any]:
         """The part that decides what a unit number means."""

@@ -1,75 +1,121 @@
 """Files that cachetool wrote, outside of any cache: a folder of ``convert --out``, or one such file from anywhere.
 
-:class:`OurFile` is read by its format's library, in the guarded process like all that others made. Nobody vouches for
-them: whoever made a file could have made a digest that fits. So no library opens one in this process. A part is read by
-its extents, every number of which is checked; one without extents, and a file alone, by its format's library in a
-process of its own (:mod:`cachetool.sources.guard`). Against accidents the checksums beside each part must be those that
-``dataset.json`` says, and the samples must have these checksums.
+Arrays (HDF5, Zarr) are read as those of others are (:mod:`cachetool.sources.rows`). :class:`OurFile` reads LMDB and
+TFRecord by their format's library. Nobody vouches for them: whoever made a file could have made a digest that fits.
+Against accidents the checksums beside each file must be those that ``dataset.json`` says, and the samples must have
+these checksums (:meth:`Exported.check`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.block import BLOCK_BYTES, Block
-from cachetool.core.errors import BadObject, CorruptError, UsageError
-from cachetool.core.extents import EXTENTS_FILE
-from cachetool.core.names import Name
+from cachetool.core.block import Block
+from cachetool.core.errors import BadObject, CorruptError, NotFound, UsageError
+from cachetool.core.extents import EXTENTS_FILE, Extents
 from cachetool.core.schema import KEY, Schema
-from cachetool.formats import format_for, get_format
+from cachetool.formats import get_format
 from cachetool.formats.base import Format, Reader
+from cachetool.formats.digest import ContentDigest
 from cachetool.formats.files import map_file
-from cachetool.formats.lmdb import is_ours as is_our_lmdb
-from cachetool.formats.shard import check_content, open_plain, side_folder, stored_checksums
-from cachetool.proc.folders import read_json
-from cachetool.sources.guard import GuardedFile
-from cachetool.sources.limits import check_allocation, disk_bytes
-from cachetool.sources.readers import ClosingFile, FileOptions, bounded, field_names, make_schema, reading
+from cachetool.formats.shard import CHECKSUMS_FILE, check_samples
+from cachetool.sources.decode import parse_npy
+from cachetool.sources.limits import check_allocation
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import ClosingFile, bounded, field_names, make_schema, reading
+from cachetool.stores import Store
 
-__all__ = [
-    "DATASET_FILE",
-    "LAYOUT",
-    "OurFile",
-    "PartFile",
-    "is_ours",
-    "open_alone",
-    "open_here",
-    "our_lmdb",
-    "our_records",
-    "read_parts",
-    "run_of_blocks",
-    "schema_of",
-]
+__all__ = ["DATASET_FILE", "LAYOUT", "Exported", "OurFile", "exported", "our_lmdb", "our_records"]
 
 
-def our_lmdb(path: Path, options: FileOptions) -> OurFile | None:
+def our_lmdb(path: Path, options: SourceOptions) -> OurFile | None:
     """The samples of an LMDB file of ours; None for all others. Raises :class:`BadObject` for a damaged one."""
+    from cachetool.formats.lmdb import is_ours
+
     with _bad(path):
-        if options.value_format is not None or not path.is_file() or not is_our_lmdb(map_file(path)):
+        if options.value_format is not None or not is_ours(map_file(path)):
             return None
         return OurFile(path, get_format("lmdb"), options)
 
 
-def our_records(path: Path, options: FileOptions, schema: Schema) -> OurFile:
+def our_records(path: Path, options: SourceOptions, schema: Schema) -> OurFile:
     """The samples of a TFRecord file of ours, which does not say its ``schema``. Raises :class:`BadObject`."""
     with _bad(path):
         return OurFile(path, get_format("tfrecord"), options, schema=schema)
 
 
-def schema_of(about: bytes | memoryview, kind: str, names: Iterable[str]) -> Schema | None:
-    """The schema of files with these names, by the ``dataset.json`` beside them; None where it says nothing of them."""
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What ``dataset.json`` says of the files beside it."""
+
+    schema: Schema
+    contents: Mapping[str, str | None]
+    """By name the content digest of each file; None in a folder that was made without."""
+
+    def check(self, store: Store, name: str, start: int, checksums: npt.NDArray[np.uint64]) -> None:
+        """Compare the ``checksums``, (fields, samples), of the samples of a file from ``start`` on with those that were
+        written. Raises :class:`CorruptError` naming the file, sample and field."""
+        expected = self._checksums(store, name)
+        if self.contents[name] is not None:
+            digest = ContentDigest(self.schema)
+            digest.update(expected)
+            if digest.hexdigest() != self.contents[name]:
+                raise CorruptError(f"{name}: beside it are not the checksums of the samples that were written")
+        stop = start + checksums.shape[1]
+        check_samples(checksums, expected[:, start:stop], self.schema, name=name, first=start)
+
+    def _checksums(self, store: Store, name: str) -> npt.NDArray[np.uint64]:
+        side = f".extents/{name}"
+        with contextlib.suppress(NotFound):
+            body = store.get(store.find(f"{side}/{EXTENTS_FILE}"))
+            return Extents.from_buffer(body, schema=self.schema, name=f"{side}/{EXTENTS_FILE}").checksums
+        try:
+            array = parse_npy(store.get(store.find(f"{side}/{CHECKSUMS_FILE}")))
+        except (NotFound, BadObject) as error:
+            raise CorruptError(f"{side}/{CHECKSUMS_FILE} cannot be read: {error}") from error
+        if array.dtype != np.uint64 or array.ndim != 2 or len(array) != len(self.schema):
+            raise CorruptError(f"{side}/{CHECKSUMS_FILE} does not hold the checksums of {len(self.schema)} fields")
+        return array
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"schema": self.schema.to_json(), "contents": dict(self.contents)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Exported:
+        """What :meth:`to_json` gave."""
+        return cls(Schema.from_json(value["schema"]), value["contents"])
+
+
+def exported(about: bytes | memoryview, kind: str, names: Iterable[str], *, alone: bool = False) -> Exported | None:
+    """What a ``dataset.json`` says of the files with these names, or of one of several; None where it is not ours.
+
+    Raises :class:`CorruptError` for one that looks like ours and does not fit, or is of a later version.
+    """
+    raw, names = bytes(about), list(names)
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, UsageError):
-        value = json.loads(bytes(about))
-        if value["format"] == kind and {str(part["file"]) for part in value["parts"]}.issuperset(names):
-            return Schema.from_json(value["schema"])
+        value = json.loads(raw)
+        if int(value.get("layout", LAYOUT)) > LAYOUT:
+            raise CorruptError(
+                f"{DATASET_FILE} has layout {value['layout']}, this cachetool reads layout {LAYOUT}; update cachetool"
+            )
+        contents = {str(part["file"]): part.get("content") for part in value["parts"]}
+        if alone and not contents.keys() >= set(names):
+            return None
+        if value["format"] == kind and (alone or contents.keys() == set(names)):
+            return Exported(Schema.from_json(value["schema"]), {name: contents[name] for name in names})
+    if sum(word in raw for word in _WORDS) >= len(_WORDS) // 2 + 1 and not alone:
+        raise CorruptError(
+            f"{DATASET_FILE} is not what cachetool convert writes of these files: one of them is missing or damaged"
+        )
     return None
 
 
@@ -86,7 +132,7 @@ def _bad(path: Path) -> Iterator[None]:
 class OurFile(ClosingFile):
     """One file; see :class:`cachetool.sources.readers.RandomAccess`. ``schema`` is what it must have, where known."""
 
-    def __init__(self, path: Path, kind: Format, options: FileOptions, *, schema: Schema | None = None) -> None:
+    def __init__(self, path: Path, kind: Format, options: SourceOptions, *, schema: Schema | None = None) -> None:
         self.path, self._kind, self._stored = path, kind, schema
         self._reader: Reader | None = None
         reader = self._open()
@@ -100,7 +146,7 @@ class OurFile(ClosingFile):
         fields = [replace(reader.schema[name], name=new) for name, new in self._names.items()]
         self.schema = make_schema(path, fields, skipped)
         self.skipped = bounded(skipped)
-        size = disk_bytes(path)
+        size = path.stat().st_size
         check_allocation(f"{path}: a sample", reader.schema.fixed_nbytes, stored=size)
         self.piece = reader.schema.fixed_nbytes if reader.schema.is_fixed else size
 
@@ -111,10 +157,6 @@ class OurFile(ClosingFile):
         with _bad(self.path):
             block = self._open().read(start, stop)
         return Block(self.schema, {new: block.columns[name] for name, new in self._names.items()})
-
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order."""
-        return run_of_blocks(self, 0, self.samples, block_bytes=block_bytes)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -128,110 +170,8 @@ class OurFile(ClosingFile):
         return self._reader
 
 
-class Readable(Protocol):
-    """What reads any run of samples."""
-
-    schema: Schema
-
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``."""
-        ...
-
-
-def run_of_blocks(reader: Readable, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before."""
-    step = 1 if not reader.schema.is_fixed else block_bytes // max(1, reader.schema.fixed_nbytes)
-    at = start
-    while at < stop:
-        block = reader.read(at, min(at + max(1, step), stop))
-        yield block
-        at += len(block)
-        step = min(8 * max(1, step), max(1, len(block) * block_bytes // max(1, block.nbytes)))
-
-
 DATASET_FILE = "dataset.json"
 LAYOUT = 1
 """Of :data:`DATASET_FILE` and the folder around it."""
-_HEAD = 2**18
-_MOST_METADATA = 16 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class PartFile:
-    """One file of a folder that ``convert --out`` wrote."""
-
-    path: Path
-    kind: Format
-    schema: Schema
-    samples: int
-    content: str | None
-    """Content digest; None in a folder that was made without."""
-
-    def open(self) -> Reader | GuardedFile:
-        """Read it. Raises :class:`CorruptError` naming the file when it is not what the folder says."""
-        if (side_folder(self.path) / EXTENTS_FILE).exists():
-            reader: Reader | GuardedFile = open_plain(self.path, self.kind, self.schema)
-        else:
-            reader = open_alone(self.path)
-        if reader.samples != self.samples or reader.schema != self.schema:
-            reader.close()
-            raise CorruptError(f"{self.path} does not hold the {self.samples} samples that {DATASET_FILE} says")
-        return reader
-
-    def checksums(self) -> npt.NDArray[np.uint64]:
-        """What its samples must hash to, (fields, samples). Raises :class:`CorruptError` naming the file."""
-        side = side_folder(self.path)
-        if self.content is None:
-            return stored_checksums(side, self.schema, links=True)
-        return check_content(side, self.schema, self.content, links=True)
-
-
-def read_parts(folder: Path) -> tuple[Schema, list[PartFile]]:
-    """The schema and the parts of a folder. Raises :class:`CorruptError` when its list of parts cannot be read."""
-    about = folder / DATASET_FILE
-    try:
-        value = json.loads(read_json(about, links=True))
-        layout = int(value.get("layout", LAYOUT))
-        if layout > LAYOUT:
-            raise CorruptError(f"{about} has layout {layout}, this cachetool reads layout {LAYOUT}; update cachetool")
-        schema, kind = Schema.from_json(value["schema"]), get_format(value["format"])
-        parts = []
-        for part in value["parts"]:
-            file, samples, content = str(part["file"]), int(part["samples"]), part.get("content")
-            plain = Name.fits(file) and not file.startswith(".") and file.endswith(kind.suffix)
-            if not plain or samples < 0 or not isinstance(content, str | None):
-                raise ValueError(f"a part called {file!r} of {samples} samples")
-            parts.append(PartFile(folder / file, kind, schema, samples, content))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptError(f"{about} is not what cachetool convert writes: {error}") from error
-    return schema, parts
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a file carries the mark of our layout: then it is read as that, and a damaged one is an error."""
-    if path.suffix in (".h5", ".hdf5") and path.is_file():
-        with path.open("rb") as file:
-            return b"cachetool" in file.read(_HEAD)
-    if path.suffix == ".zarr" and (path / "zarr.json").is_file():
-        with (path / "zarr.json").open("rb") as file:
-            return b'"cachetool"' in file.read(_MOST_METADATA)
-    return path.suffix == ".lmdb" and path.is_file() and is_our_lmdb(map_file(path))
-
-
-def open_alone(path: Path) -> GuardedFile:
-    """Read one file of ours through its format's library, in a process of its own.
-
-    Raises :class:`CorruptError` or :class:`BadObject` naming it when it is damaged, whatever that does to the process.
-    """
-    return GuardedFile(path, FileOptions(), opener=f"{__name__}:{open_here.__name__}")
-
-
-def open_here(path: Path, options: FileOptions, *, notice: Callable[[Path], None]) -> OurFile:
-    """In that process: open the file. Its schema comes from the folder around it, or, without one, from itself."""
-    notice(path)
-    about = path.parent / DATASET_FILE
-    schema = None
-    if about.is_file():
-        folder_schema, parts = read_parts(path.parent)
-        schema = folder_schema if path.name in [part.path.name for part in parts] else None
-    return OurFile(path, format_for(path), options, schema=schema)
+_WORDS = (b'"layout"', b'"format"', b'"schema"', b'"content"', b'"parts"')
+"""A damaged one still has most of these."""

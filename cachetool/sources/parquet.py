@@ -18,23 +18,24 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from cachetool.core.block import Column, Ragged
 from cachetool.core.errors import BadObject, MissingExtra, UsageError
 from cachetool.core.schema import storage_dtype
+from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.limits import check_allocation, quoted
-from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOT_ASKED, reading
 from cachetool.sources.rows import ColumnFile, Part, StoredColumn, of_sizes
 
 __all__ = ["open_parquet"]
 
 
-def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: int) -> ColumnFile:
-    """The columns of one Parquet file of ``stored`` bytes. Raises :class:`BadObject` naming file and column."""
+def open_parquet(path: SourceFile, options: SourceOptions) -> ColumnFile:
+    """The columns of one Parquet file. Raises :class:`BadObject` naming file and column."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -42,7 +43,8 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
         raise MissingExtra("reading Parquet files", "parquet") from None
 
     with reading(f"{path} is not a whole Parquet file"):
-        file = pyarrow.parquet.ParquetFile(pyarrow.PythonFile(remote, mode="r"), memory_map=False, pre_buffer=False)
+        opened = pyarrow.PythonFile(path.open(), mode="r")
+        file = pyarrow.parquet.ParquetFile(opened, memory_map=False, pre_buffer=False)
         about = file.metadata
         groups = [about.row_group(number) for number in range(about.num_row_groups)]
         counts = [group.num_rows for group in groups]
@@ -52,7 +54,7 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
             (sum(group.column(at).total_uncompressed_size for at in range(group.num_columns)) for group in groups),
             default=0,
         )
-        check_allocation(f"{path}: a row group", piece, stored=stored)
+        check_allocation(f"{path}: a row group", piece, stored=path.size)
         schema = file.schema_arrow
     ends = np.cumsum(counts).astype(np.int64)
     table = _Table(path, file, ends)
@@ -72,7 +74,7 @@ def open_parquet(path: Path, options: FileOptions, remote: BinaryIO, *, stored: 
         else:
             columns.append(replace(column, parts=functools.partial(_parts, about, field.name)))
     cuts = np.unique(ends[ends > 0]).tolist()
-    return ColumnFile(path, columns, options, skipped=skipped, stored=stored, cuts=cuts)
+    return ColumnFile(path, columns, options, skipped=skipped, stored=path.size, cuts=cuts)
 
 
 def _parts(about: Any, name: str) -> Iterator[Part]:
@@ -91,7 +93,7 @@ def _parts(about: Any, name: str) -> Iterator[Part]:
 class _Table:
     """Columns of the row group that was read last."""
 
-    def __init__(self, path: Path, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    def __init__(self, path: SourceFile, file: Any, ends: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         self._path, self._file, self._ends = path, file, ends
         self._number = -1
         self._columns: dict[str, Any] = {}
@@ -154,7 +156,7 @@ def _column(table: _Table, field: Any, rows: int, piece: int) -> StoredColumn | 
             sizes = np.diff(np.asarray(lists.offsets)).astype(np.int64)
             return of_sizes(_values(lists.flatten(), number), sizes, shapes=True)
 
-        return StoredColumn(name, number, (rows,), 0, ragged, ragged=True, piece=piece)
+        return StoredColumn(name, number, (rows,), 0, ragged, ragged=1, piece=piece)
     if number := _number(kind):
         nbytes = rows * np.dtype(number).itemsize
         return StoredColumn(name, number, (rows,), nbytes, lambda a, b: _values(table.read(name, a, b), number))

@@ -1,4 +1,4 @@
-"""What a file that others made looks like to ``convert``: its schema, its count, and all samples as blocks, in order.
+"""What a file that others made looks like once its kind's reader has opened it: schema, count, and samples as blocks.
 
 Files hold their samples in one of two ways:
 
@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import AccessDenied, BadObject, CacheToolError, NotFound, SourceError, UsageError
 from cachetool.core.schema import KEY, Field, Schema
-from cachetool.core.units import parse_text, parse_whole
 from cachetool.sources.limits import quoted
 from cachetool.sources.options import SourceOptions
 from cachetool.stores.base import EXHAUSTED
@@ -30,10 +27,10 @@ from cachetool.stores.base import EXHAUSTED
 __all__ = [
     "NOT_ASKED",
     "ClosingFile",
-    "FileOptions",
-    "FileSource",
     "LeftOut",
+    "LimitedAccess",
     "RandomAccess",
+    "RecordFile",
     "because",
     "bounded",
     "checked_key",
@@ -43,52 +40,23 @@ __all__ = [
 ]
 
 MAX_SKIPPED = 100
-"""Names that :attr:`FileSource.skipped` lists; more are counted."""
+"""Names that :attr:`RandomAccess.skipped` lists; more are counted."""
 NOT_ASKED = "not asked for"
 
 
-@dataclass(frozen=True, slots=True)
-class FileOptions(SourceOptions):
-    """How files become samples: the options of ``pull``, and two more. Raises :class:`UsageError` when made
-    wrongly."""
-
-    value_format: str | None = None
-    """What the values of an LMDB file are: ``bytes``, ``npy``, ``image`` or ``raw:DTYPE,SHAPE``; None: bytes, unless
-    they look pickled."""
-    samples: int | None = None
-    """First dimension of the arrays to take; None for the one that most arrays have."""
-
-    def __post_init__(self) -> None:
-        SourceOptions.__post_init__(self)
-        if self.value_format is not None:
-            object.__setattr__(self, "value_format", parse_text(self.value_format, what="--value-format"))
-        if self.samples is not None:
-            object.__setattr__(self, "samples", parse_whole(self.samples, what="--samples"))
-        if self.samples is not None and self.samples < 0:
-            raise UsageError(f"the number of samples must be at least 0, got {self.samples}")
-
-    def _decodes_images(self) -> bool:
-        return self.decode == "image" or self.value_format == "image"
-
-    def wants(self, name: str) -> bool:
-        """Whether what a file calls ``name`` is asked for."""
-        return self.fields is None or self.rename.get(name, name) in self.fields
-
-
-class FileSource(Protocol):
-    """One input: a file, or a folder of files of one kind. Used by one thread of one process.
+class RandomAccess(Protocol):
+    """A file, or several of one kind, any run of whose samples can be read. Used by one thread of one process.
 
     Opens what it needs when it needs it: after :meth:`close` it can be read again.
     """
 
-    path: Path
     schema: Schema
     samples: int
     skipped: tuple[tuple[str, str], ...]
     """What of the file is not taken: (name, reason)."""
 
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order, in blocks of about ``block_bytes``; a single sample may be larger.
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``; cheapest when each call goes on where the last one ended.
 
         Raises :class:`BadObject` naming the file and the dataset, record or member.
         """
@@ -98,21 +66,32 @@ class FileSource(Protocol):
         """Let go of files and processes; blocks handed out stay valid. May be called twice."""
         ...
 
-    def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class RandomAccess(FileSource, Protocol):
-    """A file source that reads any run of samples: arrays and LMDB, not tar and TFRecord."""
+class LimitedAccess(RandomAccess, Protocol):
+    """The same in the guarded process, whose memory is limited."""
 
     piece: int
     """Bytes of the largest row or chunk, which is in memory as a whole while it is read."""
 
-    def read(self, start: int, stop: int) -> Block:
-        """Samples ``start`` to ``stop``; cheapest when each call goes on where the last one ended."""
+
+class RecordFile(Protocol):
+    """A file of one sample after another, all of which were looked at unless its schema was known before."""
+
+    schema: Schema
+    samples: int
+    """How many there are; 0 where they were not looked at."""
+    skipped: tuple[tuple[str, str], ...]
+    """What of the file is not taken: (name, reason)."""
+    names: dict[str, str]
+    """For each field what the file calls it, if that is another name."""
+    places: list[tuple[int, int]]
+    """Where each sample begins and ends in the file; empty where they lie packed as a whole."""
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples in order, in blocks of about ``block_bytes``; a single sample may be larger.
+
+        Raises :class:`BadObject` naming the file and the record or member.
+        """
         ...
 
 
@@ -132,7 +111,7 @@ class ClosingFile:
 
 
 def field_names(
-    path: Path, present: Sequence[str], skipped: list[tuple[str, str]], options: FileOptions
+    path: object, present: Sequence[str], skipped: list[tuple[str, str]], options: SourceOptions
 ) -> dict[str, str]:
     """What each of ``present`` shall be called, ``{name in the file: name of the field}``, in the order asked for.
 
@@ -158,7 +137,7 @@ def field_names(
     return {by_name[new]: new for new in options.fields}
 
 
-def make_schema(path: Path, fields: Sequence[Field], skipped: Sequence[tuple[str, str]]) -> Schema:
+def make_schema(path: object, fields: Sequence[Field], skipped: Sequence[tuple[str, str]]) -> Schema:
     """The schema of ``fields``. Raises :class:`UsageError` saying why nothing is left when there is none."""
     if not fields:
         raise UsageError(f"{path}: nothing in it can be taken as samples{because(skipped)}")
@@ -201,7 +180,7 @@ class LeftOut:
             self._more += 1
 
     def listed(self) -> tuple[tuple[str, str], ...]:
-        """For :attr:`FileSource.skipped`."""
+        """For :attr:`RandomAccess.skipped`."""
         return (*self._names, ("...", f"and {self._more} more")) if self._more else tuple(self._names)
 
     def because(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cachetool.core.errors import NotFound, UsageError
+from cachetool.core.errors import NotFound, SourceError, UsageError
 from cachetool.proc.folders import remove_path
 from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
@@ -14,8 +16,12 @@ from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
 from cachetool.sources.options import SourceOptions
 from cachetool.sources.rate_limit import RateLimit, paced
 from cachetool.sources.segments import SegmentedListing
-from cachetool.stores import Limits, Object, Store, redact
+from cachetool.stores import Limits, Object, Store, local_path, redact, split_url
 from cachetool.stores.registry import open_store
+
+if TYPE_CHECKING:
+    from cachetool.sources.file_listing import Survey
+    from cachetool.sources.kinds import Kind
 
 __all__ = ["list_source", "open_source", "refuse_empty"]
 
@@ -27,46 +33,109 @@ def list_source(
     *,
     limits: Limits | None = None,
     progress: Callable[[int], None] | None = None,
-    notice: Callable[[list[Object]], None] = lambda page: None,
+    survey: Survey = "probe",
 ) -> Listing:
     """List ``url`` into ``folder``, which is made and is whole once ``listing.json`` is in it.
 
-    ``progress`` is told now and then how many objects have been seen, ``notice`` which. Raises :class:`NotFound` when
-    there is no sample, :class:`UsageError` for a URL that cannot be one, and the errors of
-    :func:`cachetool.stores.open_store`.
+    ``progress`` is told now and then how many objects have been seen. ``survey="all"``: samples will all be asked for,
+    in order, so that they are all counted. Raises :class:`NotFound` when there is no sample, :class:`UsageError` for a
+    URL that cannot be one, and the errors of :func:`cachetool.stores.open_store`.
     """
-    from cachetool.sources.kinds import Census, locate
+    from cachetool.sources.kinds import locate
 
     options = options or SourceOptions()
-    stem = Stem(options.stem)
+    lister = _Lister(folder, options, limits, progress, survey)
     located = locate(url) if options.read_as != "objects" else None
-    store = open_store(located[0] if located else url, limits=limits)
+    missing: NotFound | None = None
+    if located is not None:
+        try:
+            return lister.one_file(*located)
+        except NotFound as error:
+            if is_local(url) or lister.is_begun:
+                raise
+            missing = error  # a folder may be called so, too
     try:
-        if located is not None:
-            from cachetool.sources.file_listing import list_files
+        return lister.place(url)
+    except SourceError as error:  # some servers have no list of what lies below a file
+        if options.read_as != "objects" and missing is None and (located := _by_head(url, limits)) is not None:
+            return lister.one_file(*located)
+        raise missing or error from None
 
-            item = store.find(located[1])
-            return list_files(store, folder, iter([[item]]), located[2], options, progress=progress, alone=True)
-        census = Census(store.url)
 
-        def seen() -> Iterator[list[Object]]:
-            for page in census.count(store.list()):
-                notice(page)
-                yield page
+class _Lister:
+    """Lists one place into a folder."""
 
-        listing = write_listing(
-            folder, seen(), stem=stem, url=store.url, left_out=lambda: store.left_out, progress=progress
-        )
-        if (kind := census.kind(options.read_as)) is not None:
-            from cachetool.sources.file_listing import list_files
+    def __init__(
+        self,
+        folder: Path,
+        options: SourceOptions,
+        limits: Limits | None,
+        progress: Callable[[int], None] | None,
+        survey: Survey,
+    ) -> None:
+        self._folder, self._options, self._limits = folder, options, limits
+        self._progress, self._survey = progress, survey
+        self.is_begun = False
+        """Whether something was there to be listed."""
 
-            # Only now is it known that these are files: listed again, without grouping by names.
-            remove_path(folder)
-            listing = list_files(store, folder, store.list(), kind, options, progress=progress)
-    finally:
-        store.close()
-    refuse_empty(listing)
-    return listing
+    def one_file(self, place: str, name: str, kind: Kind) -> Listing:
+        """The file ``name`` at ``place``."""
+        with contextlib.closing(open_store(place, limits=self._limits)) as store:
+            item = store.find(name)
+            self.is_begun = True
+            listing = self._files(store, iter([[item]]), kind, place, alone=True)
+        refuse_empty(listing)
+        return listing
+
+    def place(self, url: str) -> Listing:
+        """All that lies at ``url``."""
+        from cachetool.sources.kinds import Census
+
+        with contextlib.closing(open_store(url, limits=self._limits)) as store:
+            census = Census(store.url)
+            listing = write_listing(
+                self._folder, census.count(store.list()), stem=Stem(self._options.stem), url=store.url,
+                left_out=lambda: store.left_out, progress=self._progress,
+            )  # fmt: skip
+            if (kind := census.kind(self._options.read_as)) is not None:
+                # Only now is it known that these are files: listed again, without grouping by names.
+                remove_path(self._folder)
+                listing = self._files(store, store.list(), kind, url)
+        refuse_empty(listing)
+        return listing
+
+    def _files(
+        self, store: Store, pages: Iterable[list[Object]], kind: Kind, place: str, *, alone: bool = False
+    ) -> Listing:
+        from cachetool.sources.file_listing import list_files
+
+        return list_files(
+            store, self._folder, pages, kind, self._options, progress=self._progress, alone=alone,
+            survey=self._survey, local=_folder_of(place),
+        )  # fmt: skip
+
+
+def is_local(url: str) -> bool:
+    """Whether ``url`` is a place of this machine."""
+    return split_url(url)[0] in ("", "file")
+
+
+def _folder_of(place: str) -> Path | None:
+    return Path(os.path.realpath(local_path(place))) if is_local(place) else None
+
+
+def _by_head(url: str, limits: Limits | None) -> tuple[str, str, Kind] | None:
+    """For the URL of one file without a telling name: that of its folder, its name there, and its kind."""
+    from cachetool.sources.kinds import HEAD, kind_of_head, parent_of
+
+    place, name = parent_of(url)
+    if not name or is_local(url):
+        return None
+    with contextlib.closing(open_store(place, limits=limits)) as store, contextlib.suppress(SourceError):
+        item = store.find(name)
+        kind = kind_of_head(bytes(store.get_range(item, 0, min(HEAD, item.size)))) if item.size > 0 else None
+        return None if kind is None else (place, name, kind)
+    return None
 
 
 def refuse_empty(listing: Listing) -> None:
@@ -85,9 +154,11 @@ def open_source(
     pace: RateLimit | None = None,
     limits: Limits | None = None,
     through: Callable[[Store], Store] = lambda store: store,
+    number: bool = True,
 ) -> Source:
     """The source at ``url`` as it was listed into ``folder``, with the first ``units`` of its units where it has grown
     since. Nothing is fetched yet. ``pace`` is asked before each request, which goes ``through`` another store before.
+    ``number``: whether samples of files that have no keys get one of file and row.
 
     Raises :class:`CorruptError` for a listing that is not whole, :class:`UsageError` for one grouped otherwise, and the
     errors of :func:`cachetool.stores.open_store`.
@@ -97,14 +168,19 @@ def open_source(
     options = options or SourceOptions()
     if (folder / TABLE_FILE).exists():
         from cachetool.sources.files import open_files_source
-        from cachetool.sources.kinds import locate
+        from cachetool.sources.kinds import locate, parent_of
 
-        located = locate(url)
+        place = url
+        if Listing.open(folder).stem.startswith("file:"):
+            located = locate(url)
+            place = located[0] if located else parent_of(url)[0]
         return open_files_source(
-            through(paced(open_store(located[0] if located else url, limits=limits), pace)),
+            through(paced(open_store(place, limits=limits), pace)),
             folder,
             options,
             url=redact(url if "://" in url else os.path.abspath(url)),
+            local=_folder_of(place),
+            number=number,
         )
     listing = SegmentedListing.open(folder, units=units)
     if listing.stem != options.stem:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
-from cachetool.core.errors import BadObject, UsageError
-from cachetool.core.schema import Field
+from cachetool.core.errors import BadObject, CorruptError, UsageError
+from cachetool.core.schema import KEY, Field, Schema
+from cachetool.formats.columnar import parse_header
 from cachetool.sources.limits import check_claims, quoted
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
     ClosingFile,
-    FileOptions,
     because,
     bounded,
     checked_key,
@@ -28,7 +29,17 @@ from cachetool.sources.readers import (
     reading,
 )
 
-__all__ = ["ColumnFile", "Part", "Slab", "StoredColumn", "joined", "of_sizes", "unpadded"]
+__all__ = [
+    "ColumnFile",
+    "Part",
+    "Slab",
+    "StoredColumn",
+    "joined",
+    "of_sizes",
+    "schema_of_ours",
+    "unpadded",
+    "wants_of_ours",
+]
 
 
 SLABS_BYTES = 256 * 2**20
@@ -117,8 +128,8 @@ class StoredColumn:
     """Bytes of all values, the least that they can have where they differ in size."""
     read: Callable[[int, int], Column]
     """Rows ``start`` to ``stop``, little-endian; ``start < stop``."""
-    ragged: bool = False
-    """Whether every row is an array of its own size, of rank 1."""
+    ragged: int = 0
+    """The rank of the rows, where every one is an array of its own size."""
     piece: int = 0
     """Bytes of the largest part that is in memory at once, if that is not a row."""
     offset: int = -1
@@ -134,7 +145,7 @@ class StoredColumn:
         """The field that this array becomes. Raises :class:`UsageError` for a name that cannot be one."""
         if self.dtype in ("bytes", "str"):
             return Field(name, self.dtype)
-        return Field(name, self.dtype, (None,) if self.ragged else self.shape[1:])
+        return Field(name, self.dtype, (None,) * self.ragged if self.ragged else self.shape[1:])
 
 
 class ColumnFile(ClosingFile):
@@ -142,19 +153,19 @@ class ColumnFile(ClosingFile):
 
     def __init__(
         self,
-        path: Path,
+        path: object,
         arrays: Sequence[StoredColumn],
-        options: FileOptions,
+        options: SourceOptions,
         *,
         skipped: Sequence[tuple[str, str]] = (),
         stored: int,
         close: Callable[[], None] = lambda: None,
         cuts: list[int] | None = None,
-        ours: bool = False,
+        ours: Schema | None = None,
     ) -> None:
         """Choose fields among ``arrays``; ``stored`` is how many bytes the input has on disk, ``close`` lets
         go of what reading them opened; ``cuts``: where the parts end that are stored together, if they differ in size;
-        ``ours``: whether the file carries the mark of those that cachetool writes.
+        ``ours``: what the file says that it holds, if it carries the mark of those that cachetool writes.
 
         Raises :class:`UsageError` when none is left or a field that was asked for is missing, :class:`BadObject` when
         there were none, or larger ones than their file can hold.
@@ -162,11 +173,13 @@ class ColumnFile(ClosingFile):
         self.path = path
         self._close, self.cuts = close, cuts
         out = list(skipped)
-        if ours:
-            arrays = _rows_of_ours(arrays, out)
+        if ours is not None:
+            arrays = _columns_of_ours(path, ours, arrays, out)
         by_name = {column.name: column for column in arrays}
-        names = field_names(path, list(by_name), out, options)
-        self.samples = _common_length(path, [by_name[name] for name in names], options.samples, out)
+        names = field_names(path, [name for name in by_name if ours is None or name != KEY], out, options)
+        if ours is not None and KEY in by_name and options.key:
+            names[KEY] = KEY
+        self.samples = _common_length(path, [by_name[name] for name in names], options.rows, out)
         self._columns: dict[str, StoredColumn] = {}
         fields: list[Field] = []
         for name, new in names.items():
@@ -207,43 +220,93 @@ class ColumnFile(ClosingFile):
                 columns[name] = column.read(start, stop)
         return Block(self.schema, columns)
 
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order."""
-        fixed = self.schema.fixed_nbytes
-        step = max(1, block_bytes // max(1, fixed)) if self.schema.is_fixed else 16
-        start = 0
-        while start < self.samples:
-            block = self.read(start, min(start + step, self.samples))
-            yield block
-            start += len(block)
-            if not self.schema.is_fixed:  # the sizes to come are not known: go by those that came
-                step = max(1, min(4 * step, block_bytes * len(block) // max(1, block.nbytes)))
-
     def close(self) -> None:
         """Let go of files."""
         self._close()
 
 
-def _rows_of_ours(arrays: Sequence[StoredColumn], skipped: list[tuple[str, str]]) -> list[StoredColumn]:
-    """Without the arrays of fields that differ in length (:mod:`cachetool.formats.columnar`), which go to ``skipped``.
+def schema_of_ours(path: object, header: Any) -> Schema:
+    """What the mark of a file says that cachetool wrote. Raises :class:`BadObject`."""
+    try:
+        return parse_header(header, path=Path(str(path)), schema=None)[0]
+    except CorruptError as error:
+        raise BadObject(str(error)) from error
 
-    The values of all samples lie in one array: it has as many rows as there are samples by chance only.
-    """
-    there = {*(column.name for column in arrays), *(name for name, _ in skipped)}
-    rows = []
-    for column in arrays:
-        name = column.name.removesuffix(".offsets").removesuffix(".shapes")
-        if f"{name}.offsets" not in there:
-            rows.append(column)
-        elif name == column.name:
-            skipped.append((name, "its samples differ in length; first cachetool convert FILE --to lmdb --out NEW"))
+
+def wants_of_ours(options: SourceOptions) -> Callable[[str], bool]:
+    """Whether an array of a file that cachetool wrote is asked for, by the name of its field."""
+
+    def wants(name: str) -> bool:
+        name = name.removesuffix(".offsets").removesuffix(".shapes")
+        return options.key if name == KEY else options.wants(name)
+
+    return wants
+
+
+def _columns_of_ours(
+    path: object, schema: Schema, arrays: Sequence[StoredColumn], skipped: list[tuple[str, str]]
+) -> list[StoredColumn]:
+    """A column for each field of a file that cachetool wrote (:mod:`cachetool.formats.columnar`). Of a field that
+    differs in length the values of all samples lie in one array, and two others say where."""
+    by_name = {column.name: column for column in arrays}
+    left_out = dict(skipped)
+    skipped[:] = [entry for entry in skipped if entry[0] in schema or not entry[0].endswith((".offsets", ".shapes"))]
+    columns = []
+    for field in schema:
+        values, offsets = by_name.get(field.name), by_name.get(f"{field.name}.offsets")
+        shapes = by_name.get(f"{field.name}.shapes")
+        if values is None and field.name in left_out:
+            continue
+        if values is None or (field.kind != "fixed" and offsets is None) or (field.kind == "ragged" and shapes is None):
+            raise BadObject(f"{path}: field {quoted(field.name)} lacks one of its arrays")
+        values = _typed(path, field, values)
+        if field.kind == "fixed":
+            columns.append(values)
         else:
-            skipped.append((column.name, f"says where the samples of {quoted(name)} lie"))
-    return rows
+            assert offsets is not None
+            columns.append(_column_of_ours(path, field, values, offsets, shapes))
+    return columns
+
+
+def _typed(path: object, field: Field, values: StoredColumn) -> StoredColumn:
+    """The array with the dtype of its field: neither HDF5 nor Zarr has all of them, times for example."""
+    if values.dtype == field.numpy.str:
+        return values
+    if values.dtype in ("bytes", "str") or values.ragged or np.dtype(values.dtype).itemsize != field.numpy.itemsize:
+        raise BadObject(f"{path}: field {quoted(field.name)} is not what cachetool writes")
+
+    def read(start: int, stop: int) -> Column:
+        return np.ascontiguousarray(values.read(start, stop)).view(field.numpy)
+
+    return replace(values, dtype=field.numpy.str, read=read, stored=field.numpy.str)
+
+
+def _column_of_ours(
+    path: object, field: Field, values: StoredColumn, offsets: StoredColumn, shapes: StoredColumn | None
+) -> StoredColumn:
+    rows, count = offsets.shape[0] - 1, values.shape[0]
+    plain = offsets.dtype == "<i8" and len(offsets.shape) == len(values.shape) == 1 and values.dtype == field.numpy.str
+    if shapes is not None:
+        plain = plain and shapes.dtype == "<i8" and shapes.shape == (rows, field.rank)
+    if not plain:
+        raise BadObject(f"{path}: field {quoted(field.name)} is not what cachetool writes")
+
+    def read(start: int, stop: int) -> Column:
+        at = np.asarray(offsets.read(start, stop + 1))
+        first, last = int(at[0]), int(at[-1])
+        if first < 0 or last > count or (np.diff(at) < 0).any():
+            raise BadObject(f"{path}: field {quoted(field.name)} has offsets that lead out of it")
+        flat = np.asarray(values.read(first, last)) if last > first else np.empty(0, dtype=field.numpy)
+        return Ragged(flat, at - first, None if shapes is None else np.asarray(shapes.read(start, stop)).copy())
+
+    return StoredColumn(
+        field.name, field.dtype, (max(0, rows),), values.nbytes, read, ragged=field.rank if shapes is not None else 0,
+        piece=max(values.piece, offsets.piece),
+    )  # fmt: skip
 
 
 def _common_length(
-    path: Path, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
+    path: object, columns: Sequence[StoredColumn], wanted: int | None, skipped: Sequence[tuple[str, str]]
 ) -> int:
     """The first dimension that most arrays have; of several the one that holds most bytes."""
     if not columns and not skipped:

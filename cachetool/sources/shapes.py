@@ -20,10 +20,20 @@ from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.sources.decode import Value
-from cachetool.sources.joined import common, conform
 from cachetool.sources.rows import of_sizes
 
-__all__ = ["Shape", "common_of", "common_schema", "fitted", "majority", "names_of", "nbytes_of", "shape_of"]
+__all__ = [
+    "Shape",
+    "common",
+    "common_of",
+    "common_schema",
+    "conform",
+    "fitted",
+    "majority",
+    "names_of",
+    "nbytes_of",
+    "shape_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +219,45 @@ def _unragged(block: Block, schema: Schema) -> Block:
         else:
             fields.append(field)
     return Block(Schema(tuple(fields)), columns)
+
+
+def common(a: Schema, b: Schema, *, first: Path, then: Path) -> Schema:
+    """The schema that holds samples of both: arrays whose sizes differ become ragged.
+
+    Raises :class:`BadObject` naming the two files when there is none.
+    """
+    if set(a.names) != set(b.names):
+        only = sorted(set(a.names) ^ set(b.names))
+        raise BadObject(
+            f"{first} and {then} differ in their fields: {', '.join(only)[:200]}; choose some that all have with"
+            " --fields, or convert them apart"
+        )
+    fields = []
+    for field in a:
+        other = b[field.name]
+        if field == other:
+            fields.append(field)
+        elif field.dtype == other.dtype and field.rank == other.rank:
+            fields.append(Field(field.name, field.dtype, (None,) * field.rank))
+        else:
+            raise BadObject(
+                f"field {field.name!r} is {field.describe()} in {first} but {other.describe()} in {then};"
+                " leave it out with --fields, or convert them apart"
+            )
+    return Schema(tuple(fields))
+
+
+def conform(block: Block, schema: Schema) -> Block:
+    """The same samples under a schema that :func:`common` made; columns stay views."""
+    if block.schema == schema:
+        return block
+    columns: dict[str, Column] = {}
+    for field in schema:
+        column = block.columns[field.name]
+        if field.kind == "ragged" and not isinstance(column, Ragged):
+            size = int(np.prod(column.shape[1:], dtype=np.int64))
+            offsets = np.arange(len(column) + 1, dtype=np.int64) * size
+            shapes = np.tile(np.array(column.shape[1:], dtype=np.int64), (len(column), 1))
+            column = Ragged(np.ascontiguousarray(column).reshape(-1), offsets, shapes)
+        columns[field.name] = column
+    return Block(schema, columns)

@@ -1,8 +1,8 @@
 """Tar files in WebDataset's grouping, plain or gzip: members of one key that follow each other are one sample.
 
 Keys, fields and values are those of a folder of objects (:mod:`cachetool.sources.keys`,
-:mod:`cachetool.sources.decode`); several files are one input. All members are looked at first, so that the schema holds
-all of them: of arrays and images only the header is read then.
+:mod:`cachetool.sources.decode`). All members are looked at first, so that the schema holds all of them: of arrays and
+images only the header is read then.
 
 Nothing is extracted: a member is bytes under a name, and its name is text. Links, devices and sparse files hold no
 bytes of their own and are left out, and so are members whose name begins with ``/`` or leads through ``..``. One key in
@@ -12,25 +12,26 @@ two places of one file is refused: which of them a sample is made of would be a 
 from __future__ import annotations
 
 import gzip
-import math
 import os
 import tarfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import BadObject, UsageError
+from cachetool.core.schema import Schema
+from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.decode import MAX_HEADER, Unusable, Value, decode, npy_layout
 from cachetool.sources.images import image_shape
 from cachetool.sources.keys import Part, Stem
 from cachetool.sources.limits import check_allocation, quoted
 from cachetool.sources.objects import Assembled, Assembler
-from cachetool.sources.readers import ClosingFile, FileOptions, LeftOut, reading
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import LeftOut, reading
 from cachetool.sources.shapes import Shape, common_schema, names_of, nbytes_of, shape_of
 
-__all__ = ["TarFiles"]
+__all__ = ["TarFile"]
 
 MAX_SAMPLES = 2**14
 """Most samples of one block, however small."""
@@ -54,52 +55,57 @@ _NOT_FILES = {
 V = TypeVar("V")
 
 
-class TarFiles(ClosingFile):
-    """The samples of one or several tar files; see :class:`cachetool.sources.readers.FileSource`."""
+class TarFile:
+    """The samples of one tar file; see :class:`cachetool.sources.readers.RecordFile`."""
 
-    def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
-        """Looks at all members of all ``files``; ``path`` names the input as a whole.
+    def __init__(self, file: SourceFile, options: SourceOptions) -> None:
+        """Looks at all members, unless the file's schema is known.
 
         Raises :class:`BadObject` naming file and member, or two samples whose fields differ.
         """
-        self.path, self._files, self._options = path, tuple(files), options
-        self._stem, self._assembler = Stem(options.stem), Assembler(options, str(path))
+        self._file, self._options = file, options
+        self._stem, self._assembler = Stem(options.stem), Assembler(options, str(file))
         self.samples = 0
+        self.skipped: tuple[tuple[str, str], ...] = ()
+        self.names: dict[str, str] = {}
+        self.places: list[tuple[int, int]] = []
+        self.schema = file.schema or self._look()
+
+    def _look(self) -> Schema:
         left_out = LeftOut()
         names: dict[str, None] = {}
 
-        def shapes() -> Iterator[tuple[str, dict[str, Shape]]]:
-            for file in self._files:
-                for sample in self._samples(file, self._outline, lambda _: Shape("str", ()), left_out):
-                    self.samples += 1
-                    if len(names) < 100:
-                        names.update(dict.fromkeys(sample.names))
-                    yield f"{file}: {sample.key}", sample.values
+        def shapes() -> Iterator[tuple[str, Mapping[str, Shape]]]:
+            for sample in self._samples(self._outline, lambda _: Shape("str", ()), left_out, self.places):
+                self.samples += 1
+                if len(names) < 100:
+                    names.update(dict.fromkeys(sample.names))
+                yield f"{self._file}: {sample.key}", sample.values
 
             if not self.samples:
-                raise BadObject(f"{path}: no samples in it{left_out.because()}")
+                raise BadObject(f"{self._file}: no samples in it{left_out.because()}")
 
-        self.schema = common_schema(shapes(), options.fields)
-        for name in options.fields or ():
-            if name not in self.schema:
-                raise UsageError(f"{path}: no field {name!r}; the samples have {names_of(list(names))}")
+        schema = common_schema(shapes(), self._options.fields)
+        for name in self._options.fields or ():
+            if name not in schema:
+                raise UsageError(f"{self._file}: no field {name!r}; the samples have {names_of(list(names))}")
         self.skipped = left_out.listed()
+        return schema
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All samples in order; no block holds samples of two files."""
-        for file in self._files:
-            pending: list[Assembled[Value]] = []
-            pending_bytes = 0
-            for sample in self._samples(file, self._decode, str, LeftOut()):
-                pending.append(sample)
-                pending_bytes += sum(map(nbytes_of, sample.values.values()))
-                if pending_bytes >= block_bytes or len(pending) >= MAX_SAMPLES:
-                    yield self._block(file, pending)
-                    pending, pending_bytes = [], 0
-            if pending:
-                yield self._block(file, pending)
+        """All samples in order."""
+        pending: list[Assembled[Value]] = []
+        pending_bytes = 0
+        for sample in self._samples(self._decode, str, LeftOut(), []):
+            pending.append(sample)
+            pending_bytes += sum(map(nbytes_of, sample.values.values()))
+            if pending_bytes >= block_bytes or len(pending) >= MAX_SAMPLES:
+                yield self._block(pending)
+                pending, pending_bytes = [], 0
+        if pending:
+            yield self._block(pending)
 
-    def _block(self, file: Path, samples: Sequence[Assembled[Value]]) -> Block:
+    def _block(self, samples: Sequence[Assembled[Value]]) -> Block:
         try:
             return Block.from_samples(self.schema, [sample.values for sample in samples], exact=True)
         except UsageError:
@@ -107,19 +113,22 @@ class TarFiles(ClosingFile):
                 try:
                     Block.from_samples(self.schema, [sample.values], exact=True)
                 except UsageError as error:
-                    raise BadObject(f"{file}: sample {quoted(sample.key)}: {error}") from None
+                    raise BadObject(f"{self._file}: sample {quoted(sample.key)}: {error}") from None
             raise
 
     def _samples(
         self,
-        file: Path,
         take: Callable[[Part, _Member], Iterable[tuple[str, V]]],
         text: Callable[[str], V],
         left_out: LeftOut,
+        places: list[tuple[int, int]],
     ) -> Iterator[Assembled[V]]:
-        """The samples of one file, their fields made by ``take`` while each member passes by."""
+        """The samples, their fields made by ``take`` while each member passes by. ``places`` gets where each lies,
+        unless the file is packed."""
+        file = self._file
         seen: set[int] = set()
         sample: Assembled[V] | None = None
+        start = stop = 0
         for member in _members(file, left_out):
             part = self._stem.split(member.name)
             if isinstance(part, str):
@@ -129,11 +138,13 @@ class TarFiles(ClosingFile):
                 if sample is None or sample.key != part.sample:
                     if sample is not None:
                         self._assembler.finish(sample, text)
+                        places += [(start, stop)] if stop else []
                         yield sample
-                    sample = Assembled(part.sample)
+                    sample, start = Assembled(part.sample), stop
                     if hash(sample.key) in seen:
                         raise BadObject(f"key {quoted(sample.key)} comes twice, with other samples in between")
                     seen.add(hash(sample.key))
+                stop = member.end
                 if self._assembler.takes(sample, part):
                     self._assembler.add(sample, member.name, take(part, member))
             except BadObject as error:
@@ -143,6 +154,7 @@ class TarFiles(ClosingFile):
                 self._assembler.finish(sample, text)
             except BadObject as error:
                 raise BadObject(f"{file}: {error}") from None
+            places += [(start, stop)] if stop else []
             yield sample
 
     def _decode(self, part: Part, member: _Member) -> Iterator[tuple[str, Value]]:
@@ -175,6 +187,8 @@ class _Member:
     stream: IO[bytes]
     stored: int
     """Bytes of the tar file on disk."""
+    end: int
+    """Where it ends in the file; 0 in one that is packed."""
     taken: int = 0
 
     def read(self, most: int | None = None) -> memoryview:
@@ -189,13 +203,13 @@ class _Member:
         return data
 
 
-def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
+def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
     """The regular files inside ``file``. Raises :class:`BadObject` naming the file and where it is damaged.
 
     Layout: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html and GNU tar's long names.
     """
-    with reading(f"{file} is not a whole tar file"), file.open("rb") as raw:
-        stored = os.fstat(raw.fileno()).st_size
+    stored = file.size
+    with reading(f"{file} is not a whole tar file"), file.stream() as raw:
         packed = raw.read(2) == _GZIP
         raw.seek(0)
         stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw  # type: ignore[assignment]
@@ -223,7 +237,7 @@ def _members(file: Path, left_out: LeftOut) -> Generator[_Member]:
                 size = 0  # as tar has it, whatever the header says
             if size < 0:
                 raise BadObject(f"{file}: {quoted(name)} has a size of {size} bytes")
-            member = _Member(name, size, stream, stored)
+            member = _Member(name, size, stream, stored, 0 if packed else at + _padded(size))
             if sparse:
                 left_out.add(name, "a sparse file")
             elif info.type in _REGULAR:
@@ -263,9 +277,13 @@ def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
             notes[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
 
 
+def _padded(size: int) -> int:
+    return -(-size // _RECORD) * _RECORD
+
+
 def _skip(stream: IO[bytes], taken: int, size: int) -> int:
     """Pass over what is left of ``size`` bytes and what fills their last record; gives the bytes of all of it."""
-    padded = math.ceil(size / _RECORD) * _RECORD
+    padded = _padded(size)
     if isinstance(stream, gzip.GzipFile):
         left = padded - taken
         while left > 0 and (got := len(stream.read(min(left, _SKIP)))):

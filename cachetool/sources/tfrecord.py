@@ -1,4 +1,4 @@
-"""TFRecord files of ``tf.train.Example`` records, plain, gzip or zlib, by whomever: several are one input.
+"""TFRecord files of ``tf.train.Example`` records, plain, gzip or zlib, by whomever.
 
 A file does not say what its records hold, so all of them are looked at first:
 
@@ -20,24 +20,22 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import struct
 import zlib
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from cachetool.core.block import BLOCK_BYTES, Block, Column
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.core.schema import Field
+from cachetool.core.schema import Field, Schema
 from cachetool.core.tf_example import BYTES, EMPTY, FLOAT, INT64, KIND_NAMES, Feature, Gathered, parse_example
+from cachetool.sources.byte_source import SourceFile
 from cachetool.sources.limits import check_allocation, quoted
+from cachetool.sources.options import SourceOptions
 from cachetool.sources.readers import (
     NOT_ASKED,
-    ClosingFile,
-    FileOptions,
     bounded,
     checked_key,
     field_names,
@@ -46,7 +44,7 @@ from cachetool.sources.readers import (
 )
 from cachetool.sources.rows import of_sizes
 
-__all__ = ["TFRecordFiles", "is_tfrecord"]
+__all__ = ["TFRecordFile", "is_tfrecord", "open_tfrecord"]
 
 MAX_FEATURES = 1000
 MAX_RECORDS = 2**14
@@ -59,22 +57,34 @@ _PIECE = 2**16
 _DTYPES = {FLOAT: "<f4", INT64: "<i8"}
 
 
-class TFRecordFiles(ClosingFile):
-    """The records of one or several files; see :class:`cachetool.sources.readers.FileSource`."""
+def open_tfrecord(file: SourceFile, options: SourceOptions) -> TFRecordFile:
+    """The records of one file of others."""
+    return TFRecordFile(file, options)
 
-    def __init__(self, path: Path, files: Sequence[Path], options: FileOptions) -> None:
-        """Reads all ``files`` once, to know the schema and the count; ``path`` names the input as a whole.
+
+class TFRecordFile:
+    """The records of one file; see :class:`cachetool.sources.readers.RecordFile`."""
+
+    def __init__(self, file: SourceFile, options: SourceOptions) -> None:
+        """Looks at all records, unless the file's schema is known.
 
         Raises :class:`BadObject` naming file and record, :class:`UsageError` when nothing in them can be a field.
         """
-        self.path, self._files = path, tuple(files)
+        self._file = file
         self.samples = 0
+        self.skipped: tuple[tuple[str, str], ...] = ()
+        self.names: dict[str, str] = dict(file.names)
+        self.places: list[tuple[int, int]] = []
+        self.schema = file.schema or self._look(options)
+
+    def _look(self, options: SourceOptions) -> Schema:
+        file = self._file
         features: dict[str, _FeatureFacts] = {}
-        for run in _runs(self._files, BLOCK_BYTES):
+        for run in _runs(file, BLOCK_BYTES, places=self.places):
             _look(features, run, options, first=self.samples == 0)
             self.samples += len(run.examples)
         if not self.samples:
-            raise BadObject(f"{path}: no records in it")
+            raise BadObject(f"{file}: no records in it")
         skipped: list[tuple[str, str]] = []
         reasons = {
             name: NOT_ASKED if not options.wants(name) else feature.reason() for name, feature in features.items()
@@ -82,8 +92,7 @@ class TFRecordFiles(ClosingFile):
         for name in sorted(features):
             if reason := reasons[name]:
                 skipped.append((name, reason))
-        names = field_names(path, [name for name in sorted(features) if not reasons[name]], skipped, options)
-        self._names: dict[str, str] = {}
+        names = field_names(file, [name for name in sorted(features) if not reasons[name]], skipped, options)
         fields: list[Field] = []
         for name, new in names.items():
             try:
@@ -91,14 +100,15 @@ class TFRecordFiles(ClosingFile):
             except UsageError as error:
                 skipped.append((name, str(error)))
                 continue
-            self._names[new] = name
-        self.schema = make_schema(path, fields, skipped)
+            self.names[new] = name
         self.skipped = bounded(skipped)
+        return make_schema(file, fields, skipped)
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All records in order; no block holds records of two files."""
-        for run in _runs(self._files, block_bytes, frozenset(self._names.values())):
-            yield Block(self.schema, {f.name: _column(f, self._names[f.name], run) for f in self.schema})
+        """All records in order."""
+        names = {field.name: self.names.get(field.name, field.name) for field in self.schema}
+        for run in _runs(self._file, block_bytes, frozenset(names.values())):
+            yield Block(self.schema, {field.name: _column(field, names[field.name], run) for field in self.schema})
 
 
 def is_tfrecord(head: bytes) -> bool:
@@ -110,7 +120,7 @@ def is_tfrecord(head: bytes) -> bool:
 class _Run:
     """Some records of one file, one after another."""
 
-    file: Path
+    file: SourceFile
     first: int
     """Number of the first one in its file."""
     examples: list[dict[str, Feature]]
@@ -162,7 +172,7 @@ class _FeatureFacts:
         return Field(name, _DTYPES[self.kind], (None,))
 
 
-def _look(features: dict[str, _FeatureFacts], run: _Run, options: FileOptions, *, first: bool) -> None:
+def _look(features: dict[str, _FeatureFacts], run: _Run, options: SourceOptions, *, first: bool) -> None:
     """Add what a run says to what was found before; ``first``: there was nothing before it."""
     for name in {*features, *(name for example in run.examples for name in example)}:
         feature = features.setdefault(name, _FeatureFacts(EMPTY, -1 if first else 0, 0))
@@ -193,31 +203,36 @@ def _column(field: Field, name: str, run: _Run) -> Column:
     return values.reshape(len(counts), *field.sizes) if wanted is not None else of_sizes(values, counts, shapes=True)
 
 
-def _runs(files: Sequence[Path], block_bytes: int, wanted: Collection[str] | None = None) -> Iterator[_Run]:
-    """The records of all files, parsed, in runs of about ``block_bytes``."""
-    for file in files:
-        first = nbytes = 0
-        examples: list[dict[str, Feature]] = []
-        with closing(_records(file)) as records:
-            for record in records:
-                try:
-                    examples.append(parse_example(record, wanted))
-                except ValueError as error:
-                    number = first + len(examples)
-                    raise BadObject(f"{file}: record {number} is not a tf.train.Example ({error})") from error
-                nbytes += len(record)
-                if nbytes >= block_bytes or len(examples) >= MAX_RECORDS:
-                    yield _Run(file, first, examples)
-                    first, nbytes, examples = first + len(examples), 0, []
-        if examples:
-            yield _Run(file, first, examples)
+def _runs(
+    file: SourceFile,
+    block_bytes: int,
+    wanted: Collection[str] | None = None,
+    places: list[tuple[int, int]] | None = None,
+) -> Iterator[_Run]:
+    """The records of a file, parsed, in runs of about ``block_bytes``; ``places`` gets where each lies."""
+    first = nbytes = 0
+    examples: list[dict[str, Feature]] = []
+    with closing(_records(file, places)) as records:
+        for record in records:
+            try:
+                examples.append(parse_example(record, wanted))
+            except ValueError as error:
+                number = first + len(examples)
+                raise BadObject(f"{file}: record {number} is not a tf.train.Example ({error})") from error
+            nbytes += len(record)
+            if nbytes >= block_bytes or len(examples) >= MAX_RECORDS:
+                yield _Run(file, first, examples)
+                first, nbytes, examples = first + len(examples), 0, []
+    if examples:
+        yield _Run(file, first, examples)
 
 
-def _records(file: Path) -> Generator[memoryview]:
-    """The bytes of each record, checked. Raises :class:`BadObject` naming the file and the record."""
-    number = 0
-    with reading(str(file)), file.open("rb", buffering=_BUFFER) as raw:
-        stored = left = os.fstat(raw.fileno()).st_size
+def _records(file: SourceFile, places: list[tuple[int, int]] | None) -> Generator[memoryview]:
+    """The bytes of each record, checked; ``places`` gets where each begins and ends, unless the file is packed. Raises
+    :class:`BadObject` naming the file and the record."""
+    number = at = 0
+    with reading(str(file)), file.stream() as raw:
+        stored = left = file.size
         head = raw.read(_HEAD.size)
         raw.seek(0)
         # A plain file may begin with the two bytes of gzip or zlib too, as a length; then its checksum holds.
@@ -232,7 +247,8 @@ def _records(file: Path) -> Generator[memoryview]:
             if size is None:
                 why = "is cut short" if len(head) < _HEAD.size else "has a damaged length, or the file is no TFRecord"
                 raise BadObject(f"{what} {why}")
-            left -= _HEAD.size + size + _CRC.size
+            whole = _HEAD.size + size + _CRC.size
+            left -= whole
             if plain and left < 0:
                 raise BadObject(f"{what} is cut short: its {size} bytes reach past the end of the file")
             check_allocation(what, size, stored=stored)
@@ -241,8 +257,10 @@ def _records(file: Path) -> Generator[memoryview]:
                 raise BadObject(f"{what} is cut short: it should have {size} bytes")
             if _masked(data[:size]) != _CRC.unpack_from(data, size)[0]:
                 raise BadObject(f"{what} does not match its checksum")
+            if plain and places is not None:
+                places.append((at, at + whole))
             yield data[:size]
-            number += 1
+            number, at = number + 1, at + whole
 
 
 def _is_zlib(head: bytes) -> bool:

@@ -9,9 +9,6 @@ metadata can ask for unpickle, also when they stand behind others or inside a sh
 The codecs of Zarr in this process are made to distrust what they read (:func:`distrust_codecs`). As they come they make
 room for whatever a chunk says that it unpacks to, or unpack it until it ends; and Blosc believes its own length: behind
 a chunk that was cut it reads whatever lies there in memory, as values.
-
-:class:`RemoteFolder` is a remote Zarr as it is walked here and as zarr reads it: objects by key, asked for over
-:class:`cachetool.sources.byte_source.Ranges`.
 """
 
 from __future__ import annotations
@@ -25,11 +22,9 @@ import itertools
 import json
 import lzma
 import math
-import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +35,22 @@ from cachetool.core.block import Column
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import storage_dtype
 from cachetool.formats.columnar import ATTRIBUTE
-from cachetool.sources.byte_source import Ranges
-from cachetool.sources.limits import allowed, check_allocation, disk_bytes, quoted
-from cachetool.sources.readers import NOT_ASKED, FileOptions, reading
-from cachetool.sources.rows import ColumnFile, Part, Slab, StoredColumn, joined, unpadded
+from cachetool.sources.byte_source import Ranges, SourceFile
+from cachetool.sources.limits import allowed, check_allocation, quoted
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.readers import NOT_ASKED, reading
+from cachetool.sources.rows import (
+    ColumnFile,
+    Part,
+    Slab,
+    StoredColumn,
+    joined,
+    schema_of_ours,
+    unpadded,
+    wants_of_ours,
+)
 
-__all__ = ["Folder", "RemoteFolder", "distrust_codecs", "is_zarr", "open_zarr"]
+__all__ = ["distrust_codecs", "open_zarr"]
 
 
 _BLOSC_HEAD = 16
@@ -162,106 +167,28 @@ _CODECS = _COMPRESSORS | _CHECKSUMS | _NUMBERS | {"transpose", "vlen-bytes", "vl
 Array = npt.NDArray[Any]
 
 
-def is_zarr(folder: Path) -> bool:
-    """Whether ``folder`` is a Zarr array or group."""
-    return any((folder / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
-
-
-class Folder(Protocol):
-    """A folder of a Zarr, wherever it lies."""
-
-    ahead: int | None
-    """Bytes that are read ahead; None for what suits a disk."""
-    prefix: str
-    """Of the keys of what lies in it."""
-
-    def metadata(self, name: str) -> bytes | None:
-        """The bytes of a file of metadata, at most 16 MiB; None when it is not there."""
-        ...
-
-    def folders(self) -> Iterator[tuple[str, bool]]:
-        """Folders in it, in order of their names, and whether each is a link."""
-        ...
-
-    def below(self, name: str) -> Folder:
-        """One of them."""
-        ...
-
-    def store(self) -> Any:
-        """A store of zarr's over it."""
-        ...
-
-
-class _LocalFolder:
-    ahead: int | None = None
-    prefix = ""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def metadata(self, name: str) -> bytes | None:
-        file = self._path / name
-        with reading(str(file)):
-            if not file.is_file():
-                return None
-            if file.stat().st_size > _MAX_METADATA:
-                raise BadObject(f"{file}: metadata of {file.stat().st_size} bytes")
-            return file.read_bytes()
-
-    def folders(self) -> Iterator[tuple[str, bool]]:
-        with os.scandir(self._path) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.is_dir():
-                    yield entry.name, not entry.is_dir(follow_symlinks=False)
-
-    def below(self, name: str) -> _LocalFolder:
-        return _LocalFolder(self._path / name)
-
-    def store(self) -> Any:
-        """Links left out: one could have any file of this machine read as values."""
-        from zarr.storage import LocalStore
-
-        root = os.path.realpath(self._path)
-
-        class Plain(LocalStore):
-            async def get(self, key: str, *args: Any, **options: Any) -> Any:
-                path = f"{root}/{key}"
-                if os.path.realpath(path) != path:
-                    raise BadObject(f"{path} is a link, which is refused")
-                buffer = await super().get(key, *args, **options)
-                if buffer is not None and not len(buffer):  # zarr takes an empty shard for one of fill values
-                    raise ValueError(f"{key} is empty")
-                return buffer
-
-        return Plain(self._path, read_only=True)
-
-
-def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *, stored: int = 0) -> ColumnFile:
-    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array.
-
-    ``remote``: where to read it instead of at ``path``, ``stored`` bytes in all.
-    """
-    if remote is None:
-        with reading(str(path)):
-            stored = disk_bytes(path)
-            if not is_zarr(path):
-                raise BadObject(f"{path} is no Zarr folder: it has neither zarr.json nor .zarray nor .zgroup")
+def open_zarr(file: SourceFile, options: SourceOptions) -> ColumnFile:
+    """The arrays of one Zarr folder. Raises :class:`BadObject` naming the folder, and the array."""
     skipped: list[tuple[str, str]] = []
     columns: list[StoredColumn] = []
     slabs: list[Slab] = []
-    root = remote or _LocalFolder(path)
-    about = _metadata(str(path), root) or {}
+    root = _Folder(file.ranges, file.root, file.folders)
+    about = _metadata(str(file), root)
+    if about is None:
+        raise BadObject(f"{file} is no Zarr folder: it has neither zarr.json nor .zarray nor .zgroup")
     attributes = about.get("attributes")
-    ours = isinstance(attributes, dict) and ATTRIBUTE in attributes
-    for name, folder, metadata in _arrays(path, root, about, skipped):
-        if not options.wants(name):
+    marked = isinstance(attributes, dict) and ATTRIBUTE in attributes
+    ours = schema_of_ours(file, attributes[ATTRIBUTE]) if isinstance(attributes, dict) and marked else None
+    wants = wants_of_ours(options) if ours is not None else options.wants
+    for name, folder, metadata in _arrays(file, root, about):
+        if not wants(name):
             skipped.append((name, NOT_ASKED))
             continue
         if (unknown := _unknown_codec(metadata)) is not None:
             skipped.append((name, f"it uses {quoted(unknown)}, which is not a codec for numbers or text"))
             continue
-        with reading(f"{path}: {quoted(name)}"):
-            column = _column(path, name, folder, metadata, slabs, stored=stored)
+        with reading(f"{file}: {quoted(name)}"):
+            column = _column(file, name, folder, metadata, slabs)
         if isinstance(column, str):
             skipped.append((name, column))
         else:
@@ -274,14 +201,11 @@ def open_zarr(path: Path, options: FileOptions, remote: Folder | None = None, *,
         for slab in slabs:
             slab.drop()
 
-    return ColumnFile(path, columns, options, skipped=skipped, stored=stored, close=close, ours=ours)
+    return ColumnFile(file, columns, options, skipped=skipped, stored=file.size, close=close, ours=ours)
 
 
-def _arrays(
-    path: Path, root: Folder, about: dict[str, Any], skipped: list[tuple[str, str]]
-) -> Iterator[tuple[str, Folder, dict[str, Any]]]:
-    """All arrays below ``root``, whose metadata are ``about``: name, folder and metadata. Links to folders are not
-    followed."""
+def _arrays(path: SourceFile, root: _Folder, about: dict[str, Any]) -> Iterator[tuple[str, _Folder, dict[str, Any]]]:
+    """All arrays below ``root``, whose metadata are ``about``: name, folder and metadata."""
     folders = [("", root)]
     count = 0
     while folders:
@@ -296,21 +220,15 @@ def _arrays(
                     f"{path} holds more than {MAX_ARRAYS} arrays; one array a sample is not a layout that can be"
                     " converted: store samples as rows"
                 )
-            yield name or path.name.removesuffix(".zarr"), folder, metadata
+            yield name or path.name.name.removesuffix(".zarr"), folder, metadata
             continue
         if name.count("/") >= _MAX_DEPTH:
             raise BadObject(f"{path}: groups nest deeper than {_MAX_DEPTH} at {quoted(name)}")
         with reading(f"{path}: group {quoted(name)}"):
-            below = list(folder.folders())
-        for entry, link in below:
-            child = f"{name}/{entry}" if name else entry
-            if link:
-                skipped.append((child, "a link to a folder"))
-            else:
-                folders.append((child, folder.below(entry)))
+            folders += [(f"{name}/{entry}" if name else entry, folder.below(entry)) for entry in folder.folders()]
 
 
-def _metadata(where: str, folder: Folder) -> dict[str, Any] | None:
+def _metadata(where: str, folder: _Folder) -> dict[str, Any] | None:
     """What ``zarr.json`` or ``.zarray`` says; without ``shape`` for a group; None for a folder that is neither."""
     for name in ("zarr.json", ".zarray", ".zgroup"):
         file = f"{where}/{name}"
@@ -352,11 +270,12 @@ def _unknown_codec(metadata: dict[str, Any]) -> str | None:
 
 
 def _column(
-    path: Path, name: str, folder: Folder, metadata: dict[str, Any], slabs: list[Slab], *, stored: int
+    path: SourceFile, name: str, folder: _Folder, metadata: dict[str, Any], slabs: list[Slab]
 ) -> StoredColumn | str:
     """The array as a candidate for a field, or why it cannot be one."""
     import zarr
 
+    stored = path.size
     distrust_codecs(0)
     array = zarr.open_array(folder.store(), mode="r", zarr_format=metadata["zarr_format"])
     if not array.shape:
@@ -383,7 +302,7 @@ def _column(
         rows=array.shape[0],
         row_nbytes=row,
         chunk=chunk_rows,
-        ahead=folder.ahead,
+        ahead=0,
     )
     slabs.append(slab)
     return StoredColumn(
@@ -398,7 +317,7 @@ def _column(
     )
 
 
-def _parts(folder: Folder, array: Any) -> Iterator[Part]:
+def _parts(folder: _Folder, array: Any) -> Iterator[Part]:
     """The keys of all chunks, also of those that were never written."""
     counts = [-(-size // max(1, chunk)) for size, chunk in zip(array.shape, array.chunks, strict=True)]
     for at in itertools.product(*map(range, counts)):
@@ -421,28 +340,31 @@ def _text(name: str, array: Any, rows: Any, stored: int) -> StoredColumn:
     return StoredColumn(name, "str" if kind == "U" else "bytes", array.shape, itemsize * array.shape[0], read)
 
 
-class RemoteFolder:
-    """See :class:`cachetool.sources.zarr.Folder`."""
-
-    ahead: int | None = 0
+class _Folder:
+    """A folder of a Zarr, wherever it lies: objects whose keys begin with ``prefix``."""
 
     def __init__(self, ranges: Ranges, prefix: str, folders: Iterable[str]) -> None:
         """``folders``: all folders below the root that hold metadata, each ending in ``/``."""
         self._ranges, self.prefix, self._folders = ranges, prefix, tuple(folders)
 
     def metadata(self, name: str) -> bytes | None:
-        """The bytes of a file of metadata."""
-        return self._ranges.object(self.prefix + name)
+        """The bytes of a file of metadata, at most 16 MiB; None when it is not there."""
+        key = self.prefix + name
+        size = self._ranges.size(key)
+        if size is not None and size > _MAX_METADATA:
+            raise BadObject(f"{key}: metadata of {size} bytes")
+        body = None if size is None else self._ranges.object(key)
+        return None if body is None else bytes(body)
 
-    def folders(self) -> Iterator[tuple[str, bool]]:
-        """Folders that hold metadata, or others that do."""
+    def folders(self) -> Iterator[str]:
+        """Folders that hold metadata, or others that do, in order of their names."""
         start = len(self.prefix)
         names = {folder[start:].partition("/")[0] for folder in self._folders if folder.startswith(self.prefix)}
-        return ((name, False) for name in sorted(names - {""}))
+        return iter(sorted(names - {""}))
 
-    def below(self, name: str) -> RemoteFolder:
+    def below(self, name: str) -> _Folder:
         """One of them."""
-        return RemoteFolder(self._ranges, f"{self.prefix}{name}/", self._folders)
+        return _Folder(self._ranges, f"{self.prefix}{name}/", self._folders)
 
     def store(self) -> Store:
         """What zarr reads."""
@@ -467,9 +389,9 @@ class _Store(Store):
         data = await asyncio.to_thread(self._read, self._prefix + key, byte_range)
         if data is not None and not data:  # zarr takes an empty shard for one of fill values
             raise ValueError(f"{key} is empty")
-        return None if data is None else prototype.buffer.from_bytes(data)
+        return None if data is None else prototype.buffer.from_bytes(bytes(data))
 
-    def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
+    def _read(self, key: str, part: ByteRequest | None) -> memoryview | bytes | None:
         if part is None:
             return self._ranges.object(key)
         size = self._ranges.size(key)

@@ -84,7 +84,7 @@ def test_a_cache_is_measured_by_its_own_format_first_and_stays_as_it_is(tmp_path
     rng = np.random.default_rng(0)
     for number in range(300):
         np.save(folder / f"{number}.npy", rng.random(int(rng.integers(100, 5000)), dtype="<f4"))
-    assert run("convert", folder, "--to", "zarr", "--max-size", "20MB").code == 0
+    assert run("pull", folder, "--all", "--to", "zarr", "--max-size", "20MB").code == 0
     before = run("stats", "--json").document
 
     done = run("bench", "--seconds", "0.01")

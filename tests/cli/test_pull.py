@@ -359,14 +359,14 @@ def test_a_pull_that_waits_for_a_reader_says_whom_and_then_ends_with_4(run: Run,
     assert run(*line, "--samples", "20").code == 0
 
 
-@pytest.mark.parametrize("command", ["pull", "convert"])
+@pytest.mark.parametrize("source", ["objects", "a file"])
 @pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
 def test_the_minimum_of_a_cap_that_is_too_small_works_at_the_first_try(
-    here: Run, remote: Path, tmp_path: Path, command: str, format: str
+    here: Run, remote: Path, tmp_path: Path, source: str, format: str
 ) -> None:
     """Shards are a sixteenth of the cap when nothing is said, so a larger cap needs more: the minimum counts that."""
     np.save(tmp_path / "x.npy", np.zeros((1000, 64)))
-    what = ["pull", str(remote), "--samples", "20"] if command == "pull" else ["convert", "x.npy"]
+    what = ["pull", str(remote), "--samples", "20"] if source == "objects" else ["pull", "x.npy", "--all"]
     refused = here(*what, "--to", format, "--max-size", "1150kB")
     assert refused.code == 4
     least = int(refused.error.split("the minimum is ")[1].split()[0])
@@ -379,17 +379,17 @@ def test_the_minimum_of_a_cap_that_is_too_small_works_at_the_first_try(
 
 
 @pytest.mark.parametrize("format", ["lmdb", "hdf5", "zarr", "tfrecord"])
-@pytest.mark.parametrize("command", ["pull", "convert"])
-def test_samples_of_a_byte_or_none_go_into_a_small_cache(here: Run, tmp_path: Path, command: str, format: str) -> None:
+@pytest.mark.parametrize("source", ["objects", "a file"])
+def test_samples_of_a_byte_or_none_go_into_a_small_cache(here: Run, tmp_path: Path, source: str, format: str) -> None:
     """What is kept beside each of them counts, not their bytes alone."""
-    if command == "pull":
+    if source == "objects":
         (tmp_path / "tiny").mkdir()
         for number in range(150):
             (tmp_path / "tiny" / f"{number:03d}.bin").write_bytes(b"x" * (number % 2))
         what = ["pull", "tiny", "--no-key"]
     else:
         np.save(tmp_path / "tiny.npy", np.zeros(200_000, dtype=np.uint8))
-        what = ["convert", "tiny.npy"]
+        what = ["pull", "tiny.npy", "--all", "--no-key"]
     ran = here(*what, "--to", format, "--max-size", "5MB", "--json", "--quiet")
 
     assert "minimum" not in ran.stderr, ran.stderr
@@ -568,7 +568,7 @@ def test_a_cap_larger_than_the_free_disk_is_told(run: Run, remote: Path) -> None
 
 @pytest.mark.parametrize("typed", ["s3:/bucket/x", "https:/host/x", "s3:bucket"])
 def test_a_url_with_a_slash_too_few_is_seen(here: Run, tmp_path: Path, typed: str) -> None:
-    for command in (["pull", typed, "--samples", "1"], ["convert", typed, "--to", "lmdb"]):
+    for command in (["pull", typed, "--samples", "1"], ["convert", typed, "--to", "lmdb", "--out", "out"]):
         ran = here(*command)
         scheme, _, rest = typed.partition(":")
 

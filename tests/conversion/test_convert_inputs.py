@@ -1,4 +1,4 @@
-"""Converting files: any kind in, any format out, plain or into a cache; what stops half-way goes on."""
+"""Converting files: any kind in, any format out; what stops half-way goes on; the same files pulled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 import cachetool
 from cachetool.api import open_cache
-from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.errors import BadObject, UsageError
 from cachetool.formats import get_format
 from cachetool.formats.digest import checksums
 from cachetool.formats.shard import open_shard, side_folder, stored_checksums
@@ -59,32 +59,40 @@ def foreign(tmp_path: Path) -> Path:
         pytest.param("objects", 2, marks=pytest.mark.soak),
     ],
 )
-def test_a_foreign_input_goes_into_files_and_into_a_cache(
+def test_a_foreign_input_goes_into_files_and_is_pulled_into_a_cache(
     foreign: Path, tmp_path: Path, name: str, workers: int
 ) -> None:
     arguments: dict[str, Any] = {"to": "hdf5", "shard_size": 120, "workers": workers}
     plain = cachetool.convert(foreign / name, out=tmp_path / "out", **arguments)
-    stored = cachetool.convert(foreign / name, cache=tmp_path / "cache", max_size="20MB", **arguments)
-    assert plain.samples == stored.samples == 20
+    assert plain.samples == 20
     assert plain.shards > 1
     x = np.asarray(whole(tmp_path / "out").columns["x"])
     assert (x.dtype, x.tolist()) == (np.dtype("<f4"), np.arange(120.0).reshape(20, 2, 3).tolist())
-    with open_cache(tmp_path / "cache") as cache:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        assert cache.pull(foreign / name, everything=True, **arguments).samples == 20
         rows = []
         for shard in cache.shards():
             with open_shard(shard.path, get_format("hdf5"), shard.schema) as reader:
                 rows += np.asarray(reader.read(0, reader.samples).columns["x"]).tolist()
         assert sorted(rows) == x.tolist()
-        again = cache.convert(foreign / name, **arguments)
-        assert again.samples == 0, "the same input adds nothing"
-        assert sum(shard.samples for shard in cache.shards()) == 20
+        assert cache.pull(foreign / name, everything=True, **arguments).samples == 0, "the same input adds nothing"
+
+
+def test_an_input_without_a_folder_is_refused_and_told_how_it_comes_into_a_cache(foreign: Path, tmp_path: Path) -> None:
+    """Whether a cache is named or open, before one is made."""
+    says = rf"--out DIR;\n.*cachetool pull {foreign}/x.npy --all"
+    with pytest.raises(UsageError, match=says):
+        cachetool.convert(foreign / "x.npy", to="hdf5", cache=tmp_path / "cache", max_size="20MB")
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache, pytest.raises(UsageError, match=says):
+        cache.convert(foreign / "x.npy", to="hdf5")
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "way", "to"),
     [
-        *[("odd.npy", way, to) for way in ("out", "cache", "pull") for to in ("lmdb", "hdf5", "zarr", "tfrecord")],
-        *[("a.tar", "out", "tfrecord"), ("objects", "cache", "tfrecord"), ("objects", "pull", "tfrecord")],
+        *[("odd.npy", way, to) for way in ("out", "pull") for to in ("lmdb", "hdf5", "zarr", "tfrecord")],
+        *[("a.tar", "out", "tfrecord"), ("objects", "out", "tfrecord"), ("objects", "pull", "tfrecord")],
         *[("ragged", "out", "hdf5"), ("ragged", "pull", "zarr")],
     ],
 )
@@ -103,10 +111,7 @@ def test_a_true_of_any_byte_is_true_and_no_damage(tmp_path: Path, name: str, way
         found = whole(tmp_path / "out")
     else:
         with open_cache(tmp_path / "cache", max_size="20MB") as cache:
-            if way == "pull":
-                cache.pull(tmp_path / name, everything=True, workers=1, to=to)
-            else:
-                cache.convert(tmp_path / name, to=to, verify=True)
+            cache.pull(tmp_path / name, everything=True, order="sequential", workers=1, to=to)
             (shard,) = cache.shards()
             with open_shard(shard.path, get_format(to), shard.schema, library=True) as reader:
                 found = reader.read(0, reader.samples)
@@ -117,23 +122,6 @@ def test_a_true_of_any_byte_is_true_and_no_damage(tmp_path: Path, name: str, way
     assert sorted(values.view("u1").flat) == ([0, 0, 0, 1, 1, 1] if name == "ragged" else [0, 1, 1, 1])
 
 
-def test_what_others_commit_meanwhile_is_not_counted(foreign: Path, tmp_path: Path) -> None:
-    np.save(foreign / "more.npy", np.ones((30, 2, 3), dtype="<f4"))
-    into: dict[str, Any] = {"cache": tmp_path / "cache", "to": "hdf5", "dataset": "one"}
-    others = []
-
-    def beside(progress: object) -> None:
-        if not others:
-            others.append(cachetool.convert(foreign / "more.npy", fields=["x"], rename={"more": "x"}, **into))
-
-    made = cachetool.convert(foreign / "x.npy", max_size="20MB", shard_size=120, workers=1, progress=beside, **into)
-
-    assert (made.samples, made.present, made.shards) == (20, 0, 4)
-    assert [(other.samples, other.present, other.shards) for other in others] == [(30, 0, 1)]
-    with open_cache(tmp_path / "cache") as cache:
-        assert made.bytes + others[0].bytes == sum(shard.bytes for shard in cache.shards())
-
-
 def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     content = block(EVERY_KIND, 60)
     for name, suffix in (("lmdb", ".lmdb"), ("hdf5", ".h5"), ("zarr", ".zarr")):
@@ -142,7 +130,7 @@ def test_a_single_file_of_ours_is_known_and_a_damaged_one_is_an_error(tmp_path: 
         np.testing.assert_array_equal(checksums(whole(tmp_path / name)), checksums(content))
     broken = tmp_path / "broken.h5"
     broken.write_bytes((tmp_path / "made-hdf5" / "part-00000.h5").read_bytes()[:-2000])
-    with pytest.raises(CorruptError, match=r"broken\.h5"):
+    with pytest.raises(BadObject, match=r"broken\.h5"):
         cachetool.convert(broken, to="lmdb", out=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
@@ -165,7 +153,7 @@ def test_a_killed_conversion_goes_on_with_the_parts_that_are_whole(foreign: Path
 
 
 def test_the_listing_that_a_killed_conversion_left_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     objects, place = tmp_path / "objects", tmp_path / "place"
     objects.mkdir()
@@ -177,11 +165,11 @@ def test_the_listing_that_a_killed_conversion_left_goes_with_the_next_one(
         env={**os.environ, "TMPDIR": str(place)},
         check=False,
     )
-    assert len(list(place.glob("cachetool-listing-*"))) == 1
+    assert len(list(tmp_path.glob(".out.input-*/listing"))) == 1
 
-    monkeypatch.setattr("tempfile.tempdir", str(place))
     assert cachetool.convert(objects, to="hdf5", out=tmp_path / "out", shard_size=200).samples == 20
-    assert list(place.glob("cachetool-listing-*")) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["objects", "out", "place"]
+    assert list(place.glob("*")) == []
 
 
 def test_other_options_begin_anew(foreign: Path, tmp_path: Path) -> None:
@@ -212,10 +200,10 @@ def test_the_same_fields_in_another_order_are_said_to_be_that(tmp_path: Path) ->
             (tmp_path / name / f"{at}.json").write_text(json.dumps(dict.fromkeys(order, at)))
     says = "has the fields of this source in another order; add --fields x,y"
     with open_cache(tmp_path / "cache", max_size="20MB") as cache:
-        cache.convert(tmp_path / "a.npz", to="lmdb")
+        cache.pull(tmp_path / "a.npz", everything=True)
         with pytest.raises(UsageError, match=f"dataset 'default' {says}"):
-            cache.convert(tmp_path / "b.npz", to="lmdb")
-        assert cache.convert(tmp_path / "b.npz", to="lmdb", fields=["x", "y"]).samples == 4
+            cache.pull(tmp_path / "b.npz", everything=True)
+        assert cache.pull(tmp_path / "b.npz", everything=True, fields=["x", "y"]).samples == 4
         cache.pull(tmp_path / "a", everything=True, dataset="two")
         with pytest.raises(UsageError, match=f"dataset 'two' {says}"):
             cache.pull(tmp_path / "b", everything=True, dataset="two")
@@ -227,7 +215,8 @@ def test_the_same_fields_in_another_order_are_said_to_be_that(tmp_path: Path) ->
 
 
 def test_an_input_of_another_schema_is_refused(foreign: Path, tmp_path: Path) -> None:
-    cachetool.convert(foreign / "x.npy", to="lmdb", cache=tmp_path / "cache", max_size="20MB")
-    with pytest.raises(UsageError, match="name another --dataset"):
-        cachetool.convert(foreign / "both.npz", to="lmdb", cache=tmp_path / "cache")
-    assert cachetool.convert(foreign / "both.npz", to="lmdb", cache=tmp_path / "cache", dataset="two").samples == 20
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(foreign / "x.npy", everything=True)
+        with pytest.raises(UsageError, match="name another --dataset"):
+            cache.pull(foreign / "both.npz", everything=True)
+        assert cache.pull(foreign / "both.npz", everything=True, dataset="two").samples == 20

@@ -40,7 +40,6 @@ from cachetool.api import read_sample
 from cachetool.cache import CacheDir, Facts, Origin, Shard, open_cache
 from cachetool.check.verify import verify
 from cachetool.conversion import to_files as exporting
-from cachetool.conversion.inputs import describe, open_input
 from cachetool.conversion.to_files import export, write_parts
 from cachetool.core.block import Block
 from cachetool.core.errors import CacheToolError
@@ -62,9 +61,9 @@ from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import View
 from cachetool.proc.task import Task
 from cachetool.sources import guard
-from cachetool.sources.doors import FileOptions
 from tests.faults.damage import Case, Forked, Report, cases, look_at_all
 from tests.faults.world import SCHEMA, block
+from tests.sources.files import open_files
 
 __all__ = ["CACHED", "FOREIGN", "NAMES", "PLAIN"]
 
@@ -224,9 +223,9 @@ def look_at_folders(folder: Path, way: str, *, cuts: int, flips: int, seed: int)
     expected = checksums(block(list(range(COUNT))))
 
     def read() -> None:
-        source = open_input(describe(out, FileOptions()))
+        source = open_files(out)
         try:
-            got = np.concatenate([checksums(each) for each in source.blocks(0, source.samples)], axis=1)
+            got = np.concatenate([checksums(each) for each in source.blocks()], axis=1)
             source.check(0, got)
             assert source.schema == SCHEMA, "another schema was read"
             assert np.array_equal(got, expected), "a wrong sample was read"
@@ -235,7 +234,7 @@ def look_at_folders(folder: Path, way: str, *, cuts: int, flips: int, seed: int)
 
     every = [path for path in sorted(out.rglob("*")) if path.is_file()]
     look = cases(every, cuts=cuts, flips=flips, seed=seed)
-    return look_at_all(look, lambda _: "refused" if refuses(read, out.name) else "harmless", spare=folder / "spare")
+    return look_at_all(look, lambda _: "refused" if refuses(read, "") else "harmless", spare=folder / "spare")
 
 
 # -- files of others ---------------------------------------------------------------------------------------------------
@@ -479,9 +478,9 @@ def look_at_files(folder: Path, name: str, *, cuts: int, flips: int, seed: int) 
     made = MAKERS[name](folder)
 
     def read() -> tuple[Schema, Sums]:
-        source = open_input(describe(made.path, FileOptions()))
+        source = open_files(made.path)
         try:
-            blocks = [checksums(each) for each in source.blocks(0, source.samples)]
+            blocks = [checksums(each) for each in source.blocks()]
             sums = np.concatenate(blocks, axis=1) if blocks else np.empty((len(source.schema), 0), dtype=np.uint64)
             return source.schema, sums
         finally:

@@ -35,6 +35,7 @@ def run(folder: Path, *line: str | Path, **env: str) -> str:
 def test_every_example_is_run_here_or_in_a_test_of_its_own() -> None:
     elsewhere = {
         "custom_format.py": "tests/formats/test_custom_format.py",
+        "custom_kind.py": "tests/sources/test_custom_kind.py",
         "ray_train_two_nodes.py": "tests/ray/test_train.py",
         "huggingface_growing_cache.py": "tests/trainers/test_huggingface.py",
         "accelerate_growing_cache.py": "tests/trainers/test_accelerate.py",

@@ -1,30 +1,112 @@
-"""What the tests of files by others share: reading all of one, and damaging one at many places."""
+"""What the tests of files by others share: reading all of one as ``convert`` does, and damaging one at many places."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from cachetool.core.block import Block
+from cachetool.core.block import BLOCK_BYTES, Block
 from cachetool.core.errors import CacheToolError
-from cachetool.sources.doors import FileOptions, FileSource, open_files
+from cachetool.sources import Source, SourceOptions, list_source, open_source
+from cachetool.sources.kinds import Census, locate
+from cachetool.stores import open_store
+
+
+class OpenFiles:
+    """All samples of a file or folder in order, as ``convert`` reads them."""
+
+    def __init__(self, path: Path | str, options: SourceOptions | None = None) -> None:
+        self.path, self._options = path, options or SourceOptions()
+        self._folder = tempfile.TemporaryDirectory()
+        self._listing = Path(self._folder.name, "listing")
+        list_source(str(path), self._listing, self._options, survey="all")
+        self._source: Source | None = None
+        source: Any = self._opened()
+        try:
+            self.samples, self.skipped = source.units, getattr(source, "skipped", ())
+            self.schema = source.probe(np.arange(1)).schema
+        finally:
+            self.close()
+
+    def _opened(self) -> Source:
+        if self._source is None:
+            self._source = open_source(str(self.path), self._listing, self._options, number=False)
+        return self._source
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All samples, in blocks of about ``block_bytes``."""
+        return self._blocks(0, self.samples, block_bytes)
+
+    def _blocks(self, start: int, stop: int, block_bytes: int) -> Iterator[Block]:
+        units = np.arange(start, stop)
+        with contextlib.closing(self._opened().read(units, schema=self.schema, block_bytes=block_bytes)) as pieces:
+            for piece in pieces:
+                if len(piece.block):
+                    yield piece.block
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        assert 0 <= start <= stop <= self.samples
+        blocks = list(self._blocks(start, stop, BLOCK_BYTES))
+        return Block.concat(blocks) if blocks else Block.from_samples(self.schema, [])
+
+    def check(self, start: int, checksums: Any) -> None:
+        """As ``convert`` compares what it wrote."""
+        self._opened().check(start, checksums)  # type: ignore[attr-defined]
+
+    @property
+    def reader(self) -> int:
+        """The number of the process that reads for this one."""
+        opened = self._opened()._reader._open  # type: ignore[attr-defined]
+        source = opened[1] if isinstance(opened, tuple) else opened
+        return int(source._source._child._process.pid)
+
+    def close(self) -> None:
+        """Let go of the source, which is opened again when it is needed."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def file_kind(path: Path) -> str | None:
+    """The kind of file that a path is; None for a folder of objects."""
+    if (located := locate(str(path))) is not None:
+        return located[2].name
+    with contextlib.closing(open_store(str(path))) as store:
+        census = Census(str(path))
+        list(census.count(store.list()))
+        kind = census.kind(None)
+    return None if kind is None else kind.name
+
+
+def open_files(path: Path | str, options: SourceOptions | None = None) -> OpenFiles:
+    """The samples of ``path``."""
+    return OpenFiles(path, options)
 
 
 def samples(path: Path, *, block_bytes: int = 1000, **options: Any) -> list[dict[str, Any]]:
     """All samples of a file, out of small blocks."""
-    with open_files(path, FileOptions(**options)) as source:
+    with open_files(path, SourceOptions(**options)) as source:
         found = [block.sample(i) for block in source.blocks(block_bytes=block_bytes) for i in range(len(block))]
         assert len(found) == source.samples
     return found
 
 
-def read(source: FileSource, start: int, stop: int) -> Block:
+def read(source: OpenFiles, start: int, stop: int) -> Block:
     """Samples of a source that reads at random."""
-    block = source.read(start, stop)  # type: ignore[attr-defined]
+    block = source.read(start, stop)
     assert isinstance(block, Block)
     assert len(block) == stop - start
     return block

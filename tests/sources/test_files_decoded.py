@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from cachetool.core.errors import BadObject
-from cachetool.sources.doors import FileOptions, open_files
+from cachetool.sources import SourceOptions
 from cachetool.sources.images import decode_image
-from tests.sources.files import read, same, samples
+from tests.sources.files import open_files, read, same, samples
 
 RANDOM = np.random.default_rng(4)
 
@@ -50,7 +50,7 @@ def test_lists_of_bytes_that_begin_as_images_are_decoded(
     wanted = pictures(*heights)
     path = write(tmp_path / "x.h5", [png(array) for array in wanted])
 
-    with open_files(path, FileOptions(decode="image")) as source:
+    with open_files(path, SourceOptions(decode="image")) as source:
         assert source.schema["image"].shape == shape
         assert source.schema["noise"].shape == (None,)
         assert same(read(source, 1, 2).sample(0)["image"], wanted[1])
@@ -81,7 +81,7 @@ def test_resized_images_are_one_fixed_field(tmp_path: Path) -> None:
         ("x.lmdb", "value", {"decode": "image"}),
         ("x.lmdb", "value", {"value_format": "image"}),
     ):
-        with open_files(tmp_path / name, FileOptions(resize="8x12", **options)) as source:  # type: ignore[arg-type]
+        with open_files(tmp_path / name, SourceOptions(resize="8x12", **options)) as source:  # type: ignore[arg-type]
             assert source.schema[field].shape == (8, 12, 3), name
         for sample, array in zip(samples(tmp_path / name, resize="8x12", **options), wanted, strict=True):
             assert same(sample[field], array), name
@@ -105,11 +105,11 @@ def test_bytes_that_begin_as_images_are_decoded(tmp_path: Path) -> None:
 def test_a_value_that_is_no_image_among_images_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x.h5", [png(array) for array in pictures(3, 3)] + [b"junk"])
 
-    with pytest.raises(BadObject, match=r"x\.h5: sample 2: 'image': not an image that can be read"):
-        open_files(path, FileOptions(decode="image"))
+    with pytest.raises(BadObject, match=r"'x\.h5#2': 'image': not an image that can be read"):
+        open_files(path, SourceOptions(decode="image"))
     with (
-        pytest.raises(BadObject, match=r"x\.h5: sample 2: 'image': not an image that can be read"),
-        open_files(path, FileOptions(decode="image", resize="2")) as source,  # type: ignore[arg-type]
+        pytest.raises(BadObject, match=r"'x\.h5#2': 'image': not an image that can be read"),
+        open_files(path, SourceOptions(decode="image", resize="2")) as source,  # type: ignore[arg-type]
     ):
         list(source.blocks())
 
@@ -119,7 +119,7 @@ def test_an_image_whose_pixels_are_damaged_is_named(tmp_path: Path) -> None:
     whole = [png(array) for array in pictures(30, 30, 30)]
     path = write(tmp_path / "x.h5", [whole[0], whole[1][: len(whole[1]) // 2], whole[2]])
 
-    with pytest.raises(BadObject, match=r"x\.h5: sample 1: 'image': not an image that can be read"):
+    with pytest.raises(BadObject, match=r"'x\.h5#1': 'image': not an image that can be read"):
         samples(path, decode="image")
 
 

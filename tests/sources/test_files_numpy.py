@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, NotFound, UsageError
-from cachetool.sources.doors import FileOptions, open_files
-from tests.sources.files import damaged, outcome, read, same, samples
+from cachetool.sources import SourceOptions
+from tests.sources.files import damaged, open_files, outcome, read, same, samples
 
 ARRAYS = {
     "scalars": np.arange(40, dtype=np.int16),
@@ -50,16 +50,6 @@ def test_rows_are_read_from_anywhere_and_again_after_close(tmp_path: Path) -> No
     source.close()
     assert same(read(source, 5, 5).columns["x"], array[5:5])
     assert same(read(source, 0, 100).columns["x"], array)
-    with pytest.raises(UsageError, match="of 100"):
-        source.read(0, 101)  # type: ignore[attr-defined]
-
-
-def test_blocks_have_the_size_asked_for(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((100, 250), dtype=np.float32))
-
-    with open_files(tmp_path / "x.npy") as source:
-        assert [len(block) for block in source.blocks(block_bytes=30_000)] == [30, 30, 30, 10]
-        assert [len(block) for block in source.blocks(block_bytes=1)] == [1] * 100
 
 
 def test_a_field_can_be_renamed(tmp_path: Path) -> None:
@@ -69,7 +59,7 @@ def test_a_field_can_be_renamed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="field name 'x \\(1\\)' cannot be used"):
         open_files(tmp_path / "x (1).npy")
     with pytest.raises(UsageError, match=r"--rename y: there is 'x \(1\)'"):
-        open_files(tmp_path / "x (1).npy", FileOptions(rename={"y": "z"}))
+        open_files(tmp_path / "x (1).npy", SourceOptions(rename={"y": "z"}))
 
 
 class Canary:
@@ -104,7 +94,7 @@ def test_pickled_arrays_are_refused_and_nothing_is_run(tmp_path: Path, canary: A
         assert source.schema.names == ("good",)
         assert source.skipped[0][1].startswith("dtype object cannot be stored")
     with pytest.raises(UsageError, match="field 'x' cannot be taken: dtype object"):
-        open_files(tmp_path / "y.npz", FileOptions(fields=("x",)))
+        open_files(tmp_path / "y.npz", SourceOptions(fields=("x",)))
     with pytest.raises(BadObject, match=r"z\.npy: not a \.npy file"):
         open_files(tmp_path / "z.npy")
     assert samples(tmp_path / "y.npz") == [{"good": 0}, {"good": 1}]
@@ -149,13 +139,13 @@ def test_arrays_of_another_length_are_left_out_and_named(tmp_path: Path) -> None
             ("scale", "a single number, without rows"),
             ("mean", "its first dimension is 3, not 5"),
         )
-    assert len(samples(tmp_path / "x.npz", samples=3)) == 3
+    assert len(samples(tmp_path / "x.npz", rows=3)) == 3
     with pytest.raises(UsageError, match="no array has 4 rows; there are 3, 5"):
-        open_files(tmp_path / "x.npz", FileOptions(samples=4))
+        open_files(tmp_path / "x.npz", SourceOptions(rows=4))
     with pytest.raises(UsageError, match="no field 'c'; there is 'a', 'b', 'mean', 'scale'"):
-        open_files(tmp_path / "x.npz", FileOptions(fields=("a", "c")))
+        open_files(tmp_path / "x.npz", SourceOptions(fields=("a", "c")))
     with pytest.raises(UsageError, match="field 'scale' cannot be taken: a single number"):
-        open_files(tmp_path / "x.npz", FileOptions(fields=("scale",)))
+        open_files(tmp_path / "x.npz", SourceOptions(fields=("scale",)))
 
 
 def test_fields_are_taken_in_the_order_asked_for(tmp_path: Path) -> None:
@@ -210,7 +200,7 @@ def test_a_shape_that_the_file_cannot_hold_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.writestr("x.npy", raw)
 
-    with pytest.raises(BadObject, match=r"x\.npy: 8 bytes follow the header"):
+    with pytest.raises(BadObject, match=r"x\.npy: 92 bytes are not a float64 array"):
         open_files(tmp_path / "x.npy")
     with pytest.raises(BadObject, match=r"x\.npz: 'x': .* bytes are not a float64 array"):
         open_files(tmp_path / "x.npz")
@@ -262,5 +252,5 @@ def test_an_empty_file_and_no_file(tmp_path: Path) -> None:
         open_files(tmp_path / "x.npy")
     with pytest.raises(BadObject, match=r"x\.npz is not a whole \.npz file"):
         open_files(tmp_path / "x.npz")
-    with pytest.raises(NotFound, match=r"y\.npy: it is not there"):
+    with pytest.raises(NotFound, match=r"y\.npy"):
         open_files(tmp_path / "y.npy")

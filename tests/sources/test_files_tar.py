@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources.doors import FileOptions, file_kind, open_files
-from tests.sources.files import damaged, outcome, same, samples
+from cachetool.sources import SourceOptions
+from tests.sources.files import damaged, file_kind, open_files, outcome, same, samples
 
 RANDOM = np.random.default_rng(3)
 
@@ -94,7 +94,7 @@ def test_options_of_pull_hold_for_members(tmp_path: Path) -> None:
     assert samples(path, fields=("label",), label_from_folder=True)[2] == {"label": "train", "__key__": "train/0002"}
     assert list(samples(path, fields=("name",), key=False)[0]) == ["name"]
     with pytest.raises(UsageError, match=r"x\.tar: no field 'z'; the samples have image, weight, name, cls, txt, jpg"):
-        open_files(path, FileOptions(fields=("z",)))
+        open_files(path, SourceOptions(fields=("z",)))
     underscored = write(tmp_path / "y.tar", [("a_img.txt", b"1"), ("a_seg.txt", b"2")])
     assert samples(underscored, stem=r"[^_]*") == [{"img": "1", "seg": "2", "__key__": "a"}]
 
@@ -285,7 +285,7 @@ def test_sizes_that_are_not_there_allocate_nothing(tmp_path: Path, kind: bytes) 
         with pytest.raises(
             BadObject, match=rf"{name}: ('a\.npy': it claims 1\.1 TB|'a.npy'.*cut short|byte 512 begins)"
         ):
-            open_files(tmp_path / name, FileOptions(decode="image"))
+            open_files(tmp_path / name, SourceOptions(decode="image"))
 
 
 def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources.doors import FileOptions, file_kind, open_files
-from tests.sources.files import damaged, outcome, same, samples
+from cachetool.sources import SourceOptions
+from tests.sources.files import damaged, file_kind, open_files, outcome, same, samples
 
 
 def run(script: str, folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_files_of_a_folder_are_one_input_with_one_schema(tmp_path: Path) -> None
 
     assert [sample["a"].tolist() for sample in found] == [[1], [1], [1, 2, 3]]
     with open_files(tmp_path) as source:
-        assert source.skipped == (("dataset_info.json", "not tfrecord"),)
+        assert source.samples == 3
     assert samples(tmp_path, fields=("image",), rename={"b": "image"}) == [{"image": b"x"}] * 3
 
 
@@ -159,9 +159,9 @@ def test_fields_that_are_not_there_and_names_that_cannot_be(tmp_path: Path) -> N
     assert samples(path) == [{"b": 1}]
     assert samples(path, rename={"a:0": "a"}) == [{"a": 1, "b": 1}]
     with pytest.raises(UsageError, match="no field 'c'; there is 'a:0', 'b'"):
-        open_files(path, FileOptions(fields=("c",)))
+        open_files(path, SourceOptions(fields=("c",)))
     with pytest.raises(UsageError, match="--rename c: there is 'a:0', 'b'"):
-        open_files(path, FileOptions(rename={"c": "d"}))
+        open_files(path, SourceOptions(rename={"c": "d"}))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import zarr
 
 from cachetool.core.errors import BadObject, UsageError
-from cachetool.sources.doors import FileOptions, file_kind, open_files
-from tests.sources.files import outcome, read, same, samples
+from cachetool.sources import SourceOptions
+from tests.sources.files import file_kind, open_files, outcome, read, same, samples
 
 N = 50
 RANDOM = np.random.default_rng(1)
@@ -125,7 +125,6 @@ def test_what_cannot_be_a_field_is_left_out_with_the_reason(tmp_path: Path) -> N
                 " save each part of it (a, b) as an array of its own"
             ),
             "grid": "texts in 2 dimensions",
-            "link": "a link to a folder",
         }
 
 
@@ -184,7 +183,7 @@ def test_arrays_that_would_be_unpickled_are_never_opened(tmp_path: Path, canary:
         assert source.schema.names == ("good",)
         assert source.skipped == (("evil", "it uses 'pickle', which is not a codec for numbers or text"),)
     with pytest.raises(UsageError, match="'evil' cannot be taken: it uses 'pickle'"):
-        open_files(tmp_path / "x.zarr", FileOptions(fields=("evil",)))
+        open_files(tmp_path / "x.zarr", SourceOptions(fields=("evil",)))
 
 
 @pytest.mark.parametrize("inside", ["codecs", "index_codecs"])

@@ -8,12 +8,12 @@ import pytest
 
 from cachetool.core.errors import BadObject
 from cachetool.sources.index import index_facts
-from cachetool.sources.kinds import Kind
+from cachetool.sources.kinds import kind_named
 from cachetool.stores import Object
 
 
-def facts(kind: Kind, body: bytes, size: int = 4096) -> tuple[int, list[int] | None]:
-    found = index_facts(kind, Object("x", size), Object("x.idx", len(body)), lambda _: memoryview(body))
+def facts(kind: str, body: bytes, size: int = 4096) -> tuple[int, list[int] | None]:
+    found = index_facts(kind_named(kind), Object("x", size), Object("x.idx", len(body)), lambda _: memoryview(body))
     return found.rows, found.cuts
 
 
@@ -41,7 +41,7 @@ def test_the_lines_of_an_index_are_its_records() -> None:
     ],
     ids=range(11),
 )
-def test_an_index_that_makes_no_sense_is_refused_by_its_name(kind: Kind, body: bytes) -> None:
+def test_an_index_that_makes_no_sense_is_refused_by_its_name(kind: str, body: bytes) -> None:
     with pytest.raises(BadObject, match=r"^'x\.idx' "):
         facts(kind, body)
 

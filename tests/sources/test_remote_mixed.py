@@ -18,8 +18,8 @@ from cachetool.core.errors import BadObject, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats import get_format
 from cachetool.formats.shard import open_shard
-from cachetool.sources.doors import open_files
 from cachetool.sources.shapes import fitted
+from tests.sources.files import open_files
 
 ROWS = 40
 

@@ -14,9 +14,10 @@ import zarr
 import cachetool
 from cachetool.core.errors import BadObject, Unreachable
 from cachetool.loaders.numpy import Loader
-from cachetool.sources.doors import FileOptions, open_files
+from cachetool.sources import SourceOptions
 from cachetool.stores import open_store
 from tests.servers import sftp_server
+from tests.sources.files import open_files
 
 VALUES = np.arange(32, dtype=np.int32).reshape(8, 4) + 1
 
@@ -134,7 +135,7 @@ def test_arrays_whose_names_begin_with_a_dot_are_pulled(version: int, place: Pat
         (place / hidden).mkdir()
         (place / hidden / "0.0").write_bytes(b"x")
     (place / ".cache.zarr" / "zarr.json").write_text("{}")
-    with open_files(place / "x.zarr", FileOptions(key=False)) as source:
+    with open_files(place / "x.zarr", SourceOptions(key=False)) as source:
         direct = sorted(source.schema.names)
 
     with cachetool.open_cache(tmp_path / "c", max_size=20e6) as cache:

@@ -1,0 +1,288 @@
+"""Files as they are opened to be read: those of rows all together, one of records as a whole.
+
+The store's bytes reach a library in one of three ways: by ranges (:class:`OpenedRows`), through a path to a file in
+memory or on this machine, or as they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from cachetool.core.block import BLOCK_BYTES, Block
+from cachetool.core.errors import BadObject
+from cachetool.core.schema import Schema
+from cachetool.core.units import format_size
+from cachetool.sources.byte_source import Files, RangeServer, SourceFile, StoreRanges, fetch_part, renamed
+from cachetool.sources.fetch import Fetcher
+from cachetool.sources.file_table import Layout
+from cachetool.sources.guard import GuardedFile
+from cachetool.sources.kinds import Kind
+from cachetool.sources.opening import OpenedFiles
+from cachetool.sources.options import SourceOptions
+from cachetool.sources.ours import Exported
+from cachetool.sources.readers import RandomAccess, RecordFile
+from cachetool.stores import Object
+
+__all__ = [
+    "MAX_WHOLE",
+    "OpenedRows",
+    "WholeFile",
+    "nameless",
+    "open_at",
+    "records_options",
+    "refuse_large",
+    "rows_options",
+    "run_of_blocks",
+    "write_body",
+]
+
+MAX_WHOLE = 4 * 2**30
+"""Bytes of an archive that is fetched as a whole, since it lies in memory meanwhile."""
+_PART = 8 * 2**20
+
+
+class OpenedRows:
+    """The files of rows of a listing, opened for reading: in the guarded process, or here where none is needed."""
+
+    def __init__(
+        self,
+        files: Files,
+        kind: Kind,
+        options: SourceOptions,
+        *,
+        roots: tuple[str, ...] = (),
+        folders: tuple[str, ...] = (),
+        schema: Schema | None = None,
+        rows: list[int] | None = None,
+        piece: int = 0,
+        in_order: bool = False,
+    ) -> None:
+        items = [] if roots else [files.item(number) for number in range(files.listing.objects)]
+        place = files.store.url.rstrip("/").rpartition("/")[2]
+        names = [name.rstrip("/") or place for name in roots] or [item.key for item in items]
+        spec: dict[str, Any] = {
+            "kind": kind.name,
+            "files": names,
+            "sizes": [files.listing.bytes] * len(roots) or [item.size for item in items],
+            "roots": roots,
+            "folders": folders,
+            "schema": None if schema is None else schema.to_json(),
+            "rows": rows,
+            "piece": piece,
+            "in_order": in_order,
+        }
+        self.ranges = StoreRanges(files)
+        self._name = names[0] if len(names) == 1 else files.store.url
+        self._server, options = None, rows_options(options)
+        if not kind.guarded:
+            self._source: OpenedFiles | GuardedFile = OpenedFiles(self.ranges, spec, options)
+            return
+        self._server = RangeServer(self.ranges, spec)
+        try:
+            with renamed(self._server.path, self._name, self._server):
+                self._source = GuardedFile(self._server.path, options, opener="cachetool.sources.opening:open_served")
+        except BaseException:
+            self._server.close()
+            raise
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What the guarded process told of each file."""
+        assert self._server is not None
+        return self._server.facts
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """What of the files is not taken."""
+        return self._source.skipped
+
+    def read(self, start: int, stop: int) -> Any:
+        """Samples ``start`` to ``stop``, counted over all files, which are of one."""
+        if self._server is None:
+            return self._source.read(start, stop)
+        self._server.failure = None
+        with renamed(self._server.path, self._name, self._server):
+            return self._source.read(start, stop)
+
+    def __enter__(self) -> OpenedRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        self._source.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def rows_options(options: SourceOptions) -> SourceOptions:
+    """What the reader of a file of rows is told: which fields, and how they are called."""
+    return SourceOptions(fields=options.fields, rename=options.rename, rows=options.rows, key=options.key)
+
+
+def records_options(options: SourceOptions, kind: Kind) -> SourceOptions:
+    """What the reader of a file of records is told: in tar files labels and images are its own."""
+    if kind.name == "tar":
+        return replace(options, concurrency=None)
+    values = options.resize if options.value_format == "image" else None
+    return replace(options, concurrency=None, label_from_folder=False, decode=None, resize=values)
+
+
+class WholeFile:
+    """A file of records that is opened as a whole: where it lies, or out of memory, or as it comes."""
+
+    def __init__(
+        self, files: Files, number: int, kind: Kind, options: SourceOptions, ours: Exported | None,
+        layout: Layout | None = None,
+    ) -> None:  # fmt: skip
+        """``layout``: what was found out about the file before."""
+        self._files, self._number, self._kind, self._layout = files, number, kind, layout
+        self._options, self._ours = records_options(options, kind), ours
+        self._stack = contextlib.ExitStack()
+        self._source: RandomAccess | None = None
+        self._running: Iterator[Block] = iter(())
+        self._at = 0
+        self._rest: Block | None = None
+
+    def opened(self) -> RandomAccess | RecordFile:
+        """The file, opened anew."""
+        if not self._by_path:
+            item = self._files.item(self._number)
+            layout = self._layout
+            file = SourceFile(
+                Path(item.key), item.size, StoreRanges(self._files), self._number, in_order=True,
+                schema=layout.schema if layout else None, names=layout.names if layout else {},
+            )  # fmt: skip
+            opened: RecordFile = self._kind.opened(file, self._options)
+            return opened
+        if self._source is None:
+            path = self._files.path(self._number)
+            if path is None:
+                path = self._stack.enter_context(_fetched(self._files, self._number))
+            name = self._files.item(self._number).key
+            with renamed(path, name):
+                self._source = open_at(path, self._kind, self._options, self._ours)
+            self._stack.callback(self._source.close)
+        return self._source
+
+    @property
+    def _by_path(self) -> bool:
+        return self._kind.by_path or (self._kind.name == "tfrecord" and self._ours is not None)
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``; of a file that is packed, cheapest where the last ones ended."""
+        if self._by_path:
+            source = cast(RandomAccess, self.opened())
+            with renamed(source.path, self._files.item(self._number).key):  # type: ignore[attr-defined]
+                return Block.concat(list(run_of_blocks(source, start, stop)))
+        if start < self._at or self._rest is None:
+            self._running, self._at = cast(RecordFile, self.opened()).blocks(), 0
+            self._rest = next(self._running, None)
+        out: list[Block] = []
+        while start < stop and self._rest is not None:
+            first, last = self._at, self._at + len(self._rest)
+            if first <= start < last:
+                end = min(stop, last)
+                out.append(self._rest.slice(start - first, end - first))
+                start = end
+            if start >= last:
+                self._at, self._rest = last, next(self._running, None)
+        if start < stop:
+            raise BadObject(f"{self._files.item(self._number).key!r} has {start} samples, of which more were counted")
+        return Block.concat(out)
+
+    def __enter__(self) -> WholeFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._running, self._rest, self._source = iter(()), None, None
+        self._stack.close()
+
+
+def open_at(path: Path, kind: Kind, options: SourceOptions, ours: Exported | None) -> RandomAccess:
+    """The file of records at ``path``, where any run of its samples can be read."""
+    if kind.name == "tfrecord" and ours is not None:
+        from cachetool.sources.ours import our_records
+
+        return our_records(path, options, ours.schema)
+    return GuardedFile(path, options, opener="cachetool.sources.opening:open_path", about={"kind": kind.name})
+
+
+class Readable(Protocol):
+    """What reads any run of samples."""
+
+    schema: Schema
+
+    def read(self, start: int, stop: int) -> Block:
+        """Samples ``start`` to ``stop``."""
+        ...
+
+
+def run_of_blocks(reader: Readable, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before."""
+    step = 1 if not reader.schema.is_fixed else block_bytes // max(1, reader.schema.fixed_nbytes)
+    at = start
+    while at < stop:
+        block = reader.read(at, min(at + max(1, step), stop))
+        yield block
+        at += len(block)
+        step = min(8 * max(1, step), max(1, len(block) * block_bytes // max(1, block.nbytes)))
+
+
+@contextlib.contextmanager
+def nameless() -> Iterator[tuple[int, Path]]:
+    """A file in memory and a path to it, also for another process; where there is no such thing, a temporary one."""
+    try:
+        fd = os.memfd_create("archive", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):  # not Linux; a sandbox that forbids it
+        with tempfile.NamedTemporaryFile(prefix="cachetool-", buffering=0) as file:
+            yield file.fileno(), Path(file.name)
+        return
+    try:
+        yield fd, Path(f"/proc/{os.getpid()}/fd/{fd}")
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _fetched(files: Files, number: int) -> Iterator[Path]:
+    """A path to the whole file, which lies in memory."""
+    item = files.item(number)
+    refuse_large(item)
+    with nameless() as (fd, path):
+        fetcher: Fetcher[int, memoryview] = Fetcher(
+            lambda at, _: fetch_part(files.store, item, at, min(at + _PART, item.size)), files.store.concurrency
+        )
+        try:
+            for body in fetcher.run(range(0, item.size, _PART), ahead=8 * _PART, size=lambda _: _PART):
+                write_body(fd, body)
+        finally:
+            fetcher.close()
+        yield path
+
+
+def refuse_large(item: Object) -> None:
+    """Raise :class:`BadObject` for a file that memory should not hold as a whole."""
+    if item.size > MAX_WHOLE:
+        raise BadObject(
+            f"{item.key!r} has {format_size(item.size)}; up to {format_size(MAX_WHOLE)} are read whole from elsewhere:"
+            " copy it to a disk of this machine first"
+        )
+
+
+def write_body(fd: int, body: memoryview) -> None:
+    """Write all of ``body``."""
+    while body:
+        body = body[os.write(fd, body) :]

@@ -1,0 +1,40 @@
+"""The example of a further kind of file: installed as somebody's package it does all that the others do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "custom_kind.py"
+
+
+def test_it_passes_the_contract_of_kinds(tmp_path: Path) -> None:
+    """As an installer leaves it: the module, and the entry points of the example's own lines."""
+    text = EXAMPLE.read_text()
+    (tmp_path / "custom_kind.py").write_text(text)
+    lines = re.search(r'\[project\.entry-points\."(cachetool\.sources)"\]\n +(\w+) = "([\w:]+)"', text)
+    name = re.search(r'name = "([\w-]+)"\n +version = "([\d.]+)"', text)
+    assert lines is not None
+    assert name is not None
+    info = tmp_path / f"{name[1].replace('-', '_')}-{name[2]}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name[1]}\nVersion: {name[2]}\n")
+    (info / "entry_points.txt").write_text(f"[{lines[1]}]\n{lines[2]} = {lines[3]}\n")
+
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", lines[2],
+            "tests/contracts/test_kinds.py",
+        ],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed, \d+ deselected", done.stdout)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) >= 8
