@@ -208,7 +208,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         state = self.server.state  # type: ignore[attr-defined]
-        state.requests.append((self.path, dict(self.headers)))
+        state.requests.append((self.path, {name.title(): value for name, value in self.headers.items()}))
         self.number = len(state.requests)
         with contextlib.suppress(OSError):  # the client gave up, which may be what is tested
             self.server.script(self)  # type: ignore[attr-defined]
