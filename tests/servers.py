@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -241,15 +242,17 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's; anything else is."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exc_info()[1], ConnectionError | ssl.SSLError):
             super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
-def scripted_server(script: Script) -> Iterator[Http]:
-    """A server that answers each request by ``script(handler)``."""
+def scripted_server(script: Script, *, tls: ssl.SSLContext | None = None) -> Iterator[Http]:
+    """A server that answers each request by ``script(handler)``; over TLS where a context is given."""
     server = _Server((HOST, 0), Scripted)
-    state = Http(f"http://{HOST}:{server.server_address[1]}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    state = Http(f"{'http' if tls is None else 'https'}://{HOST}:{server.server_address[1]}")
     server.script, server.state = script, state  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
