@@ -33,7 +33,6 @@ __all__ = [
     "bounded_pages",
     "errors",
     "refuse_fork",
-    "watched",
 ]
 
 KEYS = 1000
@@ -153,24 +152,25 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-@contextlib.contextmanager
-def watched(port: int) -> Iterator[None]:
-    """Around a call of obstore that cannot be cancelled: when the process grows by more than :data:`PAGE_MEMORY`
-    meanwhile, its connections to ``port`` are shut down, and the call raises. Whose fault it was nobody knows: others
+class Watched:
+    """Around calls of obstore that cannot be cancelled: when the process grows by more than :data:`PAGE_MEMORY` during
+    one of them, its connections to a port are shut down, and the call raises. Whose fault it was nobody knows: others
     may raise, too."""
-    global _watch
-    if _watch is None:
-        with _lock:
-            if _watch is None:
-                _watch = threading.Thread(target=_look_on, name="obstore memory", daemon=True)
-                _watch.start()
-    _ports.add(port)
-    me = threading.get_ident()
-    _waiting[me] = _size or _taken()
-    try:
-        yield
-    finally:
-        del _waiting[me]
+
+    def __init__(self, port: int) -> None:
+        _ports.add(port)
+
+    def __enter__(self) -> None:
+        global _watch
+        if _watch is None:
+            with _lock:
+                if _watch is None:
+                    _watch = threading.Thread(target=_look_on, name="obstore memory", daemon=True)
+                    _watch.start()
+        _waiting[threading.get_ident()] = _size or _taken()
+
+    def __exit__(self, *_: object) -> None:
+        del _waiting[threading.get_ident()]
 
 
 def _look_on() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import email.utils
 import hashlib
 import netrc
 import threading
@@ -46,8 +47,8 @@ def identity_of(answer: Answer, *, like: str | None = None) -> str | None:
     identity: str | None = None
     if like is None or not like.startswith(MODIFIED):
         identity = answer.etag.removeprefix("W/").strip('"') or None
-    if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified:
-        identity = f"{MODIFIED}{answer.modified}"
+    if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified is not None:
+        identity = MODIFIED + email.utils.format_datetime(answer.modified, usegmt=True)
     return identity if identity is None or len(identity) <= _LONGEST else None
 
 
@@ -269,8 +270,10 @@ class HttpStore:
         identity = item.etag
         if identity is None or identity.startswith(SHA256):  # which nothing but the whole object can be compared with
             identity = self._seen.first(item.key, answer) if part else self._seen.of(item.key)
+        if identity is not None:
+            item = replace(item, etag=identity)
         etag = None if identity is None else identity_of(answer, like=identity)
-        check_identity(replace(item, etag=identity), size=None if size < 0 else size, etag=etag)
+        check_identity(item, size=None if size < 0 else size, etag=etag)
 
     def close(self) -> None:
         """Close the connections of all threads."""

@@ -8,11 +8,10 @@ to any address. So all other hosts are behind a proxy that does not exist, and U
 
 from __future__ import annotations
 
-import email.utils
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -28,6 +27,7 @@ __all__ = ["ObjectClient"]
 
 _NOWHERE = "http://127.0.0.1:9"
 """The proxy before all hosts but the server's: nobody listens there."""
+_NEVER = datetime.fromtimestamp(0, UTC)
 _RATE = 16
 """Times ``limits.min_rate`` that a large object must reach, or it is left to the other client."""
 _FAILURES = 8
@@ -48,12 +48,13 @@ class ObjectClient:
         """For all that is no object."""
         self._origin, self._limits, self._login = origin_of(home), limits, login
         parts = urlsplit(home)
-        self._site = (parts.scheme, parts.hostname, parts.port)
+        self._begins = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/"
         self._hosts = ",".join([self._origin.host, *hosts])
         self._lock = threading.Lock()
         self._credentials: Credentials[str | None] | None = None
         self._stores: tuple[Any, Any] | None = None
         self._failures, self._rests_until = 0, 0.0
+        self._watched = bounded.Watched(self._origin.port)
 
     def get(self, url: str, size: int, check: Callable[[Response], None]) -> Answer:
         """The object at a URL, of ``size`` bytes (-1: not known); ``check`` refuses the answer of a server that is not
@@ -112,31 +113,33 @@ class ObjectClient:
 
     def _path(self, url: str) -> str:
         """The path of a URL as obstore wants it; empty when obstore would ask for another one, or must not ask."""
-        parts = urlsplit(url)
-        if parts.query or (parts.scheme, parts.hostname, parts.port) != self._site:
+        escaped = url[len(self._begins) :]
+        if not url.startswith(self._begins) or "?" in escaped:
             return ""
-        path = unquote(parts.path[1:], errors="surrogateescape")
-        return path if path.count("/") == parts.path.count("/") - 1 else ""
+        path = unquote(escaped, errors="surrogateescape")
+        return path if path.count("/") == escaped.count("/") else ""
 
     def _get(self, path: str, size: int, options: dict[str, Any]) -> Answer | None:
         import obstore
 
         small, large = self._clients()
         if size < bounded.LARGE:
-            with bounded.watched(self._origin.port):
+            with self._watched:
                 response = obstore.get(small, path, options=options)  # type: ignore[arg-type]
-                total = response.meta["size"]
+                meta = response.meta
+                total = meta["size"]
                 if not options and 0 <= size != total:
                     return None
                 if size >= 0 or total < bounded.LARGE:
-                    return _answer(response, response.bytes(), size)
+                    return _answer(response, meta, response.bytes(), size)
             size = total
 
         async def work() -> Answer | None:
             response = await obstore.get_async(large, path, options=options)  # type: ignore[arg-type]
-            if not options and response.meta["size"] != size:
+            meta = response.meta
+            if not options and meta["size"] != size:
                 return None
-            return _answer(response, await response.bytes_async(), size)
+            return _answer(response, meta, await response.bytes_async(), size)
 
         memory = bounded.PAGE_MEMORY + 32 * size  # so many may be on their way
         return bounded.awaited(
@@ -178,16 +181,11 @@ class ObjectClient:
         )
 
 
-def _answer(response: Any, body: Any, size: int) -> Answer | None:
+def _answer(response: Any, meta: Any, body: Any, size: int) -> Answer | None:
     """None for a body that is encoded, or is not as long as its headers say."""
-    meta, attributes, (start, stop) = response.meta, response.attributes, response.range
+    attributes, (start, stop) = response.attributes, response.range
     if "Content-Encoding" in attributes or len(body) != stop - start or 0 <= size != len(body):
         return None
-    modified = meta["last_modified"]
-    return Answer(
-        memoryview(body),
-        meta["size"],
-        meta["e_tag"] or "",
-        email.utils.format_datetime(modified, usegmt=True) if modified.timestamp() else "",
-        attributes.get("Content-Type", ""),
-    )
+    modified = meta["last_modified"]  # 1970 where the server does not tell
+    kind = attributes.get("Content-Type", "")
+    return Answer(memoryview(body), meta["size"], meta["e_tag"] or "", modified if modified > _NEVER else None, kind)

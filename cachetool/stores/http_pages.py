@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import UTC, datetime
 from email.message import Message
 from typing import BinaryIO, NamedTuple
 from urllib.parse import urljoin, urlsplit
@@ -67,8 +67,8 @@ class Answer(NamedTuple):
     size: int
     """Bytes of the whole object; -1 where the server does not tell."""
     etag: str
-    modified: str
-    """As servers write ``Last-Modified``."""
+    modified: datetime | None
+    """When the object was changed: servers write that in several ways."""
     content_type: str
 
 
@@ -86,12 +86,12 @@ class Response:
     @property
     def answer(self) -> Answer:
         """What an object's headers tell."""
-        headers, modified = self.headers, self.headers.get("Last-Modified", "")
-        with contextlib.suppress(ValueError, OverflowError):  # servers may write the same time in several ways
-            modified = email.utils.format_datetime(email.utils.parsedate_to_datetime(modified).astimezone(UTC), True)
+        headers, modified = self.headers, None
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            modified = email.utils.parsedate_to_datetime(headers["Last-Modified"]).astimezone(UTC)
         name = "Content-Range" if self.status == 206 else "Content-Length"
-        told = headers.get(name, "").rpartition("/")[2]
-        return Answer(self.body, told_size(told), headers.get("ETag", ""), modified, headers.get("Content-Type", ""))
+        size = told_size(headers.get(name, "").rpartition("/")[2])
+        return Answer(self.body, size, headers.get("ETag", ""), modified, headers.get("Content-Type", ""))
 
 
 class _Connection(http.client.HTTPConnection):

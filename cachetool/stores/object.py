@@ -88,7 +88,9 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
                 raise as_our_error(error, place=place) from None
 
         pair = _Clients(
-            make(limits.silence), lambda: make(limits.listing), origin_of(endpoint).port if endpoint else 443
+            make(limits.silence),
+            lambda: make(limits.listing),
+            bounded.Watched(origin_of(endpoint).port if endpoint else 443),
         )
         return Credentials(pair, identity, ends)
 
@@ -111,8 +113,8 @@ class _Clients:
     reading: Any
     listing: Callable[[], Any]
     """Makes another one with the limits that suit a listing."""
-    port: int
-    """Of the server."""
+    watched: bounded.Watched
+    """Around a call of the reading one."""
 
 
 def _read(path: str) -> bytes:
@@ -196,7 +198,7 @@ class ObjectStore:
         while True:
             credentials = self._login.now()
             try:
-                with bounded.watched(credentials.value.port):
+                with credentials.value.watched:
                     return credentials.value.reading.head(key)
             except FileNotFoundError:
                 return None
@@ -267,7 +269,7 @@ class ObjectStore:
         only_beginning = options is None and want < item.size
         if want >= bounded.LARGE and not only_beginning:
             return bounded.awaited(large(), memory=bounded.PAGE_MEMORY + self.concurrency * want, seconds=3600.0)
-        with bounded.watched(clients.port):
+        with clients.watched:
             response = clients.reading.get(item.key, options=options)
             check(response.meta)
             if only_beginning:

@@ -386,7 +386,7 @@ def test_ranges_of_two_versions_of_an_object_without_a_listed_etag_are_never_put
 def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MOST", 3)
     seen = http.Identities()
-    answer = client.Answer(memoryview(b""), 0, 'W/"x"', "", "")
+    answer = client.Answer(memoryview(b""), 0, 'W/"x"', None, "")
 
     for number in range(10):
         assert seen.first(f"{number}.npy", answer) == "x"
