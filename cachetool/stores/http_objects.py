@@ -51,8 +51,7 @@ class ObjectClient:
         self._begins = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/"
         self._hosts = ",".join([self._origin.host, *hosts])
         self._lock = threading.Lock()
-        self._credentials: Credentials[str | None] | None = None
-        self._stores: tuple[Any, Any] | None = None
+        self._stores: tuple[Credentials[str | None] | None, Any, Any] | None = None
         self._failures, self._rests_until = 0, 0.0
         self._watched = bounded.Watched(self._origin.port)
 
@@ -149,11 +148,14 @@ class ObjectClient:
     def _clients(self) -> tuple[Any, Any]:
         """obstore's clients with the present credentials, for small and for large objects."""
         credentials = self._login.now() if self._login is not None else None
-        with self._lock:
-            if self._stores is None or credentials is not self._credentials:
-                self._stores = self._made(credentials.value if credentials is not None else None)
-                self._credentials = credentials
-            return self._stores
+        made = self._stores
+        if made is None or made[0] is not credentials:
+            with self._lock:
+                made = self._stores
+                if made is None or made[0] is not credentials:
+                    made = credentials, *self._made(credentials.value if credentials is not None else None)
+                    self._stores = made
+        return made[1:]
 
     def _made(self, authorization: str | None) -> tuple[Any, Any]:
         bounded.begin()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import json
 import os
 import ssl
@@ -18,7 +16,7 @@ import pytest
 
 from cachetool.core.errors import AccessDenied, BadObject, SourceError, Unreachable
 from cachetool.stores import Limits, Object, bounded, http_objects, http_pages, open_store
-from tests.servers import HOST, Http, Scripted, hub_server, scripted_server
+from tests.servers import HOST, Http, Scripted, certificates, hub_server, scripted_server
 
 SMALL = bytes(range(256)) * 100
 LARGE = bytes(range(256)) * 8000
@@ -196,37 +194,10 @@ def test_a_hub_s_files_come_by_obstore_with_the_token(tmp_path: Path, monkeypatc
 # --- certificates ---------------------------------------------------------------------------------------------------
 
 
-def _certificates(folder: Path) -> tuple[Path, Path]:
-    """A certificate of an authority that nobody knows, and one for this machine that it signed, with the key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "server")]
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in names]
-    now = datetime.datetime.now(datetime.UTC)
-    made = []
-    for at, (name, key) in enumerate(zip(names, keys, strict=True)):
-        builder = x509.CertificateBuilder().subject_name(name).issuer_name(names[0]).public_key(key.public_key())
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(1))
-        builder = builder.not_valid_after(now + datetime.timedelta(2))
-        builder = builder.add_extension(x509.BasicConstraints(ca=at == 0, path_length=None), critical=True)
-        if at:
-            address = x509.IPAddress(ipaddress.ip_address(HOST))
-            builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    private = keys[1].private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    (folder / "authority.pem").write_bytes(made[0])
-    (folder / "server.pem").write_bytes(made[1] + private)
-    return folder / "authority.pem", folder / "server.pem"
-
-
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[tuple[Http, Path]]:
     """A server whose certificate is good with the file that is given."""
-    authority, server_pem = _certificates(tmp_path)
+    authority, server_pem = certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(server_pem)
     with scripted_server(lambda handler: handler.answer(200, SMALL), tls=context) as server:
