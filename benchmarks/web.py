@@ -20,10 +20,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parents[1]
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.servers import certificates, rclone_http
 
+HERE = Path(__file__).parents[1]
 KIB, MIB = 2**10, 2**20
 CASES = {"https, 64 KiB": (True, 64 * KIB, 4000), "http, 16 MiB": (False, 16 * MIB, 64)}
 FILES = 32

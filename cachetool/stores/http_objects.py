@@ -1,4 +1,4 @@
-"""Objects of one web server through obstore, which takes half of the processor time that :mod:`http.client` takes.
+"""Objects of one web server through obstore, which takes less processor time than :mod:`http.client`.
 
 obstore retries here not once, and whatever does not come as it should is no answer: the standard library's client asks
 again (:mod:`cachetool.stores.http_pages`), which sees what obstore hides: the headers of an error (``Retry-After``), a
