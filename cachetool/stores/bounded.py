@@ -10,6 +10,7 @@ connections down. Memory is counted for the whole process: processes that use a 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import os
@@ -143,13 +144,30 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None:
             loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="obstore", daemon=True)
             try:
-                threading.Thread(target=loop.run_forever, name="obstore", daemon=True).start()
+                thread.start()
             except RuntimeError:
                 loop.close()
                 raise
             _loop = loop
+            atexit.register(_end, loop, thread)
         return _loop
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Cancel what is still awaited before the interpreter goes, which obstore's thread would call."""
+
+    async def stop() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        loop.stop()
+
+    if _pid == os.getpid():
+        asyncio.run_coroutine_threadsafe(stop(), loop)
+        thread.join(5)
 
 
 class Watched:
