@@ -47,8 +47,9 @@ def identity_of(answer: Answer, *, like: str | None = None) -> str | None:
     identity: str | None = None
     if like is None or not like.startswith(MODIFIED):
         identity = answer.etag.removeprefix("W/").strip('"') or None
-    if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified is not None:
-        identity = MODIFIED + email.utils.format_datetime(answer.modified, usegmt=True)
+    if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified:
+        told = answer.modified
+        identity = MODIFIED + (told if isinstance(told, str) else email.utils.format_datetime(told, usegmt=True))
     return identity if identity is None or len(identity) <= _LONGEST else None
 
 

@@ -67,8 +67,8 @@ class Answer(NamedTuple):
     size: int
     """Bytes of the whole object; -1 where the server does not tell."""
     etag: str
-    modified: datetime | None
-    """When the object was changed: servers write that in several ways."""
+    modified: datetime | str | None
+    """When the object was changed: servers write that in several ways; as it came where nobody can read it."""
     content_type: str
 
 
@@ -86,9 +86,10 @@ class Response:
     @property
     def answer(self) -> Answer:
         """What an object's headers tell."""
-        headers, modified = self.headers, None
+        headers = self.headers
+        modified: datetime | str = headers.get("Last-Modified", "")
         with contextlib.suppress(ValueError, TypeError, OverflowError):
-            modified = email.utils.parsedate_to_datetime(headers["Last-Modified"]).astimezone(UTC)
+            modified = email.utils.parsedate_to_datetime(str(modified)).astimezone(UTC)
         name = "Content-Range" if self.status == 206 else "Content-Length"
         size = told_size(headers.get(name, "").rpartition("/")[2])
         return Answer(self.body, size, headers.get("ETag", ""), modified, headers.get("Content-Type", ""))
