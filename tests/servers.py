@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import datetime
 import email.utils
 import functools
 import hashlib
@@ -12,10 +13,12 @@ import hmac
 import html
 import http.client
 import http.server
+import ipaddress
 import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -31,11 +34,13 @@ __all__ = [
     "Moto",
     "Scripted",
     "azurite",
+    "certificates",
     "counted_s3",
     "folder_server",
     "free_port",
     "hub_server",
     "moto_server",
+    "rclone_http",
     "rclone_s3",
     "scripted_server",
     "sftp_server",
@@ -115,14 +120,54 @@ def moto_server() -> Iterator[Moto]:
         yield Moto({**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"})
 
 
+def certificates(folder: Path) -> tuple[Path, Path]:
+    """A new authority's certificate, and a file with one that it signed for this machine and the key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "server")]
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in names]
+    now = datetime.datetime.now(datetime.UTC)
+    made = []
+    for at, (name, key) in enumerate(zip(names, keys, strict=True)):
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(names[0]).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(1))
+        builder = builder.not_valid_after(now + datetime.timedelta(2))
+        builder = builder.add_extension(x509.BasicConstraints(ca=at == 0, path_length=None), critical=True)
+        if at:
+            address = x509.IPAddress(ipaddress.ip_address(HOST))
+            builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    private = keys[1].private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (folder / "authority.pem").write_bytes(made[0])
+    (folder / "server.pem").write_bytes(made[1] + private)
+    return folder / "authority.pem", folder / "server.pem"
+
+
+@contextlib.contextmanager
+def rclone_http(folder: Path, *, certificate: Path | None = None) -> Iterator[str]:
+    """Serve a folder over HTTP, or over TLS with a certificate that its key follows in the file; gives the URL."""
+    port = free_port()
+    tls = ["--cert", str(certificate), "--key", str(certificate)] if certificate is not None else []
+    command = [_rclone(), "serve", "http", "--addr", f"{HOST}:{port}", *tls, "--vfs-cache-mode", "off"]
+    with _process([*command, "--config", os.devnull, str(folder)], port):
+        yield f"{'https' if tls else 'http'}://{HOST}:{port}"
+
+
+def _rclone() -> str:
+    return shutil.which("rclone") or str(Path(sys.executable).parent / "rclone")
+
+
 @contextlib.contextmanager
 def rclone_s3(folder: Path, *options: str, auth: bool = True) -> Iterator[dict[str, str]]:
     """Serve the folders of ``folder`` as buckets, to the right key alone unless without ``auth``; gives endpoint, keys
     and region."""
     port = free_port()
-    rclone = shutil.which("rclone") or str(Path(sys.executable).parent / "rclone")
     keys = ["--auth-key", f"{KEYS['AWS_ACCESS_KEY_ID']},{KEYS['AWS_SECRET_ACCESS_KEY']}"] if auth else []
-    command = [rclone, "serve", "s3", "--addr", f"{HOST}:{port}", *keys, "--vfs-cache-mode", "off", *options]
+    command = [_rclone(), "serve", "s3", "--addr", f"{HOST}:{port}", *keys, "--vfs-cache-mode", "off", *options]
     with _process([*command, "--config", os.devnull, str(folder)], port):
         yield {**KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{port}"}
 
@@ -208,7 +253,7 @@ class Scripted(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         state = self.server.state  # type: ignore[attr-defined]
-        state.requests.append((self.path, dict(self.headers)))
+        state.requests.append((self.path, {name.title(): value for name, value in self.headers.items()}))
         self.number = len(state.requests)
         with contextlib.suppress(OSError):  # the client gave up, which may be what is tested
             self.server.script(self)  # type: ignore[attr-defined]
@@ -241,15 +286,17 @@ class _Server(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server's; anything else is."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exc_info()[1], ConnectionError | ssl.SSLError):
             super().handle_error(request, client_address)
 
 
 @contextlib.contextmanager
-def scripted_server(script: Script) -> Iterator[Http]:
-    """A server that answers each request by ``script(handler)``."""
+def scripted_server(script: Script, *, tls: ssl.SSLContext | None = None) -> Iterator[Http]:
+    """A server that answers each request by ``script(handler)``; over TLS where a context is given."""
     server = _Server((HOST, 0), Scripted)
-    state = Http(f"http://{HOST}:{server.server_address[1]}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    state = Http(f"{'http' if tls is None else 'https'}://{HOST}:{server.server_address[1]}")
     server.script, server.state = script, state  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetool.core.errors import AccessDenied, UsageError
-from cachetool.stores.http_wire import origin_of
+from cachetool.stores.origins import origin_of
 
 __all__ = [
     "EXPIRES",

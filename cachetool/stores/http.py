@@ -2,9 +2,8 @@
 
 The URL decides how it is listed: one that ends in ``.txt`` or ``.jsonl`` is a manifest, any other a folder whose index
 (JSON of nginx or Caddy, or the links of an HTML page) is followed downwards. User info in the URL, else ``~/.netrc``,
-gives basic authentication; a query is sent along to the same server. Neither is ever shown or stored.
-
-What the answers of a web server tell about which content of an object they are of.
+gives basic authentication; a query is sent along to the same server. Neither is ever shown or stored. obstore fetches
+the objects (:mod:`cachetool.stores.http_objects`), the standard library all else (:mod:`cachetool.stores.http_pages`).
 
 Many listings name no ETags (HTML indexes, plain manifests), but most answers do. The first one that brings a part of an
 object decides which content it is from then on, so that no two versions are put together.
@@ -14,28 +13,27 @@ from __future__ import annotations
 
 import base64
 import builtins
+import email.utils
 import hashlib
 import netrc
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from email.message import Message
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.base import ZARR_METADATA, Limits, Object, Pages, check_identity
 from cachetool.stores.credentials import netrc_path
-from cachetool.stores.http_body import Sink
-from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import MODIFIED, SHA256, Entry, OtherJson, is_absolute, read_index, read_manifest
-from cachetool.stores.http_wire import origin_of, told_size, written
+from cachetool.stores.http_objects import ObjectClient
+from cachetool.stores.http_pages import Answer, Response
 from cachetool.stores.login import Credentials, Login
-from cachetool.stores.redact import redact
+from cachetool.stores.origins import allowed_hosts, origin_of, written
+from cachetool.stores.redact import printable, redact
 
 __all__ = ["HttpStore", "Identities", "MOST", "identity_of", "open_http_store"]
-
 
 MOST = 2**17
 """Objects that are remembered, those asked for last."""
@@ -43,14 +41,15 @@ _LONGEST = 1024
 """Characters of an identity; a longer one is as good as none."""
 
 
-def identity_of(headers: Message, *, like: str | None = None) -> str | None:
+def identity_of(answer: Answer, *, like: str | None = None) -> str | None:
     """The ETag of an answer, else its time of modification; with ``like`` whichever of them that is. None where it has
     none."""
     identity: str | None = None
     if like is None or not like.startswith(MODIFIED):
-        identity = headers.get("ETag", "").removeprefix("W/").strip('"') or None
-    if (identity is None if like is None else like.startswith(MODIFIED)) and headers.get("Last-Modified"):
-        identity = f"{MODIFIED}{headers['Last-Modified']}"
+        identity = answer.etag.removeprefix("W/").strip('"') or None
+    if (identity is None if like is None else like.startswith(MODIFIED)) and answer.modified:
+        told = answer.modified
+        identity = MODIFIED + (told if isinstance(told, str) else email.utils.format_datetime(told, usegmt=True))
     return identity if identity is None or len(identity) <= _LONGEST else None
 
 
@@ -66,9 +65,9 @@ class Identities:
         with self._lock:
             return self._first.get(key)
 
-    def first(self, key: str, headers: Message) -> str | None:
+    def first(self, key: str, answer: Answer) -> str | None:
         """What was seen first, this answer included."""
-        identity = identity_of(headers)
+        identity = identity_of(answer)
         with self._lock:
             if identity is not None:
                 self._first.setdefault(key, identity)
@@ -109,7 +108,7 @@ def open_http_store(url: str, limits: Limits) -> HttpStore:
         authorization = _authorization(url)
         return Credentials(authorization, authorization)
 
-    return HttpStore(url, HttpClient(url, limits, login=Login(header)))
+    return HttpStore(url, ObjectClient(url, limits, Login(header)))
 
 
 class HttpStore:
@@ -117,7 +116,7 @@ class HttpStore:
 
     concurrency = 32
 
-    def __init__(self, url: str, client: HttpClient) -> None:
+    def __init__(self, url: str, client: ObjectClient) -> None:
         """Takes over ``client``. Made by :func:`open_http_store`."""
         parts = urlsplit(url)
         self.url = redact(url)
@@ -127,6 +126,7 @@ class HttpStore:
         folder = self._manifest.rpartition("/")[0] if self._manifest else path.rstrip("/")
         self._origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._folder = f"{folder}/"
+        self._home, self._allowed = origin_of(url), allowed_hosts()
         self._client = client
         self._left_out: Counter[str] = Counter()
         self._seen = Identities()
@@ -142,7 +142,11 @@ class HttpStore:
         left_out: Counter[str] = Counter()
         if self._manifest:
             body = self._fetch(self._origin + self._manifest + self._query, self.url, most=_MANIFEST_BYTES).body
-            yield from read_manifest(body, place=self.url)
+            for page in read_manifest(body, place=self.url):
+                for item in page:
+                    if is_absolute(item.key):
+                        self._url_of(item)
+                yield page
         else:
             yield from self._walk(left_out)
         self._left_out = left_out
@@ -192,99 +196,93 @@ class HttpStore:
         return [*read_index(answer.body, kind, page=answer.url.partition("?")[0], asked=page)]
 
     def _fetch(self, url: str, what: str, *, most: int, accept: str = "*/*") -> Response:
-        response = self._client.fetch(url, headers={"Accept": accept}, most=most)
+        response = self._client.pages.fetch(url, headers={"Accept": accept}, most=most)
         _check_status(response, what, 200)
         return response
 
     def find(self, key: str) -> Object:
         """The object at this name. Asked for by its first byte alone: a signed URL may not allow HEAD."""
-        what = f"{self.url}: {key!r}"
-        response = self._client.fetch(self._url_of(Object(key, -1)), headers={"Range": "bytes=0-0"}, bodiless=True)
-        headers = response.headers
-        total = headers.get("Content-Range", "").rpartition("/")[2]
+        url, what = self._url_of(Object(key, -1)), f"{self.url}: {key!r}"
+        response = self._client.pages.fetch(url, headers={"Range": "bytes=0-0"}, bodiless=True)
         if response.status == 416:  # nothing is there to have a first byte
             return Object(key, 0)
+        answer = response.answer
         if response.status == 200:
-            total = headers.get("Content-Length", "")
-            _refuse_page(response, key, what)
+            _refuse_page(answer, key, what)
         else:
             _check_status(response, what, 206)
-        return Object(key, told_size(total, -1), identity_of(headers))
+        return Object(key, answer.size, identity_of(answer))
 
     def seen(self) -> Mapping[str, str]:
         """The identities that parts of objects had whose listing names no ETag, by key."""
         return self._seen.all()
 
     def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
-        """The whole object into a file, over one connection that is gone on with when it breaks."""
-        response = self._client.fetch(
-            self._url_of(item), size=item.size, most=-1 if item.size >= 0 else _FILE_BYTES, into=Sink(file, progress)
-        )
-        what = f"{self.url}: {item.key!r}"
+        """The whole object into a file, over one connection; a new one continues when it breaks."""
+        url, what, most = self._url_of(item), f"{self.url}: {item.key!r}", max(item.size, _FILE_BYTES)
+        response = self._client.pages.fetch(url, size=item.size, most=most, into=file, progress=progress)
         _check_status(response, what, 200, listed=True)
-        if item.size < 0:
-            _refuse_page(response, item.key, what)
-        self._check(item, response, file.tell())
+        self._check(item, response.answer, file.tell())
         if item.etag is not None and item.etag.startswith(SHA256):
             file.seek(0)
             check_identity(item, size=None, etag=SHA256 + hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]  # it is opened for reading, too
 
     def get(self, item: Object) -> memoryview:
         """The whole object."""
-        response = self._client.fetch(self._url_of(item), size=item.size)
         what = f"{self.url}: {item.key!r}"
-        _check_status(response, what, 200, listed=True)
-        size = len(response.body)
-        if item.size < 0:
-            _refuse_page(response, item.key, what)
-        self._check(item, response, size)
+        answer = self._client.get(
+            self._url_of(item), item.size, lambda response: _check_status(response, what, 200, listed=True)
+        )
+        self._check(item, answer, len(answer.body))
         if item.etag is not None and item.etag.startswith(SHA256):
-            check_identity(item, size=None, etag=SHA256 + hashlib.sha256(response.body).hexdigest())
-        return response.body
+            check_identity(item, size=None, etag=SHA256 + hashlib.sha256(answer.body).hexdigest())
+        return answer.body
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
         """``length`` bytes from ``start``; a server that ignores ranges is refused."""
-        last = start + length - 1
         if length == 0:
             return memoryview(b"")
-        response = self._client.fetch(self._url_of(item), headers={"Range": f"bytes={start}-{last}"}, most=length)
         what = f"{self.url}: {item.key!r}"
-        if response.status == 416:
-            raise BadObject(f"{what} is shorter than when it was listed")
-        if response.status == 200:
-            raise SourceError(
-                f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
-                " cachetool convert URL fetches whole files"
-            )
-        _check_status(response, what, 206, listed=True)
-        said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-        if said != f"{start}-{last}":
-            raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
-        self._check(item, response, told_size(total, None), part=True)
-        check_length(item, got=len(response.body), want=length)
-        return response.body
+        answer = self._client.part(
+            self._url_of(item),
+            (start, start + length),
+            what,
+            lambda response: _check_status(response, what, 206, listed=True),
+        )
+        self._check(item, answer, answer.size, part=True)
+        return answer.body
 
     def _url_of(self, item: Object) -> str:
         if is_absolute(item.key):
+            origin = origin_of(item.key)
+            if origin != self._home and origin.host.lower() not in self._allowed:
+                raise SourceError(
+                    f"{self.url}: {redact(printable(item.key[:200]))!r} is on another server, which a manifest may not"
+                    f" name;\nallow it with CACHETOOL_ALLOW_HOSTS={origin.host}"
+                )
             return item.key
         if any(part in ("", ".", "..") for part in item.key.split("/")):
             raise BadObject(f"{item.key!r} cannot be named in a URL: it has an empty, '.' or '..' part")
         return self._origin + self._folder + quote(item.key, errors="surrogateescape") + self._query
 
-    def _check(self, item: Object, response: Response, size: int | None, *, part: bool = False) -> None:
+    def _check(self, item: Object, answer: Answer, size: int, *, part: bool = False) -> None:
+        if item.size < 0 and not part:
+            _refuse_page(answer, item.key, f"{self.url}: {item.key!r}")
         identity = item.etag
         if identity is None or identity.startswith(SHA256):  # which nothing but the whole object can be compared with
-            identity = self._seen.first(item.key, response.headers) if part else self._seen.of(item.key)
-        etag = None if identity is None else identity_of(response.headers, like=identity)
-        check_identity(replace(item, etag=identity), size=size, etag=etag)
+            identity = self._seen.first(item.key, answer) if part else self._seen.of(item.key)
+        if identity is not None:
+            item = replace(item, etag=identity)
+        etag = None if identity is None else identity_of(answer, like=identity)
+        check_identity(item, size=None if size < 0 else size, etag=etag)
 
     def close(self) -> None:
         """Close the connections of all threads."""
         self._client.close()
 
 
-def _refuse_page(response: Response, key: str, what: str) -> None:
-    is_page = response.headers.get("Content-Type", "").lower().startswith(("text/html", "application/xhtml+xml"))
+def _refuse_page(answer: Answer, key: str, what: str) -> None:
+    is_page = answer.content_type.lower().startswith(("text/html", "application/xhtml+xml"))
     if is_page and not key.lower().endswith((".html", ".htm", ".xhtml", ".xht")):
         raise BadObject(f"{what}: an HTML page came instead of the object")
 

@@ -17,17 +17,20 @@ from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
-from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
+from cachetool.stores.base import Limits, Object, Pages, check_identity
 from cachetool.stores.credentials import hub_token_path
-from cachetool.stores.http_client import HttpClient, Response
 from cachetool.stores.http_listing import json_objects
-from cachetool.stores.http_wire import origin_of, told_size
+from cachetool.stores.http_objects import ObjectClient
+from cachetool.stores.http_pages import Response
 from cachetool.stores.login import Credentials, Login
+from cachetool.stores.origins import origin_of
 from cachetool.stores.redact import redact, split_url
 
 __all__ = ["HubStore", "open_hub_store"]
 
 ENDPOINT = "https://huggingface.co"
+_MIRRORS = ("hf.co",)
+"""Where the hub's redirects to large files lead."""
 _PAGE_BYTES = 2**27
 EMPTY_PAGES = 1000
 """Pages in a row without a file, at which a list is given up; the hub's pages have 1,000 entries each."""
@@ -58,7 +61,7 @@ def open_hub_store(url: str, limits: Limits) -> HubStore:
 
     login = Login(header)
     try:
-        client = HttpClient(endpoint, limits, login=login)
+        client = ObjectClient(endpoint, limits, login, hosts=_MIRRORS if endpoint == ENDPOINT else ())
     except UsageError as error:
         raise UsageError(f"HF_ENDPOINT cannot be used: {error}") from None
     return HubStore(redact(url), endpoint, f"{owner}/{name}", unquote(revision) or "main", path.strip("/"), client)
@@ -69,7 +72,7 @@ class HubStore:
 
     concurrency = 32
 
-    def __init__(self, url: str, endpoint: str, dataset: str, revision: str, path: str, client: HttpClient) -> None:
+    def __init__(self, url: str, endpoint: str, dataset: str, revision: str, path: str, client: ObjectClient) -> None:
         """Takes over ``client``. Made by :func:`open_hub_store`."""
         self.url = url
         self._endpoint, self._dataset, self._revision, self._path = endpoint, dataset, revision, path
@@ -139,10 +142,12 @@ class HubStore:
 
     def get(self, item: Object) -> memoryview:
         """The whole file, compared with its hash."""
-        response = self._client.fetch(self._url_of(item), size=item.size)
-        self._check(response, f"{self.url}: {item.key!r}", 200, listed=True)
-        check_identity(item, size=len(response.body), etag=_hash(response.body, item.etag or ""))
-        return response.body
+        what = f"{self.url}: {item.key!r}"
+        answer = self._client.get(
+            self._url_of(item), item.size, lambda response: self._check(response, what, 200, listed=True)
+        )
+        check_identity(item, size=len(answer.body), etag=_hash(answer.body, item.etag or ""))
+        return answer.body
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
         """``length`` bytes from ``start``."""
@@ -156,20 +161,14 @@ class HubStore:
         what = f"{self.url}: {item.key!r}"
         if start + length > now.size:
             raise BadObject(f"{what} is shorter than when it was listed")
-        last = start + length - 1
-        response = self._client.fetch(self._url_of(item), headers={"Range": f"bytes={start}-{last}"}, most=length)
-        if response.status == 200:
-            raise SourceError(
-                f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
-                " cachetool convert URL fetches whole files"
-            )
-        self._check(response, what, 206, listed=True)
-        said, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-        if said != f"{start}-{last}":
-            raise BadObject(f"{what}: the server sent another range ({said[:40]!r}) than the one asked for")
-        check_identity(item, size=told_size(total, None), etag=None)
-        check_length(item, got=len(response.body), want=length)
-        return response.body
+        answer = self._client.part(
+            self._url_of(item),
+            (start, start + length),
+            what,
+            lambda response: self._check(response, what, 206, listed=True),
+        )
+        check_identity(item, size=None if answer.size < 0 else answer.size, etag=None)
+        return answer.body
 
     def close(self) -> None:
         """Close the connections of all threads."""
@@ -199,7 +198,7 @@ class HubStore:
         return f"{self._endpoint}/datasets/{quote(self._dataset)}/resolve/{self._at()}/{place}"
 
     def _fetch(self, url: str, what: str) -> Response:
-        response = self._client.fetch(url, headers={"Accept": "application/json"}, most=_PAGE_BYTES)
+        response = self._client.pages.fetch(url, headers={"Accept": "application/json"}, most=_PAGE_BYTES)
         self._check(response, what, 200)
         return response
 

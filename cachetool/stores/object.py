@@ -1,29 +1,25 @@
-"""S3, Google Cloud Storage and Azure Blob through obstore (the only module that imports it).
+"""S3, Google Cloud Storage and Azure Blob through obstore.
 
 obstore retries by itself, with full jitter. Its runtime does not survive ``fork``: a child whose parent has used it
 hangs, so a store used in a forked child raises instead. Keys with an empty, ``.`` or ``..`` part or a control character
 cannot be fetched by it; a listing that holds one is refused and names it.
 
-Large objects of an S3 server without TLS, as of MinIO or Ceph beside the machine: signed URLs and our own client.
-
-obstore hands a body over in many pieces, from a thread of its runtime to the one that asks, which puts them together:
-2.0 s of a processor for 2 GiB, where reading them from the socket into their place takes 0.9 s. With TLS its client is
-the faster one. Whatever does not come as it should is left to obstore, which knows all about errors and retries.
+A small object is put together by the thread that asks for it, a large one by obstore's own thread: the pieces of 2 GiB
+take 2.0 s of a processor when each is handed over.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from cachetool.core.errors import AccessDenied, CacheToolError, NotFound, SourceError, UsageError
+from cachetool.core.errors import AccessDenied, NotFound, SourceError, UsageError
+from cachetool.stores import bounded
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
-from cachetool.stores.bounded import KEYS, bounded_pages
 from cachetool.stores.credentials import (
     EXPIRES,
     Options,
@@ -35,15 +31,12 @@ from cachetool.stores.credentials import (
     seconds_of,
 )
 from cachetool.stores.failures import Patience, as_our_error
-from cachetool.stores.http_client import HttpClient
 from cachetool.stores.login import Credentials, Login
+from cachetool.stores.origins import origin_of
 from cachetool.stores.redact import redact, split_url
 from cachetool.stores.traffic import retried
 
-__all__ = ["ObjectStore", "Signed", "open_object_store"]
-
-
-_runtime_pid: int | None = None
+__all__ = ["ObjectStore", "open_object_store"]
 
 
 def open_object_store(url: str, limits: Limits) -> ObjectStore:
@@ -51,13 +44,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
 
     Raises :class:`UsageError` for a URL that names no bucket, :class:`AccessDenied` without credentials.
     """
-    global _runtime_pid
-    if _runtime_pid not in (None, os.getpid()):
-        raise _forked()
-    _runtime_pid = os.getpid()
-    # Its runtime has a thread for each core, which hand small requests to and fro: one thread takes half of the
-    # processor time for objects of 64 KiB. Bodies are put together in the threads that ask for them.
-    os.environ.setdefault("TOKIO_WORKER_THREADS", "1")
+    bounded.begin()
     from obstore import store as obstore_store
 
     place = redact(url)
@@ -87,9 +74,8 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
         refuse_unsendable(place, options)
         identity, ends = identity_of(options), seconds_of(str(options.pop(EXPIRES, "")))
         client: dict[str, Any] = {"connect_timeout": timedelta(seconds=limits.connect), "timeout": timedelta(hours=1)}
-        plain = str(options.get("endpoint", options.get("base_url", ""))).startswith("http://")
-        if plain:
-            client["allow_http"] = True
+        endpoint = str(options.get("endpoint", options.get("base_url", "")))
+        client["allow_http"] = endpoint.startswith("http://")
         if bundle := os.environ.get("AWS_CA_BUNDLE"):
             client["root_certificate"] = _read(bundle)
         shared = {"prefix": prefix.strip("/") or None, "retry_config": retry, **options}
@@ -98,13 +84,16 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             timeouts = {**client, "read_timeout": timedelta(seconds=silence)}
             try:
                 return store_class(bucket, client_options=timeouts, **shared)
-            except _errors() as error:
+            except bounded.errors() as error:
                 raise as_our_error(error, place=place) from None
 
-        pair = _Clients(make(limits.silence), lambda: make(limits.listing), may_be_signed=plain and store_class is s3)
+        pair = _Clients(
+            make(limits.silence),
+            lambda: make(limits.listing),
+            bounded.Watched(origin_of(endpoint).port if endpoint else 443),
+        )
         return Credentials(pair, identity, ends)
 
-    s3 = obstore_store.S3Store
     retry = {
         "max_retries": 100,  # a connection that is refused takes no time: a server that begins anew needs seconds
         "retry_timeout": timedelta(seconds=limits.retry),
@@ -114,18 +103,7 @@ def open_object_store(url: str, limits: Limits) -> ObjectStore:
             "base": 2,
         },
     }
-    login, signed = Login(clients), None
-    if login.now().value.may_be_signed:
-        from obstore import sign
-
-        def signed_url(key: str) -> str:
-            try:
-                return str(sign(login.now().value.reading, "GET", key, timedelta(hours=1)))
-            except _errors() as error:
-                raise as_our_error(error, place=place, key=key) from None
-
-        signed = Signed(signed_url, limits)
-    return ObjectStore(login, place, limits, signed)
+    return ObjectStore(Login(clients), place, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +113,8 @@ class _Clients:
     reading: Any
     listing: Callable[[], Any]
     """Makes another one with the limits that suit a listing."""
-    may_be_signed: bool
-    """Whether large objects may come by signed URLs: of S3 without TLS."""
+    watched: bounded.Watched
+    """Around a call of the reading one."""
 
 
 def _read(path: str) -> bytes:
@@ -147,25 +125,15 @@ def _read(path: str) -> bytes:
         raise UsageError(f"AWS_CA_BUNDLE names {path!r}, which cannot be read: {error.strerror}") from error
 
 
-def _forked() -> CacheToolError:
-    return CacheToolError(
-        "an object store cannot be used in a forked child, where its client hangs; start the process with 'spawn'"
-    )
-
-
 class ObjectStore:
     """One bucket or container, below a prefix; see :class:`cachetool.stores.base.Store`."""
 
     concurrency = 32
 
-    def __init__(self, login: Login[_Clients], url: str, limits: Limits, signed: Signed | None = None) -> None:
-        """The clients, the URL as it may be shown, and a faster way to large objects, where there is one.
-
-        Made by :func:`open_object_store`.
-        """
-        self._login, self._signed, self._limits = login, signed, limits
+    def __init__(self, login: Login[_Clients], url: str, limits: Limits) -> None:
+        """The clients, and the URL as it may be shown. Made by :func:`open_object_store`."""
+        self._login, self._limits = login, limits
         self.url = url
-        self._pid = os.getpid()
         self._left_out: Counter[str] = Counter()
         self._ranges = True
         """False once the server has answered a request for a part with all of it."""
@@ -175,17 +143,13 @@ class ObjectStore:
         """What the last finished :meth:`list` passed over."""
         return self._left_out
 
-    def _refuse_fork(self) -> None:
-        if self._pid != os.getpid():
-            raise _forked()
-
     def list(self) -> Pages:
         """All objects below the prefix, a page at a time."""
         yield from self.list_after(None)
 
     def list_after(self, key: str | None) -> Pages:
         """Those behind ``key``, ascending."""
-        self._refuse_fork()
+        bounded.refuse_fork()
         left_out: Counter[str] = Counter()
         circle = _Circle(self.url)
         for page in self._pages(key):
@@ -207,12 +171,12 @@ class ObjectStore:
         while True:
             credentials = self._login.now()
             try:
-                stream = credentials.value.listing().list(offset=after, chunk_size=KEYS)
-                for page in bounded_pages(stream, self.url, self._limits):
+                stream = credentials.value.listing().list(offset=after, chunk_size=bounded.KEYS)
+                for page in bounded.bounded_pages(stream, self.url, self._limits):
                     yield page
                     after, patience = page[-1]["path"] if page else after, Patience(self._limits)
                 return
-            except _errors() as error:
+            except bounded.errors() as error:
                 if not self._may_ask_again(error, patience, credentials):
                     raise as_our_error(error, place=self.url) from None
 
@@ -226,8 +190,6 @@ class ObjectStore:
         patience.refusals += 1
         if renewed := self._login.renewed(credentials, patience.refusals):
             retried()
-            if self._signed is not None:
-                self._signed.renew()
         return renewed
 
     def _head(self, key: str) -> Any:
@@ -236,16 +198,17 @@ class ObjectStore:
         while True:
             credentials = self._login.now()
             try:
-                return credentials.value.reading.head(key)
+                with credentials.value.watched:
+                    return credentials.value.reading.head(key)
             except FileNotFoundError:
                 return None
-            except _errors() as error:
+            except bounded.errors() as error:
                 if not self._may_ask_again(error, patience, credentials):
                     raise as_our_error(error, place=self.url, key=key) from None
 
     def find(self, key: str) -> Object:
         """The object with this key below the prefix."""
-        self._refuse_fork()
+        bounded.refuse_fork()
         meta = self._head(key)
         if meta is None:
             raise as_our_error(FileNotFoundError(), place=self.url, key=key)
@@ -253,10 +216,6 @@ class ObjectStore:
 
     def get(self, item: Object) -> memoryview:
         """The whole object."""
-        if self._signed is not None:
-            self._refuse_fork()
-            if (body := self._signed.get(item)) is not None:
-                return body
         return self._get(item, None, item.size)
 
     def get_range(self, item: Object, start: int, length: int) -> memoryview:
@@ -268,25 +227,18 @@ class ObjectStore:
         return self._get(item, {"range": (start, start + length)}, length)
 
     def _get(self, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
-        self._refuse_fork()
+        bounded.refuse_fork()
         patience = Patience(self._limits)
         try:
             while True:
                 credentials = self._login.now()
                 try:
-                    response = credentials.value.reading.get(item.key, options=options)
+                    body = self._body(credentials.value, item, options, want)
                     break
-                except _errors() as error:
+                except bounded.errors() as error:
                     if not self._may_ask_again(error, patience, credentials):
                         raise
-            meta = response.meta
-            check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
-            if options is None and want < item.size:
-                # All of it comes, and the connection is closed once the beginning is here.
-                body = memoryview(bytes(next(iter(response.stream(min_chunk_size=want)), b""))[:want])
-            else:
-                body = memoryview(response.bytes())
-        except _errors() as error:
+        except bounded.errors() as error:
             if options is not None and "non-partial response" in str(error):
                 self._ranges = False
                 if options["range"][0] == 0:
@@ -305,10 +257,28 @@ class ObjectStore:
         check_length(item, got=len(body), want=want)
         return body
 
+    def _body(self, clients: _Clients, item: Object, options: dict[str, Any] | None, want: int) -> memoryview:
+        def check(meta: Any) -> None:
+            check_identity(item, size=meta["size"], etag=_bare(meta["e_tag"]))
+
+        async def large() -> memoryview:
+            response = await clients.reading.get_async(item.key, options=options)
+            check(response.meta)
+            return memoryview(await response.bytes_async())
+
+        only_beginning = options is None and want < item.size
+        if want >= bounded.LARGE and not only_beginning:
+            return bounded.awaited(large(), memory=bounded.PAGE_MEMORY + self.concurrency * want, seconds=3600.0)
+        with clients.watched:
+            response = clients.reading.get(item.key, options=options)
+            check(response.meta)
+            if only_beginning:
+                # All of it comes, and the connection is closed once the beginning is here.
+                return memoryview(bytes(next(iter(response.stream(min_chunk_size=want)), b""))[:want])
+            return memoryview(response.bytes())
+
     def close(self) -> None:
-        """Other connections belong to obstore, which drops idle ones by itself."""
-        if self._signed is not None:
-            self._signed.close()
+        """Connections belong to obstore, which drops idle ones by itself."""
 
 
 class _Circle:
@@ -334,61 +304,6 @@ class _Circle:
             self._left = self._power
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    """What obstore raises: its own classes, and built-in ones for missing objects and for options it cannot use."""
-    from obstore.exceptions import BaseError
-
-    return BaseError, OSError, ValueError, TypeError
-
-
 def _bare(etag: str | None) -> str | None:
     """An ETag without the quotes, which some servers put into listings and some do not."""
     return etag.strip('"') if etag else None
-
-
-_LEAST = 2**20
-"""Bytes of an object from which on it pays: signing takes a tenth of a millisecond."""
-_PATIENCE = 8
-"""Objects that may fail to come; then all others are left to obstore, too."""
-_PROXIES = ("http_proxy", "all_proxy")
-
-
-class Signed:
-    """GETs of whole objects. ``sign`` gives the URL for a key; for many threads."""
-
-    def __init__(self, sign: Callable[[str], str], limits: Limits) -> None:
-        self._sign = sign
-        self._limits = replace(limits, retry=1e-3, throttle=1e-3)  # one attempt
-        self._client: HttpClient | None = None
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._usable = self._may = not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES)
-
-    def renew(self) -> None:
-        """Try again after refusals: there are other credentials now."""
-        self._usable, self._failures = self._may, 0
-
-    def get(self, item: Object) -> memoryview | None:
-        """The whole object; None when it should be asked for in another way. Raises :class:`BadObject` when it is not
-        the listed one."""
-        if not self._usable or item.size < _LEAST:
-            return None
-        try:
-            url = self._sign(item.key)
-            with self._lock:
-                self._client = client = self._client or HttpClient(url, self._limits)
-            response = client.fetch(url, size=item.size)
-        except CacheToolError:
-            self._failures += 1
-            self._usable = self._failures < _PATIENCE
-            return None
-        if response.status != 200:
-            self._usable = False  # it wants more than a signature
-            return None
-        check_identity(item, size=len(response.body), etag=response.headers.get("ETag", "").strip('"') or None)
-        return response.body
-
-    def close(self) -> None:
-        """Close the connections of all threads."""
-        if self._client is not None:
-            self._client.close()

@@ -79,4 +79,4 @@ def test_azure_is_listed_and_read_with_a_key(monkeypatch: pytest.MonkeyPatch, ur
     assert items == [Object("a b.npy", 5, "abc")]
     assert bytes(body) == b"hello"
     assert unquote(server.requests[1][0]) == "/acc/c/p/a b.npy"
-    assert server.requests[1][1]["authorization"].startswith("SharedKey acc:")
+    assert server.requests[1][1]["Authorization"].startswith("SharedKey acc:")

@@ -14,7 +14,7 @@ from cachetool.core.errors import BadObject, CacheToolError, SourceError
 from cachetool.stores import open_store
 from cachetool.stores.failures import as_our_error
 from cachetool.stores.http_listing import json_objects, read_index, read_manifest
-from cachetool.stores.http_wire import told_size
+from cachetool.stores.http_pages import told_size
 from cachetool.stores.redact import redact, scrub
 from tests.servers import Scripted, scripted_server
 
@@ -202,9 +202,9 @@ def test_an_error_of_a_store_that_quotes_a_megabyte_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("said", ["²", "9" * 5000, "", "-1", "1_0", "٣", "9" * 19])
-def test_a_size_in_a_header_that_is_no_number_is_none(said: str) -> None:
-    assert told_size(said, None) is None
-    assert told_size("192", None) == 192
+def test_a_size_in_a_header_that_is_no_number_is_not_taken(said: str) -> None:
+    assert told_size(said) == -1
+    assert told_size("192") == 192
 
 
 def test_an_index_page_larger_than_is_read_is_refused_before_it_has_come() -> None:
