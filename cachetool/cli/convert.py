@@ -129,11 +129,9 @@ def convert(
         "read_as": read_as,
         "value_format": value_format,
     }
-    if source is None and (dry_run or any((fields, rename, decode, resize, read_as, value_format))):
-        raise UsageError(
-            "--dry-run, --fields, --rename, --decode, --resize, --read-as and --value-format go with an INPUT"
-        )
-    if source is not None and dry_run:
+    if source is None:
+        _refuse_file_options(dry_run, file_options)
+    elif dry_run:
         _show_preview(output, source, file_options)
         return
     asked: dict[str, Any] = {
@@ -160,6 +158,15 @@ def convert(
                 source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **file_options
             )
     _print(output, result)
+
+
+def _refuse_file_options(dry_run: bool, file_options: dict[str, Any]) -> None:
+    """Raise :class:`UsageError` for options of files where the cache's shards are converted."""
+    of_files = ("fields", "rename", "decode", "resize", "read_as", "value_format")
+    if dry_run or any(file_options[name] for name in of_files):
+        raise UsageError(
+            "--dry-run, --fields, --rename, --decode, --resize, --read-as and --value-format go with an INPUT"
+        )
 
 
 def _print(output: Output, result: ConvertResult) -> None:

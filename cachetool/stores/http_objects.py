@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import cachetool.stores.bounded as bounded
 from cachetool.core.errors import BadObject, SourceError
-from cachetool.stores import bounded
 from cachetool.stores.base import Limits, Object, check_length
 from cachetool.stores.http_pages import Answer, PageClient, Response
 from cachetool.stores.login import Credentials, Login

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import cachetool.stores.bounded as bounded
 from cachetool.core.errors import AccessDenied, NotFound, SourceError, UsageError
-from cachetool.stores import bounded
 from cachetool.stores.base import Limits, Object, Pages, check_identity, check_length
 from cachetool.stores.credentials import (
     EXPIRES,
