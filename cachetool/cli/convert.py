@@ -144,19 +144,17 @@ def convert(
         "verify": verify,
         "wait": wait,
     }
+    place = {"cache": cache, "max_size": max_size}
     if api.runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
         if source is None:
             nodes.convert_caches(output, cache, asked | {"max_size": max_size}, address)
             return
-        arguments = asked | file_options | {"cache": cache, "max_size": max_size}
-        result = nodes.convert_files(output, source, arguments, address)
+        result = nodes.convert_files(output, source, asked | file_options | place, address)
     else:
         with output.progress() as report:
-            result = api.convert(
-                source, cache=cache, max_size=max_size, progress=report, notify=output.note, **asked, **file_options
-            )
+            result = api.convert(source, progress=report, notify=output.note, **place, **asked, **file_options)
     _print(output, result)
 
 
