@@ -144,7 +144,7 @@ def convert(
         "verify": verify,
         "wait": wait,
     }
-    place = {"cache": cache, "max_size": max_size}
+    place: dict[str, Any] = {"cache": cache, "max_size": max_size}
     if api.runs_on_cluster(on, cache, address=address):
         from cachetool.cli import nodes
 
