@@ -40,7 +40,7 @@ from cachetool.cache.forking import forks_wait_for
 from cachetool.cache.layout import cache_option
 from cachetool.cache.schema import APPLICATION_ID, SCHEMA_VERSION, create, difference
 from cachetool.cache.transaction_lock import PATIENCE, TransactionLock, locked
-from cachetool.cache.values import foreign_value
+from cachetool.cache.values import ForeignValue, foreign_value
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError
 from cachetool.core.names import Id
 from cachetool.core.text import shown
@@ -367,6 +367,8 @@ class Catalog:
         :meth:`understood` does."""
         try:
             yield from self._transaction("BEGIN")
+        except ForeignValue as error:
+            raise CatalogError(f"catalog {self.path}: {error}; {self._mend()}") from error
         except _ODD as error:
             raise self.foreign(error) or error from error
 
@@ -379,6 +381,8 @@ class Catalog:
         """
         try:
             yield from self._transaction("BEGIN IMMEDIATE", patience)
+        except ForeignValue as error:
+            raise CatalogError(f"catalog {self.path}: {error}; {self._mend()}") from error
         except _ODD as error:
             raise self.foreign(error) or error from error
 
@@ -388,6 +392,8 @@ class Catalog:
         column and value, in place of an error that comes of a value which cachetool never writes."""
         try:
             yield
+        except ForeignValue as error:
+            raise CatalogError(f"catalog {self.path}: {error}; {self._mend()}") from error
         except _ODD as error:
             raise self.foreign(error) or error from error
 

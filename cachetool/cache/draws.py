@@ -31,6 +31,7 @@ from typing import Any
 
 from cachetool.cache.catalog import Connection, Row, event
 from cachetool.cache.policies import Room
+from cachetool.cache.values import ForeignValue, check_row
 from cachetool.core.errors import CatalogError, UsageError
 from cachetool.core.names import Id
 
@@ -105,7 +106,8 @@ class SourceRow:
 
     @classmethod
     def of(cls, row: Row) -> SourceRow:
-        """From a row of the table."""
+        """From a row of the table. Raises :class:`ForeignValue` for a value that cachetool never writes."""
+        check_row("sources", row)
         values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
         values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["segments"]))}
         values["id"] = Id(row["id"])
@@ -425,10 +427,13 @@ class Copies:
     draws: str
     """As in the catalog: of thousands few are looked into."""
 
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Positions of that turn."""
-        return tuple((start, stop) for start, stop in json.loads(self.draws))
+    def ranges(self, source: SourceRow) -> tuple[tuple[int, int], ...]:
+        """Positions of that turn. Raises :class:`ForeignValue` for more than the source ever had."""
+        ranges = tuple((start, stop) for start, stop in json.loads(self.draws))
+        units = max([source.units, *(units for _, units, _ in source.past)])
+        if not all(0 <= start <= stop <= units for start, stop in ranges):
+            raise ForeignValue("shards", "draws", self.draws, f" of a source of {units} units")
+        return ranges
 
 
 def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:

@@ -23,6 +23,7 @@ from cachetool.cache.removal import recover, sign_out
 from cachetool.cache.snapshots import Shard, Snapshot
 from cachetool.cache.transaction_lock import PATIENCE
 from cachetool.cache.usage import Usage, charge_anew, is_copied, measure
+from cachetool.cache.values import schema_of
 from cachetool.core.errors import CacheToolError, CapacityError, CatalogError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.schema import KEY, Schema
@@ -195,7 +196,7 @@ class CacheDir:
         row = self.catalog.one("SELECT schema FROM datasets WHERE name = ?", (self.dataset(dataset),))
         assert row is not None
         with self.catalog.understood():
-            return Schema.from_json(json.loads(row["schema"]))
+            return schema_of(row["schema"])
 
     def shards(self, dataset: str | None = None, *, version: int | None = None, retiring: bool = False) -> list[Shard]:
         """Shards visible now, or at a leased ``version``, oldest first; with ``retiring`` also those that only older

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import operator
 import os
 import time
@@ -26,6 +25,7 @@ from cachetool.cache.holders import Holder
 from cachetool.cache.layout import Layout
 from cachetool.cache.removal import delete_trash, sweep
 from cachetool.cache.renewal import top_up
+from cachetool.cache.values import schema_of
 from cachetool.core.errors import CacheToolError, CapacityError
 from cachetool.core.names import Id
 from cachetool.core.schema import Schema
@@ -87,7 +87,7 @@ def visible(
     """Shards visible at ``version`` (None: now) of one dataset or all, oldest first; ``retiring``: and those that are
     visible to older versions alone."""
     schemas = {row["name"]: row["schema"] for row in connection.execute("SELECT name, schema FROM datasets")}
-    parsed = {name: Schema.from_json(json.loads(text)) for name, text in schemas.items()}
+    parsed = {name: schema_of(text) for name, text in schemas.items()}
     rows = _rows(connection, dataset, version, retiring=retiring)
     return [Shard(layout.shards, parsed[row["dataset"]], Id(row["id"]), *row[1:]) for row in rows]
 

@@ -15,7 +15,6 @@ and its shards.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from cachetool.cache.draws import SourceRow, positions_done, reopened, source_ro
 from cachetool.cache.holders import Holder, dead_holders, is_ours
 from cachetool.cache.layout import Layout
 from cachetool.cache.usage import measure
-from cachetool.core.schema import Schema
+from cachetool.cache.values import schema_of
 
 __all__ = [
     "ALL_THERE",
@@ -365,7 +364,7 @@ def _dataset(connection: Connection, row: Row) -> dict[str, Any]:
         " WHERE dataset = ? AND state IN ('ready', 'retiring') GROUP BY format",
         (row["name"],),
     ).fetchall()
-    schema = Schema.from_json(json.loads(row["schema"]))
+    schema = schema_of(row["schema"])
     return {
         "name": row["name"],
         "schema": {field.name: field.describe() for field in schema},

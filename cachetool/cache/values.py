@@ -13,13 +13,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from cachetool.core.errors import CacheToolError, CatalogError
 from cachetool.core.schema import Schema
 from cachetool.core.text import shown
 
 if TYPE_CHECKING:
-    from cachetool.cache.catalog import Connection
+    from cachetool.cache.catalog import Connection, Row
 
-__all__ = ["fits", "foreign_value"]
+__all__ = ["ForeignValue", "check_row", "fits", "foreign_value", "schema_of"]
 
 _MOST = 2**62
 _SUMMED = ("samples", "payload", "bytes")
@@ -72,6 +73,28 @@ def fits(column: str, value: object) -> bool:
     return True
 
 
+class ForeignValue(CatalogError):
+    """A value in the catalog that cachetool never writes; whoever has the catalog open says what to do about it."""
+
+    def __init__(self, table: str, column: str, value: object, why: str = "") -> None:
+        super().__init__(f"its table {table!r} has {column!r} {shown(value)}{why}, which cachetool never writes")
+
+
+def check_row(table: str, row: Row) -> None:
+    """Raise :class:`ForeignValue` for a row with a value that cachetool never writes."""
+    for column, value in zip(row.keys(), tuple(row), strict=True):
+        if not fits(column, value):
+            raise ForeignValue(table, column, value)
+
+
+def schema_of(text: str) -> Schema:
+    """The schema of a dataset's row. Raises :class:`ForeignValue` where it is none."""
+    try:
+        return Schema.from_json(json.loads(text))
+    except (CacheToolError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ForeignValue("datasets", "schema", text) from error
+
+
 def _fits(column: str, kind: str, value: object) -> bool:
     """Whether cachetool may have written ``value`` into a column declared as ``kind``; None always fits."""
     if value is None:
@@ -79,7 +102,7 @@ def _fits(column: str, kind: str, value: object) -> bool:
     if kind == "TEXT":
         try:
             return isinstance(value, str) and (column not in _JSON or _JSON[column](value))
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        except (CacheToolError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             return False
     if kind == "REAL":
         return isinstance(value, int | float) and math.isfinite(value) and abs(value) <= _LATEST

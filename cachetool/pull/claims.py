@@ -72,7 +72,7 @@ class Cached:
         self._by_shard = {
             copy.shard: self._by_shard[copy.shard]
             if copy.shard in self._by_shard
-            else order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)]
+            else order_of_pass(source, row, copy.pass_number)[positions(copy.ranges(row))]
             for copy in shard_copies
         }
         self._draws = np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *self._by_shard.values()]))
@@ -106,9 +106,11 @@ class Cached:
         version = int(connection.execute("SELECT version FROM cache").fetchone()[0])
         if self._all_cached[0] != version:
             shard_copies = copies(connection, row.id)
-            lots = sum(b - a for copy in shard_copies for a, b in copy.ranges) + len(source.vanished) >= row.units
+            lots = sum(b - a for copy in shard_copies for a, b in copy.ranges(row)) + len(source.vanished) >= row.units
             cached = [
-                order_of_pass(source, row, copy.pass_number)[positions(copy.ranges)] for copy in shard_copies if lots
+                order_of_pass(source, row, copy.pass_number)[positions(copy.ranges(row))]
+                for copy in shard_copies
+                if lots
             ]
             self._all_cached = version, lots and len(np.unique(np.concatenate([source.vanished, *cached]))) >= row.units
         return self._all_cached[1]

@@ -582,3 +582,28 @@ def test_such_a_value_is_named_and_a_repair_drops_it(odd: _Odd, table: str, colu
     assert verify(odd.root).problems == []
     with open_cache(odd.root) as opened:
         assert json.dumps(opened.stats().as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("shards", "draws", "[[0, 400000000]]"),  # of 48: they were numbered one by one, in 6 GB
+        ("sources", "segments", '[["a"]]'),
+        ("sources", "segments", "{}"),
+        ("sources", "past", "[5]"),
+        ("sources", "units", -1),
+        ("datasets", "schema", '[{"name": "x", "dtype": "|O", "shape": [2]}]'),
+    ],
+)
+def test_a_pull_names_the_value_and_the_command_that_mends_it(
+    cache: Path, table: str, column: str, value: object
+) -> None:
+    with contextlib.closing(sqlite3.connect(cache / "catalog.sqlite3")) as connection, connection:
+        connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        (source,) = connection.execute("SELECT url FROM sources").fetchone()
+    said = run("pull", source, "--samples", "1", "--cache", str(cache), "--quiet")
+    assert said.returncode == 6, said
+    assert f"its table '{table}' has '{column}'" in said.stderr
+    assert said.stderr.endswith(f"run: cachetool verify --repair --cache {cache}\n"), said.stderr
+    assert run("verify", "--repair", "--cache", str(cache)).returncode == 0
+    assert run("verify", "--cache", str(cache)).returncode == 0
