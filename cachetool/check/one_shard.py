@@ -19,6 +19,7 @@ from cachetool.core.schema import Schema
 from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
 from cachetool.formats.files import refused_link
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
+from cachetool.formats.tfrecord_package import PackageReader
 from cachetool.proc.disk import DISK_BLOCK, limit_error
 from cachetool.proc.folders import tree_bytes
 
@@ -36,8 +37,9 @@ class Fault:
     file: str | None = None
 
 
-def faults_of(folder: Path, row: Row, *, every_byte: bool) -> list[Fault]:
-    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``every_byte`` reads all of it."""
+def faults_of(folder: Path, row: Row, package: PackageReader, *, every_byte: bool) -> list[Fault]:
+    """What is wrong with the shard in ``folder``, whose ``row`` the catalog has; ``every_byte`` reads all of it, and
+    every record of a TFRecord file by ``package``, too."""
     if folder.is_symlink():
         return [Fault("data", str(refused_link(folder)))]
     try:
@@ -54,6 +56,8 @@ def faults_of(folder: Path, row: Row, *, every_byte: bool) -> list[Fault]:
     miscounted = not 0 <= row["bytes"] - real < DISK_BLOCK  # ntfs-3g shrinks the sizes of folders by itself
     # Other bytes on disk than charged: then it is read whole in any case, to learn whether the data is.
     faults = bad_files(folder, value) if every_byte or miscounted else []
+    if every_byte and not faults and value["format"] == "tfrecord":
+        faults = _unreadable(folder, value, package)
     if not faults and miscounted:
         faults.append(Fault("charge", f"{real} bytes on disk, {row['bytes']} charged"))
     if wrong := mend.row_differs(row, value):
@@ -84,6 +88,16 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
         if digests.get(name, digest) != digest
     ]
     return missing + more + other or _bad_checksums(folder, value)
+
+
+def _unreadable(folder: Path, value: Record, package: PackageReader) -> list[Fault]:
+    """Whether somebody without cachetool reads from a TFRecord file the samples that were committed."""
+    schema = Schema.from_json(value["schema"])
+    try:
+        package.check(folder / value["data"], schema, stored_checksums(folder, schema))
+    except CorruptError as error:
+        return [Fault("data", str(error), value["data"])]
+    return []
 
 
 def _bad_checksums(folder: Path, value: Record) -> list[Fault]:

@@ -31,6 +31,7 @@ from cachetool.core.errors import CacheToolError, UsageError
 from cachetool.core.names import Id
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.units import format_size
+from cachetool.formats.tfrecord_package import PackageReader
 from cachetool.proc.folders import tree_bytes
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import source_id
@@ -107,18 +108,19 @@ def _check_shards(cache: CacheDir, result: Verified, *, repair: bool, sample: fl
     chosen = {row["id"] for row in (rows if sample >= 1 else random.sample(rows, count))}
     total = sum(row["samples"] for row in rows if row["id"] in chosen)
     opened: dict[str, int] = {}
-    for row in rows:
-        folder = cache.layout.shard(Id(row["id"]))
-        faults = faults_of(folder, row, every_byte=row["id"] in chosen)
-        gone = any(fault.kind == "gone" for fault in faults)
-        if faults and _still_ready(cache, row["id"]):  # else it was evicted while it was looked at
-            _handle(cache, result, row, faults, opened, repair=repair)
-            result.gone += gone
-        if row["id"] in chosen and not gone:
-            result.checked += 1
-            result.samples += row["samples"]
-            result.bytes += row["bytes"]
-            report(Progress("verify", result.samples, total, result.bytes))
+    with PackageReader() as package:
+        for row in rows:
+            folder = cache.layout.shard(Id(row["id"]))
+            faults = faults_of(folder, row, package, every_byte=row["id"] in chosen)
+            gone = any(fault.kind == "gone" for fault in faults)
+            if faults and _still_ready(cache, row["id"]):  # else it was evicted while it was looked at
+                _handle(cache, result, row, faults, opened, repair=repair)
+                result.gone += gone
+            if row["id"] in chosen and not gone:
+                result.checked += 1
+                result.samples += row["samples"]
+                result.bytes += row["bytes"]
+                report(Progress("verify", result.samples, total, result.bytes))
     return opened
 
 

@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cachetool.core.block import Block, Column, Ragged
-from cachetool.core.errors import CorruptError
+from cachetool.core.errors import CorruptError, UsageError
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import checksums
 from cachetool.formats.example import shape_name, storage_kind
 from cachetool.formats.reading import compare_checksums
 from cachetool.formats.runs import ends
 from cachetool.formats.tfrecord import is_gzip
+from cachetool.proc.disk import limit_error
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.task import Channel, Message, Task
 
@@ -82,7 +83,8 @@ def worker_reader() -> PackageReader:
 def read_records(channel: Channel, *, path: str, schema: list[Any]) -> Message:
     """The task of the child: read the file at ``path``, and send the checksums of its values block by block.
 
-    Raises :class:`CorruptError` for what the package, or this schema, cannot make sense of.
+    Raises :class:`CorruptError` for what the package, or this schema, cannot make sense of, and :class:`UsageError`
+    where there is no package.
     """
     fields = Schema.from_json(schema)
     columns: dict[str, list[Any]] = {}
@@ -92,8 +94,9 @@ def read_records(channel: Channel, *, path: str, schema: list[Any]) -> Message:
         sums = checksums(Block(fields, {field.name: _column(field, columns) for field in fields}))
         channel.send({"checksums": base64.b64encode(np.ascontiguousarray(sums).data).decode()})
 
+    package = _package()
     try:
-        for number, (example, size) in enumerate(_examples(path)):
+        for number, (example, size) in enumerate(_examples(package, path)):
             if nbytes == 0:
                 columns = {name: [] for f in fields for name in (f.name, shape_name(f))}
             for field in fields:
@@ -107,18 +110,28 @@ def read_records(channel: Channel, *, path: str, schema: list[Any]) -> Message:
     except CorruptError as error:
         raise CorruptError(f"{path}: {error}") from error
     except Exception as error:  # the package's own, protobuf's, gzip's: whatever it is, a reader of this file meets it
+        if limit_error(error) is not None or isinstance(error, PermissionError):  # says nothing of the file
+            raise
         raise CorruptError(f"{path}: the tfrecord package cannot read it: {error}") from error
     return {}
 
 
-def _examples(path: str) -> Iterator[tuple[Any, int]]:
-    """The records, parsed, with their bytes."""
-    # The package imports torch where it is installed, which takes a second and is of no use here.
+def _package() -> Any:
+    # It imports torch where that is installed, which takes a second and is of no use here.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from tfrecord import example_pb2, tfrecord_iterator
+    try:
+        import tfrecord
+    except Exception as error:
+        raise UsageError(
+            f"the tfrecord package cannot be loaded: {error}; install it anew: pip install --force-reinstall tfrecord"
+        ) from error
+    return tfrecord
 
-    for view in tfrecord_iterator(path, compression_type="gzip" if is_gzip(Path(path)) else None):
-        example = example_pb2.Example()
+
+def _examples(package: Any, path: str) -> Iterator[tuple[Any, int]]:
+    """The records, parsed, with their bytes."""
+    for view in package.tfrecord_iterator(path, compression_type="gzip" if is_gzip(Path(path)) else None):
+        example = package.example_pb2.Example()
         example.ParseFromString(view)
         yield example, len(view)
 

@@ -19,7 +19,8 @@ import pytest
 from cachetool.api import open_cache
 from cachetool.check.doctor import examine
 from cachetool.check.verify import verify
-from cachetool.core.errors import CatalogError, UsageError
+from cachetool.core.errors import CatalogError, CorruptError, UsageError
+from cachetool.formats.tfrecord_package import PackageReader
 from tests.commands import run_command
 
 READER = """
@@ -177,6 +178,33 @@ def test_a_sample_reads_some_shards_and_checks_the_sizes_of_all(root: Path) -> N
             file.truncate(1000)
     assert {problem.file for problem in verify(root, sample=0.01).problems} == {"data.h5"}
     assert len(verify(root, sample=0.01).problems) == 5
+
+
+def test_tfrecord_shards_are_read_by_the_tfrecord_package_too(
+    tmp_path: Path, objects: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path / "cache", max_size="20MB") as cache:
+        cache.pull(str(objects), samples=50, to="tfrecord", shard_size=41_000, workers=1)
+    checked: list[Path] = []
+    check = PackageReader.check
+
+    def counted(self: PackageReader, path: Path, *arguments: Any) -> None:
+        check(self, path, *arguments)
+        checked.append(path)
+
+    monkeypatch.setattr(PackageReader, "check", counted)
+    assert verify(tmp_path / "cache").sound
+    assert sorted(checked) == sorted((tmp_path / "cache" / "shards").glob("*/data.tfrecord"))
+
+    def refused(_: PackageReader, path: Path, *arguments: Any) -> None:
+        if path == checked[0]:
+            raise CorruptError(f"{path}: the tfrecord package cannot read it")
+
+    monkeypatch.setattr(PackageReader, "check", refused)
+    (problem,) = verify(tmp_path / "cache", repair=True).problems
+    assert (problem.shard, problem.file) == (checked[0].parent.name, "data.tfrecord")
+    assert "the tfrecord package cannot read it" in problem.what
+    assert "draws are open again" in str(problem.action)
 
 
 def test_a_lost_catalog_is_an_error_that_names_the_remedy(root: Path) -> None:
