@@ -77,7 +77,7 @@ class ObjectClient:
             if response.status == 200:
                 raise SourceError(
                     f"{what}: the server ignores the Range header, so that parts of objects cannot be read;"
-                    " cachetool convert URL fetches whole files"
+                    " copy it to a disk of this machine first"
                 )
             check(response)
             got = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")[0]

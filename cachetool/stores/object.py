@@ -245,7 +245,7 @@ class ObjectStore:
                     return self._get(item, None, want)
                 raise SourceError(
                     f"{self.url}: {item.key!r}: the server ignores the Range header, so that parts of objects cannot be"
-                    " read; cachetool convert URL fetches whole files"
+                    " read; copy it to a disk of this machine first"
                 ) from None
             ours = as_our_error(error, place=self.url, key=item.key)
             if isinstance(ours, NotFound):

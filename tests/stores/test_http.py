@@ -332,7 +332,7 @@ def test_a_server_that_ignores_ranges_is_told_by_its_name_before_all_has_come(*,
 
     with scripted_server(script) as server:
         store = store_at(server)
-        with pytest.raises(SourceError, match=r"a\.npy.*ignores the Range header.*cachetool convert URL"):
+        with pytest.raises(SourceError, match=r"a\.npy.*ignores the Range header.*copy it to a disk"):
             store.get_range(ITEM, 0, 4096)
         done.set()
         assert len(server.requests) == 2  # by either client once
