@@ -226,11 +226,12 @@ def _members(file: SourceFile, left_out: LeftOut) -> Generator[_Member]:
                 if info.size < 0 or noted > _MAX_NOTE:
                     raise BadObject(f"{file}: byte {at} begins a name or note of {info.size} bytes")
                 data = stream.read(info.size)
-                _note(info, data, notes)
+                if not _note(info, data, notes):
+                    raise BadObject(f"{file}: the pax records at byte {at} are damaged")
                 at += _skip(stream, len(data), info.size)
                 continue
             name = notes.get("path", info.name).removeprefix("./")
-            size = int(notes["size"]) if notes.get("size", "").isdecimal() else info.size
+            size = int(notes.get("size", info.size))
             sparse = info.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in notes)
             notes, noted = {}, 0
             if info.type in (*_LINKS, tarfile.DIRTYPE):
@@ -262,8 +263,9 @@ def _why_no_header(head: bytes, at: int, error: tarfile.HeaderError) -> str:
     return f": byte {at} is no header of a member ({error})"
 
 
-def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
-    """Add what precedes a member: its long name, or pax records ``LENGTH KEY=VALUE`` and a line feed."""
+def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> bool:
+    """Add what precedes a member: its long name, or pax records ``LENGTH KEY=VALUE`` and a line feed. False where they
+    are no such records, or their ``size`` is no number of bytes."""
     if info.type == tarfile.GNUTYPE_LONGNAME:
         notes["path"] = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
     elif info.type == tarfile.XHDTYPE:
@@ -271,10 +273,13 @@ def _note(info: tarfile.TarInfo, data: bytes, notes: dict[str, str]) -> None:
         while at < len(data):
             length, blank, _ = data[at : at + _DIGITS].partition(b" ")
             if not blank or not length.isdigit() or not len(length) < int(length) <= len(data) - at:
-                raise BadObject("a note of pax is damaged")
+                return False
             record, at = data[at + len(length) + 1 : at + int(length) - 1], at + int(length)
             key, _, value = record.partition(b"=")
+            if key == b"size" and not (value.isdigit() and len(value) < _DIGITS):
+                return False
             notes[key.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
+    return True
 
 
 def _padded(size: int) -> int:

@@ -301,6 +301,19 @@ def test_a_member_that_grows_out_of_all_proportion_is_refused(tmp_path: Path) ->
         samples(tmp_path / "x.tar.gz")
 
 
+@pytest.mark.parametrize("size", ["٣", "9" * 5000, "-1", "1e3", ""])
+def test_a_size_in_pax_records_that_is_no_number_of_bytes_is_an_error_that_names_the_file(
+    tmp_path: Path, size: str
+) -> None:
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo("0.cls")
+        info.size, info.pax_headers = 1, {"size": size}
+        archive.addfile(info, io.BytesIO(b"1"))
+    with pytest.raises(BadObject, match=r"x\.tar.*the pax records at byte 512 are damaged"):
+        samples(path)
+
+
 @pytest.mark.parametrize(("mode", "packed"), [("bz2", "bzip2"), ("xz", "xz")])
 def test_a_tar_file_packed_with_what_is_not_read_says_with_what(tmp_path: Path, mode: str, packed: str) -> None:
     with tarfile.open(tmp_path / "x.tar", f"w:{mode}") as archive:  # type: ignore[call-overload]
