@@ -29,7 +29,7 @@ import numpy.typing as npt
 from cachetool.cache import CacheDir, Shard
 from cachetool.cache.layout import Layout
 from cachetool.core.block import Block
-from cachetool.core.errors import NotFound, UsageError
+from cachetool.core.errors import AccessDenied, NotFound, UsageError
 from cachetool.core.progress import Progress, Report, silent
 from cachetool.core.schema import Schema
 from cachetool.core.units import parse_location
@@ -44,6 +44,7 @@ from cachetool.pull.prepare import check_place
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.file_opening import run_of_blocks
 from cachetool.stores import canonical, local_path, split_url
+from cachetool.stores.redact import printable
 
 __all__ = ["Input", "Survey", "described", "identity", "look", "open_input", "survey"]
 
@@ -88,7 +89,11 @@ def described(
     local = split_url(url)[0] in ("", "file")
     if local:
         path = local_path(url).absolute()
-        if not path.exists():
+        try:
+            there = path.exists()
+        except PermissionError as error:
+            raise AccessDenied(f"{printable(str(source))!r}: permission denied") from error
+        if not there:
             raise UsageError(f"there is no {source}; name a file or a folder")
         if Layout(path).is_cache:
             raise UsageError(f"{path} is a cache; give it by --cache, without INPUT")

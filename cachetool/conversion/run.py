@@ -134,7 +134,7 @@ def preview(source: str | Path, options: SourceOptions, *, report: Report = sile
     with described(source, options, report=report) as description:
         contents = survey(description, DEFAULT_PART)
         fields = {schema_field.name: schema_field.describe() for schema_field in contents.schema}
-        return Preview(description["shown"], description["kind"], contents.samples, fields, contents.skipped)
+        return Preview(redact(str(source)), description["kind"], contents.samples, fields, contents.skipped)
 
 
 def needs_out(source: str | Path) -> UsageError:

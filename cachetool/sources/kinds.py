@@ -230,12 +230,16 @@ class Census:
         self.url = redact(url)
         self._kinds: Counter[str | None] = Counter()
         self._root = False
+        self.exported: Object | None = None
+        """Its ``dataset.json``, by which it may be a folder that ``convert --out`` wrote."""
 
     def count(self, pages: Iterable[list[Object]]) -> Iterator[list[Object]]:
         """The pages, as they are."""
         for page in pages:
             for item in page:
                 self._count(item.key)
+                if item.key == OURS:
+                    self.exported = item
             yield page
 
     def _count(self, key: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachetool.core.errors import NotFound, SourceError, UsageError
-from cachetool.proc.folders import remove_path
+from cachetool.core.text import shown
+from cachetool.proc.folders import MAX_JSON, remove_path
 from cachetool.sources.base import Source
 from cachetool.sources.keys import Stem
 from cachetool.sources.listing import TABLE_FILE, Listing, write_listing
@@ -101,6 +103,8 @@ class _Lister:
                 # Only now is it known that these are files: listed again, without grouping by names.
                 remove_path(self._folder)
                 listing = self._files(store, store.list(), kind, url)
+            elif census.exported is not None and census.exported.size <= MAX_JSON:
+                _refuse_custom(bytes(store.get(census.exported)), store.url)
         refuse_empty(listing)
         return listing
 
@@ -113,6 +117,22 @@ class _Lister:
             store, self._folder, pages, kind, self._options, progress=self._progress, alone=alone,
             survey=self._survey, local=_folder_of(place),
         )  # fmt: skip
+
+
+def _refuse_custom(raw: bytes, place: str) -> None:
+    """Raise :class:`UsageError` for the ``dataset.json`` of a folder in a format of somebody's package: its files are
+    no kind that is read here, and would be taken for objects."""
+    from cachetool.sources.kinds import kinds
+
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(value, dict) and {"layout", "format", "parts"} <= value.keys() and value["format"] not in kinds():
+        raise UsageError(
+            f"{place} is an exported folder in the format {shown(value['format'])}, which the loaders read, but no kind"
+            " of source; convert the cache that it came from, or add a kind (docs/formats.md)"
+        )
 
 
 def is_local(url: str) -> bool:

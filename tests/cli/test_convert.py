@@ -307,7 +307,7 @@ def test_an_error_says_which_parts_are_kept_and_the_same_command_goes_on(here: R
 
 def test_an_error_before_the_first_whole_part_leaves_nothing(here: Run, tmp_path: Path) -> None:
     damaged_part(tmp_path / "many")
-    ran = here("convert", "many", "--to", "hdf5", "--out", "plain")
+    ran = here("convert", "many", "--to", "hdf5", "--out", "plain", "--quiet")
 
     assert ran.code == 3
     assert "partial" not in ran.error

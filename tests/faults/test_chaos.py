@@ -224,7 +224,12 @@ def check(root: Path, chaos: Chaos) -> tuple[int, bool]:
     whether the first pass is under way."""
     with open_cache(root, create=False) as cache:
         own = cache.holder.id
-    names = {"CACHEDIR.TAG", "cachetool.json", *(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock"))}
+    names = {
+        "CACHEDIR.TAG",
+        "cachetool.json",
+        "history.json",
+        *(f"catalog.sqlite3{part}" for part in ("", "-journal", "-lock")),
+    }
     assert set(os.listdir(root)) - {"holders", "shards", "listings"} <= names, "left over in the cache"
     assert set(os.listdir(root / "holders")) <= {f"{own}.lock"}, "lock files left over"
     assert os.listdir(root.parent) == [root.name], "left over beside the cache"
