@@ -179,6 +179,8 @@ class ColumnFile(ClosingFile):
         names = field_names(path, [name for name in by_name if ours is None or name != KEY], out, options)
         if ours is not None and KEY in by_name and options.key:
             names[KEY] = KEY
+            if options.fields is None:  # in the order of its checksums, whichever place the key has
+                names = {name: names[name] for name in by_name if name in names}
         self.samples = _common_length(path, [by_name[name] for name in names], options.rows, out)
         self._columns: dict[str, StoredColumn] = {}
         fields: list[Field] = []

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import cachetool
 from cachetool.core.block import Block
 from cachetool.core.errors import NotFound
-from cachetool.core.schema import KEY
+from cachetool.core.schema import KEY, Field, Schema
 from cachetool.formats.digest import ContentDigest, checksums
 from tests.formats.samples import DTYPES, EVERY_FIELD, big_endian, block, blocks
 from tests.interop.documented import arguments, expected, read
@@ -107,3 +107,15 @@ def test_random_samples_keep_every_bit(a: str, b: str, content: Block, data: st.
         found = whole(Path(folder) / "out")
     assert found.schema == content.schema
     np.testing.assert_array_equal(checksums(found), checksums(content))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("a", FORMATS)
+@pytest.mark.parametrize("names", list(itertools.permutations(["__key__", "x", "n"])))
+def test_keys_may_be_the_field_of_any_place(tmp_path: Path, a: str, names: tuple[str, ...]) -> None:
+    fields = {"__key__": Field(KEY, "str"), "x": Field("x", "<f4", (2,)), "n": Field("n", "<i8")}
+    content = block(Schema(tuple(fields[name] for name in names)), 5)
+    made = make(tmp_path / "made", a, content)
+    result = cachetool.convert(made, to="lmdb", out=tmp_path / "out", verify=True)
+    assert result.digest == content_digest(content)
+    assert whole(tmp_path / "out").schema == content.schema
