@@ -546,6 +546,7 @@ def test_values_that_cachetool_never_writes_end_in_one_line(odd: _Odd) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_every_value_in_every_column_ends_in_one_line(odd: _Odd) -> None:
     for table, column in odd.columns:
         for value in _HOSTILE:
