@@ -96,8 +96,9 @@ def test_passes_into_a_small_cache_bring_every_sample_and_none_twice(workers: in
             source = cache.catalog.one("SELECT id FROM sources")
             assert source is not None
             with cache.catalog.read() as connection:
-                held = copies(connection, source["id"])
-            assert sum(b - a for copy in held for a, b in copy.ranges) == now.total(), "each draw is in its shard"
+                held, row = copies(connection, source["id"]), source_row(connection, source["id"])
+            assert row is not None
+            assert sum(b - a for copy in held for a, b in copy.ranges(row)) == now.total(), "each draw is in its shard"
             assert contradiction(cache.catalog, cache.layout) is None
             if rng.random() < 0.7:
                 cache.evict(cache.usage().total - rng.randint(1, cache.stats().shard_bytes), policy="random")
