@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cachetool
-from cachetool.cache.draws import Copies, copies
+from cachetool.cache.draws import Copies, copies, source_row
 from cachetool.check.own_files import contradiction
 from cachetool.check.verify import verify
 from cachetool.core.errors import CapBlocked
