@@ -84,7 +84,7 @@ _STEPS, _FREE_STEPS, _BYTES_PER_STEPS = 1_000_000, 10, 10_000
 """Instructions of SQLite's machine; how often so many are allowed for any statement, and for how many bytes of the file
 once more. A scan of a table does about one for two bytes."""
 _MOST_BYTES = 32 * 2**20
-"""Of a value and of a row. A source's draws and options, the largest that cachetool writes, have some 100 kB."""
+"""The most bytes of a value and of a row. The largest that cachetool writes, draws and options, have some 100 kB."""
 
 
 class PatientConnection(sqlite3.Connection):
@@ -309,7 +309,7 @@ class Catalog:
             return False
 
     def trouble(self) -> str | None:
-        """What is wrong with the file itself: missing, not a database, damaged, other tables; None when it is sound.
+        """Name what is wrong with the file: missing, not a database, damaged, other tables; None when it is sound.
         Raises :class:`CatalogError` for one of another version, and that or :class:`CapacityError` when it cannot be
         found out."""
         if not self.path.exists():

@@ -69,7 +69,7 @@ Pass = tuple[int, int, tuple[int, ...]]
 
 
 OF_NODE = "over IS NOT NULL"
-"""Of a job: it is a node's part of a pull over several."""
+"""A condition on ``jobs``: the job is one node's part of a pull over several nodes."""
 
 
 _COLUMNS = {"cuts": "segments"}
@@ -138,7 +138,7 @@ class Claim:
     source: SourceRow
     """As it was at that moment: its units and cuts say what the positions mean."""
     reopened: bool = False
-    """Whether samples of it were there before, and were damaged."""
+    """True if samples of these draws were in a shard that was damaged."""
 
 
 def source_row(connection: Connection, source: str) -> SourceRow | None:
@@ -483,7 +483,7 @@ class Reopened:
     dataset: str
     draws: int
     tried: int
-    """Of them, those that gave nothing again."""
+    """The number of these draws that gave nothing again."""
     why: str
     """The newest error of that source; empty when there was none."""
 

@@ -95,8 +95,8 @@ def present(connection: Connection, layout: Layout) -> dict[str, Any]:
 
 
 def due_point(connection: Connection, layout: Layout, *, edge: bool = False) -> dict[str, Any] | None:
-    """What the cache is like now, if a point is due; inside a transaction that writes something else. At an ``edge``,
-    where the cache begins or ends to change, one is due at any time."""
+    """Return the point of this moment if one is due, else None. The caller is inside a transaction that writes
+    something else. At an ``edge``, where the cache begins or ends to change, a point is always due."""
     with contextlib.suppress(OSError):  # its time is that of the newest point: the file need not be read for this
         if not edge and abs(time.time() - os.lstat(layout.history).st_mtime) < _NEAR:
             return None

@@ -211,7 +211,7 @@ def without_doubles(shards: Iterable[Record]) -> tuple[list[Record], list[Id]]:
 
 
 def _overlaps(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether one of ``ranges``, sorted and apart from each other, has a position of ``start`` to ``stop``."""
+    """Return True if one of ``ranges``, which are sorted and apart, has a position of ``start`` to ``stop``."""
     after = bisect_left(ranges, (stop,))
     return after > 0 and ranges[after - 1][1] > start
 

@@ -187,7 +187,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def without(ranges: Iterable[Sequence[int]], taken: Iterable[Sequence[int]]) -> list[list[int]]:
-    """What of ``ranges`` lies outside of ``taken``, sorted."""
+    """Return the parts of ``ranges`` outside of ``taken``, sorted."""
     left: list[list[int]] = []
     holes, at = merged(taken), 0
     for start, stop in merged(ranges):

@@ -60,7 +60,8 @@ _JSON: Mapping[str, Callable[[str], bool]] = {
 
 
 def fits(column: str, value: object) -> bool:
-    """Whether cachetool may have written ``value`` under the name of a column into a record; a list or dict fits."""
+    """Return True if cachetool may have written ``value`` into a record under the name of a column. The caller checks
+    the contents of lists and dicts."""
     if isinstance(value, str):
         try:
             value.encode()  # half of a surrogate is no text to SQLite

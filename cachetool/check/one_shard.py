@@ -91,7 +91,7 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
 
 
 def _unreadable(folder: Path, value: Record, package: PackageReader) -> list[Fault]:
-    """Whether somebody without cachetool reads from a TFRecord file the samples that were committed."""
+    """Return a fault if the ``tfrecord`` package reads other samples from the shard's file than were committed."""
     schema = Schema.from_json(value["schema"])
     try:
         package.check(folder / value["data"], schema, stored_checksums(folder, schema))

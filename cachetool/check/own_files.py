@@ -60,7 +60,7 @@ class Missing:
     dataset: str
     draws: int
     tried: int
-    """Of them, those that gave nothing again."""
+    """The number of these draws that gave nothing again."""
     failed: str | None
     """Why they could not be pulled again just now; None when that was not tried."""
     last_error: str

@@ -202,7 +202,7 @@ class TFRecordReader:
 
 
 def is_gzip(path: Path) -> bool:
-    """Whether the file at ``path`` is one gzip stream of records rather than records."""
+    """Return True if the file at ``path`` is one gzip stream of records, False if it is plain records."""
     with path.open("rb") as file:
         return _begins_gzip(file.read(BEFORE))
 
