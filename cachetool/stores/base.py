@@ -7,9 +7,9 @@ path. Store objects are used by many threads of one process at once, and never i
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from cachetool.core.errors import BadObject, UsageError
 from cachetool.stores.redact import printable
@@ -27,7 +27,6 @@ __all__ = [
     "Pages",
     "Store",
     "StoreAround",
-    "Streaming",
     "Telling",
     "check_identity",
     "check_length",
@@ -141,15 +140,6 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of connections. May be called twice."""
-        ...
-
-
-class Streaming(Protocol):
-    """An optional power: stores whose servers may not know ranges bring an object of any size into a file."""
-
-    def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
-        """Write the whole object into an empty file; ``progress`` is told how many bytes have come. Errors as for
-        :meth:`Store.get`."""
         ...
 
 

@@ -18,9 +18,8 @@ import hashlib
 import netrc
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, UsageError
@@ -92,7 +91,6 @@ _MANIFESTS = (".txt", ".jsonl", ".ndjson")
 _INDEX_BYTES = 2**27
 """Of one index page: a server writes some hundred for each object."""
 _MANIFEST_BYTES = 2**30
-_FILE_BYTES = 2**46
 _MAX_DEPTH = 64
 EMPTY_FOLDERS = 100_000
 """Folders in a row without a file, at which a list is given up: a server may make up folders without end."""
@@ -216,16 +214,6 @@ class HttpStore:
     def seen(self) -> Mapping[str, str]:
         """The identities that parts of objects had whose listing names no ETag, by key."""
         return self._seen.all()
-
-    def stream(self, item: Object, file: BinaryIO, *, progress: Callable[[int], None]) -> None:
-        """The whole object into a file, over one connection; a new one continues when it breaks."""
-        url, what, most = self._url_of(item), f"{self.url}: {item.key!r}", max(item.size, _FILE_BYTES)
-        response = self._client.pages.fetch(url, size=item.size, most=most, into=file, progress=progress)
-        _check_status(response, what, 200, listed=True)
-        self._check(item, response.answer, file.tell())
-        if item.etag is not None and item.etag.startswith(SHA256):
-            file.seek(0)
-            check_identity(item, size=None, etag=SHA256 + hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]  # it is opened for reading, too
 
     def get(self, item: Object) -> memoryview:
         """The whole object."""

@@ -26,11 +26,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.message import Message
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from cachetool.core.errors import BadObject, SourceError, Unreachable, UsageError
@@ -147,9 +147,8 @@ class _Connection(http.client.HTTPConnection):
 class _Body:
     """The body of an answer, which may come over several attempts."""
 
-    def __init__(self, file: BinaryIO | None, progress: Callable[[int], None]) -> None:
-        self.file: BinaryIO = io.BytesIO() if file is None else file
-        self._progress, self._length = progress, 0
+    def __init__(self) -> None:
+        self._file, self._length = io.BytesIO(), 0
         self.validator = ""
         """The strong ETag it belongs to, quoted; empty: the next attempt begins again."""
         self.total: int | None = None
@@ -159,18 +158,17 @@ class _Body:
 
     def clear(self) -> None:
         """Begin again."""
-        self.file.seek(0)
-        self.file.truncate()
+        self._file.seek(0)
+        self._file.truncate()
         self.validator, self.total, self._length = "", None, 0
 
     def append(self, part: bytes) -> None:
         """Add what came."""
-        self._length += self.file.write(part)
-        self._progress(self._length)
+        self._length += self._file.write(part)
 
     def as_memory(self) -> memoryview:
-        """What came, where it is in memory."""
-        return memoryview(self.file.getvalue() if isinstance(self.file, io.BytesIO) else b"")
+        """Return what came."""
+        return memoryview(self._file.getvalue())
 
 
 class PageClient:
@@ -194,19 +192,17 @@ class PageClient:
         headers: Mapping[str, str] | None = None,
         size: int = -1,
         most: int = MOST,
-        into: BinaryIO | None = None,
-        progress: Callable[[int], None] = lambda _: None,
         bodiless: bool = False,
     ) -> Response:
         """The answer to a GET.
 
-        ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken; ``into``
-        takes the body, which the response then lacks; ``bodiless``: the headers are all that is wanted, as they are of
-        a 200 to a ``Range``. Raises :class:`BadObject` for a body that is not as promised, :class:`Unreachable`,
-        :class:`SourceError`.
+        ``size``: bytes that a 200 must bring, -1 when not known; ``most``: the most bytes that are taken;
+        ``bodiless``: the headers are all that is wanted, as they are of a 200 to a ``Range``.
+
+        Raises :class:`BadObject` for a body that is not as promised, :class:`Unreachable`, :class:`SourceError`.
         """
         began = time.monotonic()
-        body, headers = _Body(into, progress), headers or {}
+        body, headers = _Body(), headers or {}
         attempt = had = refusals = 0
         while True:
             attempt += 1

@@ -222,18 +222,6 @@ def test_a_key_that_is_not_there_is_not_found_by_name(filled: Place, key: str) -
         store.find(key)
 
 
-def test_a_store_that_streams_brings_the_whole_object_into_a_file(filled: Place, tmp_path: Path) -> None:
-    with contextlib.closing(filled.open()) as store:
-        if not hasattr(store, "stream"):
-            pytest.skip("this store reads ranges")
-        for item in filled.items().values():
-            told: list[int] = []
-            with (tmp_path / "body").open("wb+") as file:
-                store.stream(item, file, progress=told.append)
-            assert (tmp_path / "body").read_bytes() == CONTENT[item.key]
-            assert told[-1:] == ([len(CONTENT[item.key])] if CONTENT[item.key] else [])
-
-
 def test_an_object_deleted_since_is_not_found_by_name(filled: Place) -> None:
     items = filled.items()
     filled.delete("b/c.json")
