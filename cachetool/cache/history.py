@@ -14,6 +14,8 @@ a pull begins or ends or an eviction ends, so that the pause between two pulls i
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
@@ -47,8 +49,6 @@ _AGE_SHARE = 100_000
 """A point is due after this share of the time since the first one."""
 _NEAR = 1.0
 """And after so many seconds at least."""
-_STALE = 10.0
-"""Seconds after which a file that is being written was left by a process that died."""
 
 T = TypeVar("T")
 
@@ -164,22 +164,42 @@ def write(
         try:
             file = new_file(layout.history_aside)
         except FileExistsError:
-            if time.time() - os.lstat(layout.history_aside).st_mtime > _STALE:
-                layout.remove(layout.history_aside)
-            return
-        try:
-            with file:
+            remove_left(layout)
+            file = new_file(layout.history_aside)
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(file.fileno()).st_nlink:  # taken for one that was left, before the lock was had
+                return
+            try:
                 history = _loaded(layout)
                 if point is not None:
                     _add_point(history.points, point, edge=edge)
                 history.epochs.extend([] if epoch is None else [epoch])
                 file.write(_bytes(history))
-            newest = history.points[-1]["at"] if history.points else 0.0
-            os.utime(layout.history_aside, (newest, newest))
-            os.replace(layout.history_aside, layout.history)
-        except BaseException:
-            layout.remove(layout.history_aside)
-            raise
+                file.flush()
+                newest = history.points[-1]["at"] if history.points else 0.0
+                os.utime(file.fileno(), (newest, newest))
+                os.replace(layout.history_aside, layout.history)
+            except BaseException:
+                layout.remove(layout.history_aside)
+                raise
+
+
+def remove_left(layout: Layout) -> None:
+    """Remove what a process left that died while it wrote: one that lives has the lock, and keeps it."""
+    with contextlib.suppress(CacheToolError, OSError):
+        try:
+            fd = os.open(layout.history_aside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                layout.remove(layout.history_aside)
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:  # else it was removed, or renamed, and the name is another's
+                layout.remove(layout.history_aside)
+        finally:
+            os.close(fd)
 
 
 def _bytes(history: History) -> bytes:

@@ -7,6 +7,7 @@ and these steps are transactions of one database, so they cannot interleave.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -266,6 +267,8 @@ def recover(catalog: Catalog, layout: Layout, holder: Callable[[], Holder], *, p
         for aside in layout.catalog_asides:  # of a rebuild that was cut off: one that goes on has this lock
             if aside.exists():
                 layout.remove(aside)
+        if os.path.lexists(layout.history_aside):
+            history.remove_left(layout)
         if (
             not dead
             and not connection.execute(f"SELECT 1 FROM shards WHERE {_UNREAD} OR {_ORPHANED} LIMIT 1").fetchone()

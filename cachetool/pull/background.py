@@ -17,7 +17,9 @@ takes over when the first is closed or killed.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
 import time
 import warnings
@@ -188,6 +190,9 @@ class BackgroundPull:
         _running.discard(self)
         if child is not None:
             stop([child])
+            if child.process.returncode == -signal.SIGKILL:  # it gave back nothing, and still stands in the catalog
+                with contextlib.suppress(CacheToolError):
+                    self._cache.recover()
         self._cache.close()
 
     def __enter__(self) -> Self:

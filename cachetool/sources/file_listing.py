@@ -158,9 +158,13 @@ class _Look:
             if len(present) == len(indexes) and not self._in_order:
                 get = files.store.get
                 return [index_facts(self._kind, files.identified(at), index, get) for at, index in enumerate(present)]
-        if not self._in_order and all(files.item(number).size <= MAX_WHOLE for number in self._numbers):
+        if not self._in_order and all(self._size(number, alone=alone) <= MAX_WHOLE for number in self._numbers):
             return []
         return [self._record_file(number, ours) for number in self._numbers]
+
+    def _size(self, number: int, *, alone: bool) -> int:
+        """Bytes of a file; one of many whose listing does not tell is asked for when it is read, and may be refused."""
+        return self._files.item(number).size if alone else self._files.listing.object(number).size
 
     def _record_file(self, number: int, ours: Exported | None) -> FileFacts:
         """What one file is, all of whose records are looked at."""

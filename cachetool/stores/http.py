@@ -59,11 +59,6 @@ class Identities:
         self._first: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, key: str) -> str | None:
-        """What was seen first."""
-        with self._lock:
-            return self._first.get(key)
-
     def first(self, key: str, answer: Answer) -> str | None:
         """What was seen first, this answer included."""
         identity = identity_of(answer)
@@ -219,7 +214,7 @@ class HttpStore:
         """The whole object."""
         what = f"{self.url}: {item.key!r}"
         answer = self._client.get(
-            self._url_of(item), item.size, lambda response: _check_status(response, what, 200, listed=True)
+            self._url_of(item), item, lambda response: _check_status(response, what, 200, listed=True)
         )
         self._check(item, answer, len(answer.body))
         if item.etag is not None and item.etag.startswith(SHA256):
@@ -258,7 +253,7 @@ class HttpStore:
             _refuse_page(answer, item.key, f"{self.url}: {item.key!r}")
         identity = item.etag
         if identity is None or identity.startswith(SHA256):  # which nothing but the whole object can be compared with
-            identity = self._seen.first(item.key, answer) if part else self._seen.of(item.key)
+            identity = self._seen.first(item.key, answer)
         if identity is not None:
             item = replace(item, etag=identity)
         etag = None if identity is None else identity_of(answer, like=identity)

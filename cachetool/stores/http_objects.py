@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 import cachetool.stores.bounded as bounded
 from cachetool.core.errors import BadObject, SourceError
-from cachetool.stores.base import Limits, Object, check_length
-from cachetool.stores.http_pages import Answer, PageClient, Response
+from cachetool.stores.base import Limits, Object, check_identity, check_length
+from cachetool.stores.http_pages import Answer, OtherSize, PageClient, Response
 from cachetool.stores.login import Credentials, Login
 from cachetool.stores.origins import origin_of
 from cachetool.stores.traffic import retried
@@ -55,12 +55,16 @@ class ObjectClient:
         self._failures, self._rests_until = 0, 0.0
         self._watched = bounded.Watched(self._origin.port)
 
-    def get(self, url: str, size: int, check: Callable[[Response], None]) -> Answer:
-        """The object at a URL, of ``size`` bytes (-1: not known); ``check`` refuses the answer of a server that is not
-        the object. Raises as :meth:`PageClient.fetch` does."""
-        answer = self._fast(url, size, None)
+    def get(self, url: str, item: Object, check: Callable[[Response], None]) -> Answer:
+        """The object at a URL; ``check`` refuses the answer of a server that is not the object. Raises
+        :class:`BadObject` for one of another size than ``item`` has, and as :meth:`PageClient.fetch` does."""
+        answer = self._fast(url, item.size, None)
         if answer is None:
-            response = self.pages.fetch(url, size=size)
+            try:
+                response = self.pages.fetch(url, size=item.size)
+            except OtherSize as error:
+                check_identity(item, size=error.size, etag=None)
+                raise
             check(response)
             answer = response.answer
         return answer

@@ -40,7 +40,7 @@ from cachetool.stores.origins import Origin, allowed_hosts, is_public, origin_of
 from cachetool.stores.redact import printable, redact
 from cachetool.stores.traffic import retried
 
-__all__ = ["MOST", "Answer", "PageClient", "Response", "retry_after", "told_size"]
+__all__ = ["MOST", "Answer", "OtherSize", "PageClient", "Response", "retry_after", "told_size"]
 
 MOST = 2**32
 """Bytes of a body whose size nobody told."""
@@ -58,6 +58,14 @@ _HEADERS = {"User-Agent": "cachetool", "Accept-Encoding": "identity", "Accept": 
 
 class _Broken(Exception):
     """An attempt failed in a way that another may not."""
+
+
+class OtherSize(BadObject):
+    """A body is not as long as it was listed, but has ``size`` bytes."""
+
+    def __init__(self, message: str, size: int) -> None:
+        super().__init__(message)
+        self.size = size
 
 
 class Answer(NamedTuple):
@@ -358,7 +366,7 @@ def _receive(answer: http.client.HTTPResponse, body: _Body, size: int, most: int
         if length is None and not answer.chunked and size < 0:
             raise BadObject(f"{redact(url)}: the server tells no length, so that nobody knows whether it is complete")
         if answer.status == 200 and size >= 0 and length not in (None, size):
-            raise BadObject(f"{redact(url)} changed since it was listed: {length} bytes instead of {size}")
+            raise OtherSize(f"{redact(url)} has {length} bytes instead of {size}", length or 0)
         body.clear()
         etag = answer.headers.get("ETag", "")
         body.validator, body.total = etag if etag.startswith('"') and length is not None else "", length

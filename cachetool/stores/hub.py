@@ -144,7 +144,7 @@ class HubStore:
         """The whole file, compared with its hash."""
         what = f"{self.url}: {item.key!r}"
         answer = self._client.get(
-            self._url_of(item), item.size, lambda response: self._check(response, what, 200, listed=True)
+            self._url_of(item), item, lambda response: self._check(response, what, 200, listed=True)
         )
         check_identity(item, size=len(answer.body), etag=_hash(answer.body, item.etag or ""))
         return answer.body

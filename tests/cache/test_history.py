@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 from collections.abc import Callable
@@ -161,16 +162,25 @@ def test_a_folder_or_a_link_in_the_place_of_the_file_is_removed(cache: CacheDir,
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_a_file_that_a_dead_process_was_writing_is_in_the_way_for_some_seconds_only(cache: CacheDir, put: Put) -> None:
+def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_stays(cache: CacheDir, put: Put) -> None:
+    aside = cache.layout.history_aside
     put(50_000)
-    cache.layout.history_aside.touch()
-    epoch(cache)
-    assert history_of(cache.layout).epochs == []
-    os.utime(cache.layout.history_aside, (1, 1))
-    epoch(cache)
+    aside.touch()
     epoch(cache)
     assert len(history_of(cache.layout).epochs) == 1
-    assert not cache.layout.history_aside.exists()
+    assert not aside.exists()
+
+    for left in (aside.touch, lambda: aside.symlink_to("nowhere"), aside.mkdir):
+        left()
+        cache.recover()
+        assert not os.path.lexists(aside)
+
+    with aside.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.recover()
+        epoch(cache)
+        assert aside.exists()
+    assert len(history_of(cache.layout).epochs) == 1
 
 
 def test_no_transaction_is_made_for_history_alone(cache: CacheDir, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,15 @@ def test_an_unguarded_script_trains_on_an_empty_cache_while_no_thread_of_it_pull
     assert not [pid for pid in pullers if runs(pid)]
 
 
+def test_a_puller_that_must_be_killed_at_the_end_is_told_as_stopped(start: Callable[..., Script]) -> None:
+    script = start()
+    os.kill(script.first["pid"], signal.SIGSTOP)
+
+    closed = script.ask("close")
+    assert closed["phase"] == "stopped"
+    assert not runs(script.first["pid"])
+
+
 def test_a_program_read_from_stdin_may_pull_too(digits: Path, tmp_path: Path) -> None:
     program = (
         "import cachetool, sys\n"

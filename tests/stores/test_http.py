@@ -385,7 +385,7 @@ def test_the_identities_that_are_remembered_are_bounded(monkeypatch: pytest.Monk
         assert seen.first(f"{number}.npy", answer) == "x"
         assert seen.first("0.npy", answer) == "x"
 
-    assert [seen.of(f"{number}.npy") for number in range(10)] == ["x", *[None] * 7, "x", "x"]
+    assert seen.all() == dict.fromkeys(["8.npy", "0.npy", "9.npy"], "x")
 
 
 def test_a_checksum_in_the_manifest_decides_where_an_etag_lies() -> None:

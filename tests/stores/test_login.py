@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,7 +107,10 @@ def test_an_empty_file_and_half_of_one_are_waited_for(keys: Keys, monkeypatch: p
     server(monkeypatch, lambda key: key in valid)
     store = open_store("s3://b/d/")
     states = iter(["[default]\naws_access_key_id=NE", "[default]\naws_acc", Keys.text("NEW")])
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: keys.path.write_text(next(states)))
+    clock = SimpleNamespace(
+        sleep=lambda _: keys.path.write_text(next(states)), monotonic=time.monotonic, time=time.time
+    )
+    monkeypatch.setattr(module, "time", clock)  # other threads sleep as well
     keys.path.write_text("")
     valid.symmetric_difference_update({"OLD", "NEW"})
 
