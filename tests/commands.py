@@ -4,7 +4,8 @@ would give it. What depends on how an interpreter starts is tried by ``python -m
 
 Run as ``python -m tests.commands``::
 
-    stdin    {"words": [...], "folder": "/", "environment": {...}, "out": "/a/file", "error": "/a/file"}
+    stdin    {"words": [...], "folder": "/", "environment": {...}, "out": "/a/file", "error": "/a/file",
+              "powerless": false}
     stdout   {"code": 0}
 """
 
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
+import ctypes
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,15 +26,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["run_command"]
+from tests.zygote import fork_zygote, import_all
+
+__all__ = ["drop_powers", "run_command"]
 
 _started: list[subprocess.Popen[str]] = []
 
 
 def run_command(
-    *words: object, folder: Path | str, environment: Mapping[str, str] | None = None, seconds: float = 120
+    *words: object,
+    folder: Path | str,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = 120,
+    powerless: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """A command without ``python -m cachetool``, as ``subprocess.run`` runs it with its output captured."""
+    """A command without ``python -m cachetool``, as ``subprocess.run`` runs it with its output captured.
+
+    ``powerless``: without what lets root into any file.
+    """
     if not _started or _started[0].poll() is not None:
         _started[:] = [_server()]
         atexit.register(_started[0].communicate)  # it ends when nobody can tell it anything more
@@ -41,7 +52,7 @@ def run_command(
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as place:
         out, error = Path(place, "out"), Path(place, "error")
-        told = {"words": line, "folder": str(folder), "out": str(out), "error": str(error)}
+        told = {"words": line, "folder": str(folder), "out": str(out), "error": str(error), "powerless": powerless}
         told["environment"] = {**(os.environ if environment is None else environment)}
         server.stdin.write(json.dumps(told) + "\n")
         server.stdin.flush()
@@ -92,8 +103,7 @@ def main() -> None:
             import_module(found.name)
     with contextlib.suppress(ModuleNotFoundError):
         import_module("typer._adapters")  # by which it checks the first value that it is given
-    gc.collect()
-    gc.freeze()  # else each fork looks at, and so copies, all of it at its end: a tenth of a second
+    import_all()
     for line in iter(sys.stdin.readline, ""):
         told = json.loads(line)
         pid = os.fork()
@@ -114,8 +124,23 @@ def _become(told: dict[str, object]) -> NoReturn:
     os.environ.clear()
     os.environ.update(told["environment"])  # type: ignore[call-overload]
     sys.argv[:] = [str(program.__file__), *told["words"]]  # type: ignore[misc]
+    if told["powerless"]:
+        drop_powers()
+    fork_zygote()
     program.main()
 
+
+def drop_powers() -> None:
+    """Give up what root has beyond other users, for good: capabilities(7)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in range(_CAPABILITIES):
+        libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused where this process has fewer, or there are no more
+    header, none = struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24)
+    if libc.capset(header, none):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+_PR_CAPBSET_DROP, _CAPABILITIES, _CAPABILITY_VERSION = 24, 64, 0x20080522
 
 if __name__ == "__main__":
     main()

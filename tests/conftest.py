@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.datasets import write_digits, write_photos
 from tests.servers import Moto, moto_server, rclone_s3
+from tests.zygote import EXEC, use_zygote
 
 # No deadlines: the machines that run this are shared, and a slow example is no failure.
 settings.register_profile("ci", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +42,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Whoever runs this in the background of a script ignores Ctrl-C, and so would every program that is started here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure() -> None:
+    """Processes of the package that tests start begin as forks: see :mod:`tests.zygote`."""
+    use_zygote()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -74,6 +80,12 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
     nowhere = tmp_path_factory.getbasetemp() / "nowhere"
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "CLOUDSDK_CONFIG", "NETRC"):
         monkeypatch.setenv(name, str(nowhere))
+
+
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's processes are started as users have them, and not forked."""
+    monkeypatch.setenv(EXEC, "1")
 
 
 @pytest.fixture(scope="session")

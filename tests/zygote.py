@@ -17,8 +17,6 @@ It then has what a new program would: session, folder, mask, environment, signal
 in what an interpreter or a C library reads when it begins (so a start with another ``PYTHON...`` or ``LANG``, or with
 flags, limits or a user of its own, is a real one), in ``/proc/.../environ``, and in modules that are there unasked.
 Tests of such things have the fixture ``real_processes``; ``TESTS_EXEC=1 pytest`` starts all processes as users do.
-
-No test uses it yet: it waits for a run of the whole suite with it (:mod:`tests.zygote_compared` are its own tests).
 """
 
 from __future__ import annotations
@@ -78,7 +76,6 @@ def import_all() -> None:
         "cachetool.loaders.feed.leader",
         "cachetool.proc.child",
         "cachetool.pull.listing",
-        "cachetool.pull.refetch",
         "cachetool.pull.worker",
         "cachetool.sources.guarded",
         "cachetool.stores.http",

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Run:
 
     def start(*args: str | Path, cwd: Path = tmp_path, env: dict[str, str] | None = None) -> Ran:
         environment = {**os.environ, "CACHETOOL_CACHE": str(tmp_path / "cache"), "COLUMNS": "100", **(env or {})}
-        if env is None:  # else it may say how the interpreter starts
+        if not any(name.startswith(("PYTHON", "LD_")) for name in env or {}):  # which say how an interpreter starts
             done = run_command(*args, folder=cwd, environment=environment)
             return Ran(done.returncode, done.stdout, done.stderr)
         done = subprocess.run(
@@ -85,7 +85,7 @@ def pulled(remote: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with 30 of the samples of ``remote``, ten a shard, under a cap of 8 MB; not to be changed."""
     cache = tmp_path_factory.mktemp("pulled") / "cache"
     line = ["pull", str(remote), "--samples", "30", "--shard-size", "10400", "--workers", "1", "--max-size", "8MB"]
-    subprocess.run([sys.executable, "-m", "cachetool", *line, "--cache", str(cache)], check=True, capture_output=True)
+    run_command(*line, "--cache", cache, folder=cache.parent).check_returncode()
     return cache
 
 

@@ -22,6 +22,7 @@ def children() -> set[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.usefixtures("real_processes")
 def test_a_process_begun_early_is_the_first_of_an_engine_and_ends_if_none_takes_it() -> None:
     before = children()
     with begun_early("cachetool.pull.worker"):

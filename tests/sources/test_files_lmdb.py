@@ -312,6 +312,7 @@ def test_a_file_that_kills_its_reader_is_an_error_here(
         assert sum(len(block) for block in source.blocks()) == 1000
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_credentials_are_not_handed_to_the_process_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-1")
     monkeypatch.setenv("HF_TOKEN", "canary-2")
