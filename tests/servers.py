@@ -308,9 +308,11 @@ def scripted_server(script: Script, *, tls: ssl.SSLContext | None = None) -> Ite
         thread.join()
 
 
-def folder_server(root: Path, *, index: str = "html") -> contextlib.AbstractContextManager[Http]:
+def folder_server(
+    root: Path, *, index: str = "html", tls: ssl.SSLContext | None = None
+) -> contextlib.AbstractContextManager[Http]:
     """Serve a folder as nginx does: ETags, ranges, and an index page as ``html``, ``json`` or ``none``."""
-    return scripted_server(lambda handler: serve_file(handler, root, index))
+    return scripted_server(lambda handler: serve_file(handler, root, index), tls=tls)
 
 
 def serve_file(handler: Scripted, root: Path, index: str) -> None:

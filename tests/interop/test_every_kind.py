@@ -7,6 +7,7 @@ and prints the table.
 from __future__ import annotations
 
 import io
+import ssl
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from cachetool.conversion.run import content_digest
 from cachetool.core.block import Block
 from cachetool.core.schema import Field, Schema
 from cachetool.formats.digest import ContentDigest, checksums
-from tests.servers import Moto, folder_server
+from tests.servers import Moto, certificates, folder_server
 from tests.sources.test_files_tfrecord import example
 from tests.sources.test_files_tfrecord import write as write_records
 
@@ -133,7 +134,7 @@ MORE: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 """Beside the fifteen: what ``convert --out`` writes, in every format."""
 OPTIONS = {"lmdb": {"value_format": "raw:float32,6", "rename": {"value": "x"}}}
-PLACES = ("local", "http", "s3")
+PLACES = ("local", "https", "s3")
 VERBS = ("pull", "convert")
 
 
@@ -156,9 +157,13 @@ def made(root: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="module")
-def web(root: Path) -> Iterator[str]:
-    with folder_server(root, index="json") as server:
-        yield server.url
+def web(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A server's URL, and the file with the authority of its certificate."""
+    authority, own = certificates(tmp_path_factory.mktemp("certificates"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own)
+    with folder_server(root, index="json", tls=context) as server:
+        yield server.url, authority
 
 
 @pytest.fixture
@@ -168,8 +173,10 @@ def place(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.Monkey
     def of(where: str, name: str) -> str:
         if where == "local":
             return str(root / name)
-        if where == "http":
-            return f"{request.getfixturevalue('web')}/{name}"
+        if where == "https":
+            url, authority = request.getfixturevalue("web")
+            monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+            return f"{url}/{name}"
         moto: Moto = request.getfixturevalue("moto")
         for variable, value in moto.env.items():
             monkeypatch.setenv(variable, value)
