@@ -55,7 +55,7 @@ def test_what_feeds_a_trainer_loads_nothing_that_fills_or_empties_a_cache() -> N
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = {name.rpartition(".")[2] for name in done.stdout.split() if name.startswith("cachetool.cache.")}
     assert {"catalog", "snapshots"} <= loaded
-    assert loaded.isdisjoint({"admission", "commit", "draws", "eviction", "jobs", "losses", "pullers", "stats"})
+    assert loaded.isdisjoint({"admission", "commit", "draws", "eviction", "growth", "rebuild", "repair", "stats"})
 
 
 def test_asking_the_command_line_for_help_loads_typer_and_what_it_needs_alone() -> None:

@@ -357,7 +357,7 @@ class Catalog:
         rows = self.rows(query, values)
         return rows[0] if rows else None
 
-    def meta(self, key: str) -> int:
+    def number(self, key: str) -> int:
         """A number of the table ``cache``: ``version``, ``max_size``, ``min_free``, ``pages``."""
         return self._number(key, self.one(f"SELECT {key} FROM cache"))
 

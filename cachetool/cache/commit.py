@@ -64,7 +64,7 @@ class Origin:
     url: str | None = None
     pass_number: int | None = None
     draws: tuple[tuple[int, int], ...] = ()
-    """Ranges of positions of the turn, whether used or skipped."""
+    """Ranges of positions of the pass, whether used or skipped."""
 
 
 def folder_bound(schema: Schema, nbytes: int, disk_block: int) -> int:

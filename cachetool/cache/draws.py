@@ -1,6 +1,6 @@
 """Sources, pulls and claims, as rows of the catalog: the draws of a source are done, claimed or open.
 
-A source's draws are the positions ``0 .. units - 1`` of one seeded order per turn (pass)::
+A source's draws are the positions ``0 .. units - 1`` of one seeded order per pass::
 
     0 ................ frontier ................ units
       done, but for rows in `claims`              never claimed yet
@@ -65,15 +65,11 @@ __all__ = [
 
 
 Pass = tuple[int, int, tuple[int, ...]]
-"""What the positions of a pass are of: its number, units, cuts."""
+"""What the positions of a pass are of: its number, units, segments."""
 
 
 OF_NODE = "over IS NOT NULL"
 """A condition on ``jobs``: the job is one node's part of a pull over several nodes."""
-
-
-_COLUMNS = {"cuts": "segments"}
-"""Fields of :class:`SourceRow` whose column has another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +90,9 @@ class SourceRow:
     frontier: int
     """Positions below it are done, or have a row in ``claims``."""
     skipped: int
-    """Draws of this turn that could not be used."""
-    cuts: tuple[int, ...] = ()
-    """Places between the segments of this turn, each of which is drawn in an order of its own."""
+    """Draws of this pass that could not be used."""
+    segments: tuple[int, ...] = ()
+    """Places between the segments of this pass, each of which is drawn in an order of its own."""
     sequential: bool = False
     """Drawn in the order of the listing instead of a random one."""
     complete: bool = True
@@ -108,11 +104,11 @@ class SourceRow:
     def of(cls, row: Row) -> SourceRow:
         """From a row of the table. Raises :class:`ForeignValue` for a value that cachetool never writes."""
         check_row("sources", row)
-        values = {name: row[_COLUMNS.get(name, name)] for name in cls.__dataclass_fields__}
-        values |= {"options": json.loads(row["options"]), "cuts": tuple(json.loads(row["segments"]))}
+        values = {name: row[name] for name in cls.__dataclass_fields__}
+        values |= {"options": json.loads(row["options"]), "segments": tuple(json.loads(row["segments"]))}
         values["id"] = Id(row["id"])
         values["past"] = tuple(
-            (pass_number, units, tuple(cuts)) for pass_number, units, cuts in json.loads(row["past"])
+            (pass_number, units, tuple(segments)) for pass_number, units, segments in json.loads(row["past"])
         )
         return cls(**values | {"sequential": bool(row["sequential"]), "complete": bool(row["complete"])})
 
@@ -123,20 +119,20 @@ class SourceRow:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SourceRow:
         """The row that :meth:`to_json` described."""
-        past = tuple((pass_number, units, tuple(cuts)) for pass_number, units, cuts in value["past"])
-        return cls(**{**value, "id": Id(value["id"]), "cuts": tuple(value["cuts"]), "past": past})
+        past = tuple((pass_number, units, tuple(segments)) for pass_number, units, segments in value["past"])
+        return cls(**{**value, "id": Id(value["id"]), "segments": tuple(value["segments"]), "past": past})
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Positions ``start`` to ``stop`` of a turn that one worker may draw."""
+    """Positions ``start`` to ``stop`` of a pass that one worker may draw."""
 
     id: int
     pass_number: int
     start: int
     stop: int
     source: SourceRow
-    """As it was at that moment: its units and cuts say what the positions mean."""
+    """As it was at that moment: its units and segments say what the positions mean."""
     reopened: bool = False
     """True if samples of these draws were in a shard that was damaged."""
 
@@ -156,9 +152,9 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
     if now is not None:
         return
     columns = {
-        **{_COLUMNS.get(name, name): value for name, value in asdict(row).items()},
+        **asdict(row),
         "options": json.dumps(dict(row.options)),
-        "segments": json.dumps(row.cuts),
+        "segments": json.dumps(row.segments),
         "past": json.dumps(row.past),
         "bytes": nbytes,
         "created": time.time(),
@@ -172,8 +168,8 @@ def add_source(connection: Connection, row: SourceRow, nbytes: int, *, new: bool
 
 
 def positions_done(connection: Connection, source: SourceRow) -> int:
-    """Positions of the present turn that are done, skipped and tried ones included; less the open ones of earlier
-    turns."""
+    """Positions of the present pass that are done, skipped and tried ones included; less the open ones of earlier
+    passes."""
     query = "SELECT coalesce(sum(stop - start), 0) FROM claims WHERE source = ? AND tried IS NULL"
     pending = connection.execute(query, (source.id,)).fetchone()[0]
     return max(0, source.frontier - int(pending))
@@ -186,7 +182,7 @@ class Job:
     id: str
     source: str
     wanted: int | None
-    """Samples to commit; None for the rest of the turn."""
+    """Samples to commit; None for the rest of the pass."""
     committed: int
     skipped: int
     """Draws that could not be used, since the present pass began."""
@@ -250,7 +246,7 @@ def open_job(
     room: Room | None = None,
     next_pass: bool = True,
 ) -> tuple[str, SourceRow]:
-    """Begin a pull: its id and the source. A complete turn is followed by a new one
+    """Begin a pull: its id and the source. A complete pass is followed by a new one
     when samples are asked for by number, unless ``next_pass`` is False. ``room`` says how room may be made for it, also
     by the trainers' snapshots.
 
@@ -277,7 +273,7 @@ def claim(
     connection: Connection, job: str, *, holder: str, most: int, stop_at: Callable[[int, int, int], int] | None = None,
     reopened: bool = False,
 ) -> Claim | None:  # fmt: skip
-    """Up to ``most`` positions for a worker of ``job``, or None when the job or the turn has none left to give.
+    """Up to ``most`` positions for a worker of ``job``, or None when the job or the pass has none left to give.
     ``stop_at(pass_number, start, stop)`` says where a claim should rather end; ``reopened``: only of reopened draws. A
     job's budget counts what is committed and what its workers are on, so that together they never draw too many.
     """
@@ -399,14 +395,14 @@ def begin_next_pass(connection: Connection, source: str) -> bool:
     if row is None or not _over(connection, row):
         return False
     connection.execute("DELETE FROM claims WHERE source = ?", (source,))  # tried in vain: this pass tries once more
-    past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.cuts)])
+    past = still_there(connection, source, [*row.past, (row.pass_number, row.units, row.segments)])
     connection.execute(
         "UPDATE sources SET pass_number = pass_number + 1, frontier = 0, skipped = 0, segments = '[]', past = ?,"
         " began_at_moves = (SELECT moves FROM cache) WHERE id = ?",
         (json.dumps(past), source),
     )
     connection.execute("UPDATE jobs SET skipped = 0 WHERE source = ?", (source,))
-    event(connection, time.time(), "turn", row.url, f"pass {row.pass_number + 2} begins", dataset=row.dataset)
+    event(connection, time.time(), "pass", row.url, f"pass {row.pass_number + 2} begins", dataset=row.dataset)
     return True
 
 
@@ -428,7 +424,7 @@ class Copies:
     """As in the catalog: of thousands few are looked into."""
 
     def ranges(self, source: SourceRow) -> tuple[tuple[int, int], ...]:
-        """Positions of that turn. Raises :class:`ForeignValue` for more than the source ever had."""
+        """Positions of that pass. Raises :class:`ForeignValue` for more than the source ever had."""
         ranges = tuple((start, stop) for start, stop in json.loads(self.draws))
         units = max([source.units, *(units for _, units, _ in source.past)])
         if not all(0 <= start <= stop <= units for start, stop in ranges):
@@ -437,7 +433,7 @@ class Copies:
 
 
 def copies(connection: Connection, source: str, *, but: int | None = None) -> list[Copies]:
-    """What snapshots to come have of ``source``, draws of the turn ``but`` left out; a retiring shard is in none of
+    """What snapshots to come have of ``source``, draws of the pass ``but`` left out; a retiring shard is in none of
     these."""
     rows = connection.execute(
         "SELECT id, pass_number, draws FROM shards"

@@ -3,7 +3,7 @@
 A segment is in force with one transaction::
 
     a folder elsewhere  -- charged, copied beside -->  transaction: the source is still what it was
-                                                       -> renamed into place, units and cuts in its row, record written
+                                                       -> renamed into place, units and segments in its row, record
 
 Killed before the transaction ends, the source is what it was: what lies in the segment's place then is removed by the
 next that grows it.
@@ -89,17 +89,17 @@ def grow_source(
 
 
 def _grow(connection: Connection, source: SourceRow, *, units: int, identity: str, complete: bool) -> SourceRow:
-    """Append units to a source that is still as in ``source``: a segment of its present turn.
+    """Append units to a source that is still as in ``source``: a segment of its present pass.
 
     Raises :class:`UsageError` when another process was first.
     """
     now = source_row(connection, source.id)
     if now is None or (now.units, now.identity) != (source.units, source.identity):
         raise UsageError(f"another process lists {source.url} into this cache at this moment; try again later")
-    cuts = [*now.cuts, now.units] if 0 < now.units < units else now.cuts
+    segments = [*now.segments, now.units] if 0 < now.units < units else now.segments
     connection.execute(
         "UPDATE sources SET units = ?, samples = ?, identity = ?, complete = ?, segments = ? WHERE id = ?",
-        (units, units, identity, complete, json.dumps(cuts), source.id),
+        (units, units, identity, complete, json.dumps(segments), source.id),
     )
     text = f"{units} units, {units - now.units} of them new"
     event(connection, time.time(), "grown", source.url, text, dataset=source.dataset)

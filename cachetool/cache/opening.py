@@ -95,7 +95,7 @@ def open_root(
             if create and (saved := settings(layout)).keys() == {"max_size", "min_free"}:
                 cache.make_again(saved)
             _recover(cache, notify, create=create)
-            if size is not None and size != cache.catalog.meta("max_size"):
+            if size is not None and size != cache.catalog.number("max_size"):
                 from cachetool.cache.capping import refuse
 
                 with cache.catalog.write() as connection:
@@ -115,7 +115,7 @@ def _left(layout: Layout) -> int | None:
     if not layout.catalog.exists():
         return None
     with contextlib.suppress(CapacityError, CatalogError), contextlib.closing(Catalog(layout.catalog)) as catalog:
-        return catalog.meta("max_size")
+        return catalog.number("max_size")
     return None
 
 

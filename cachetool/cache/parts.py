@@ -51,12 +51,12 @@ def join(connection: Connection, layout: Layout, source: SourceRow, part: str, *
 
 
 def follow(connection: Connection, source: SourceRow) -> bool:
-    """Bring a source to the pass and to the cuts of ``source`` when it is behind; whether it was."""
+    """Bring a source to the pass and to the segments of ``source`` when it is behind; whether it was."""
     now = source_row(connection, source.id)
     assert now is not None
-    if now.pass_number > source.pass_number or (now.pass_number, now.cuts, now.complete) == (
+    if now.pass_number > source.pass_number or (now.pass_number, now.segments, now.complete) == (
         source.pass_number,
-        source.cuts,
+        source.segments,
         source.complete,
     ):
         return False
@@ -66,7 +66,7 @@ def follow(connection: Connection, source: SourceRow) -> bool:
         connection.execute("UPDATE sources SET frontier = 0, skipped = 0 WHERE id = ?", (source.id,))
     connection.execute(
         "UPDATE sources SET pass_number = ?, segments = ?, past = ?, complete = ? WHERE id = ?",
-        (source.pass_number, json.dumps(source.cuts), json.dumps(source.past), source.complete, source.id),
+        (source.pass_number, json.dumps(source.segments), json.dumps(source.past), source.complete, source.id),
     )
     return True
 

@@ -151,7 +151,7 @@ def record_bound(schema: Sequence[Mapping[str, Any]], disk_block: int, nbytes: i
 
 
 def source_progress(connection: Connection, source: str | None) -> Record | None:
-    """The row of a source, which draws of its present pass are not done, and which of any pass were reopened: turn,
+    """The row of a source, which draws of its present pass are not done, and which of any pass were reopened: pass,
     start, stop; inside a transaction."""
     row = connection.execute("SELECT * FROM sources WHERE id = ?", (source,)).fetchone()
     if row is None:

@@ -114,7 +114,7 @@ class CacheDir:
     def holder(self) -> Holder:
         """This process as the cache knows it; made at first use, which is also when a new cap takes effect."""
         if not self.root.exists():
-            self.catalog.meta("version")  # makes it again, if that may be
+            self.catalog.number("version")  # makes it again, if that may be
         self.settle_cap()
         return holders.holder_of(self.layout.holders, self._user)
 
@@ -122,7 +122,7 @@ class CacheDir:
         """Make the cap that this was opened with the cache's own."""
         catalog = self.catalog
         wanted = {key: value for key, value in self._wanted.items() if value is not None}
-        if any(catalog.meta(key) != value for key, value in wanted.items()):
+        if any(catalog.number(key) != value for key, value in wanted.items()):
             from cachetool.cache.capping import change
 
             with catalog.write() as connection:
@@ -138,7 +138,7 @@ class CacheDir:
 
     def _mark(self) -> None:
         """Write the settings into the marker; inside the transaction that wrote them into the catalog."""
-        mark(self.layout, **{key: self._catalog.meta(key) for key in ("max_size", "min_free")})
+        mark(self.layout, **{key: self._catalog.number(key) for key in ("max_size", "min_free")})
 
     def recover(self, *, patience: float = PATIENCE) -> int:
         """Finish what dead processes left behind; gives how many died. ``patience``: as of :meth:`Catalog.write`."""
@@ -155,19 +155,19 @@ class CacheDir:
     def max_size(self) -> int:
         """The cap in bytes."""
         wanted = self._wanted["max_size"]
-        return self.catalog.meta("max_size") if wanted is None else wanted
+        return self.catalog.number("max_size") if wanted is None else wanted
 
     @property
     def min_free(self) -> int:
         """Bytes of the disk that stay free."""
         if (wanted := self._wanted["min_free"]) is not None:
             return wanted
-        return self.catalog.meta("min_free") if self._exists else 0
+        return self.catalog.number("min_free") if self._exists else 0
 
     @property
     def version(self) -> int:
         """The catalog's version: raised by every commit and every eviction."""
-        return self.catalog.meta("version")
+        return self.catalog.number("version")
 
     def datasets(self) -> list[str]:
         """Names of the datasets, oldest first."""

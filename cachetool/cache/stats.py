@@ -76,7 +76,7 @@ class PullState:
     """Units of the present pass that are done."""
     units: int
     """Units in a pass; 0 until the source is listed."""
-    turn: int
+    pass_number: int
     """Which pass, from 1."""
     used: int
     """Bytes charged against the cap."""
@@ -176,7 +176,7 @@ def pull_state(connection: Connection, layout: Layout, source: str) -> PullState
         fetched=fetched["fetched"] if fetched else 0,
         drawn=positions_done(connection, source_now) if source_now else 0,
         units=source_now.units if source_now else 0,
-        turn=source_now.pass_number + 1 if source_now else 1,
+        pass_number=source_now.pass_number + 1 if source_now else 1,
         used=measure(connection, layout).total,
         max_size=int(cap),
         evicted=int(evicted),

@@ -89,7 +89,7 @@ def _unmake(cache: CacheDir, folders: list[Path]) -> None:
                 return
             if holders.live_locks(layout.holders):
                 return
-            wanted = {key: cache.catalog.meta(key) for key in ("max_size", "min_free")}
+            wanted = {key: cache.catalog.number(key) for key in ("max_size", "min_free")}
             # Another process that waits for this lock, or opens the folder from now on, finds none: to write it makes a
             # new one, to read it says that the cache is gone.
             os.rename(layout.root, aside)

@@ -96,7 +96,7 @@ def measure(connection: Connection, layout: Layout) -> Usage:
 
 def is_copied(catalog: Catalog, layout: Layout) -> bool:
     """Whether what is charged was measured on a file system with other blocks: the same files take other room here."""
-    return catalog.meta("disk_block") != layout.disk_block
+    return catalog.number("disk_block") != layout.disk_block
 
 
 def charge_anew(connection: Connection, layout: Layout) -> None:

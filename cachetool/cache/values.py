@@ -43,7 +43,7 @@ def _numbers(text: str) -> bool:
 
 
 def _past(text: str) -> bool:
-    return all(_numbers(json.dumps([number, units, *cuts])) for number, units, cuts in json.loads(text))
+    return all(_numbers(json.dumps([number, units, *segments])) for number, units, segments in json.loads(text))
 
 
 def _schema(text: str) -> bool:

@@ -153,8 +153,8 @@ def _check_names(layout: Layout, result: Verified, catalog_ids: set[str] | None,
 
 def _write_marker(layout: Layout, catalog: Catalog, result: Verified, wrong: str) -> None:
     with catalog.write():
-        cap = catalog.meta("max_size")
-        mark(layout, max_size=cap, min_free=catalog.meta("min_free"))
+        cap = catalog.number("max_size")
+        mark(layout, max_size=cap, min_free=catalog.number("min_free"))
     action = f"made again, with the cap of {format_size(cap)} that the catalog has"
     result.problems.append(Problem(f"it {wrong}", file=layout.marker.name, action=action))
 
@@ -188,7 +188,7 @@ def _check_marker(
     """The cap that counts is the catalog's; the other is for when that is lost, and must not differ then."""
     try:
         with catalog.write() if repair else catalog.read():
-            real = {name: catalog.meta(name) for name in ("max_size", "min_free")}
+            real = {name: catalog.number(name) for name in ("max_size", "min_free")}
             said = settings(layout)
             differ = [name for name, value in real.items() if marker is None and said.get(name) != value]
             if differ and repair:

@@ -364,13 +364,13 @@ class Replicate(Work):
         source, rows = self._source, self._crew.source_rows()
         far = max((row for row, _ in rows), key=lambda row: row.pass_number, default=source)
         if far.pass_number > source.pass_number:
-            source = replace(source, pass_number=far.pass_number, cuts=far.cuts, past=far.past)
+            source = replace(source, pass_number=far.pass_number, segments=far.segments, past=far.past)
         done = [reached if row.pass_number == source.pass_number else 0 for row, reached in rows]
         done += [0] * (len(self._crew.nodes) - len(rows))
         wanted = self._pull_job.wanted
         if wanted is not None and min(done) >= source.units:
-            past = (*source.past, (source.pass_number, source.units, source.cuts))
-            source, done = replace(source, pass_number=source.pass_number + 1, cuts=(), past=past), [0]
+            past = (*source.past, (source.pass_number, source.units, source.segments))
+            source, done = replace(source, pass_number=source.pass_number + 1, segments=(), past=past), [0]
         if wanted is not None:
             self._upto = min(source.units, max(done) + wanted)
         with self._cache.catalog.write() as connection:

@@ -91,7 +91,7 @@ class Permutation:
 class SegmentedOrder:
     """The order of ``0 .. n - 1`` segment by segment: what a pass goes through while its source still grows.
 
-    ``cuts`` are the places between segments, ascending. A segment is drawn in a seeded order of its own after all
+    ``segments`` are the places between segments, ascending. A segment is drawn in a seeded order of its own after all
     before it, so that one more segment changes nothing of what came before. ``sequential`` leaves all in place.
     Positions as for :class:`Permutation`, but arrays only.
     """
@@ -99,11 +99,11 @@ class SegmentedOrder:
     __slots__ = ("_bounds", "_parts", "_sequential")
 
     def __init__(
-        self, n: int, *, seed: int = 0, pass_number: int = 0, cuts: Sequence[int] = (), sequential: bool = False
+        self, n: int, *, seed: int = 0, pass_number: int = 0, segments: Sequence[int] = (), sequential: bool = False
     ):
-        bounds = [0, *cuts, n]
+        bounds = [0, *segments, n]
         if any(a >= b for a, b in pairwise(bounds)) and n:
-            raise UsageError(f"the cuts {list(cuts)} do not ascend inside 0 .. {n}")
+            raise UsageError(f"the segments {list(segments)} do not ascend inside 0 .. {n}")
         self._bounds = np.array(bounds, dtype=np.int64)
         self._sequential = sequential
         sizes = np.diff(self._bounds).tolist()

@@ -145,7 +145,7 @@ class BackgroundPull:
             return state
         return PullState(
             source=self._source, url=self.url, dataset="", pid=0, phase=STOPPED,
-            listed=0, samples=0, skipped=0, fetched=0, drawn=0, units=0, turn=1,
+            listed=0, samples=0, skipped=0, fetched=0, drawn=0, units=0, pass_number=1,
             used=0, max_size=cache.max_size, evicted=0, seconds=0.0, error=None,
         )  # fmt: skip
 

@@ -49,10 +49,10 @@ _Numbers = npt.NDArray[np.int64]
 
 def order_of_pass(source: Source, row: SourceRow, pass_number: int) -> DrawOrder:
     """What the positions of a pass mean, the present one or an earlier one."""
-    units, cuts = next((past[1:] for past in row.past if past[0] == pass_number), (row.units, row.cuts))
+    units, segments = next((past[1:] for past in row.past if past[0] == pass_number), (row.units, row.segments))
     if units < row.units:
-        cuts = (*cuts, units)  # units that came later were none of it
-    return source.order(seed=row.seed, pass_number=pass_number, cuts=cuts, sequential=row.sequential)
+        segments = (*segments, units)  # units that came later were none of it
+    return source.order(seed=row.seed, pass_number=pass_number, segments=segments, sequential=row.sequential)
 
 
 class Cached:

@@ -52,7 +52,7 @@ def prepare(channel: Channel, **arguments: Any) -> Message:
         probed = _first(source, task.order, gone)
         if task.refresh is not None and change is not None and not len(probed):  # all is gone: what came tells
             probing = open_source(task.url, Path(task.refresh, "segment"), options, pace=pace_of(task.pace))
-            probed = probing.order(**{**task.order, "cuts": ()})[np.arange(min(probing.units, PROBED))]
+            probed = probing.order(**{**task.order, "segments": ()})[np.arange(min(probing.units, PROBED))]
         channel.send({"probing": len(probed)})
         with naming_skip(skip_bad=task.skip_bad):
             probe = probing.probe(probed, skip_bad=task.skip_bad)

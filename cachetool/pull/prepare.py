@@ -152,7 +152,7 @@ def prepare(
             "seed": order[0],
             "sequential": order[1],
             "pass_number": source.pass_number if source else 0,
-            "cuts": source.cuts if source else (),
+            "segments": source.segments if source else (),
         },
         units=source.units if source else None,
         # Of a known dataset the fields are known: a bad object stops who draws it, not who only looks at it.

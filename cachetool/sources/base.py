@@ -111,9 +111,11 @@ class Source(Protocol):
     vanished: npt.NDArray[np.int64]
     """Units that a refresh of the listing did not find any more, ascending: they are not asked for."""
 
-    def order(self, *, seed: int, pass_number: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
-        """The order of pass number ``turn``, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so
-        that it may be asked for often."""
+    def order(
+        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
+    ) -> DrawOrder:
+        """The order of a pass, as :class:`cachetool.core.permutation.SegmentedOrder` has it; kept, so that it may be
+        asked for often."""
         ...
 
     def probe(self, units: npt.NDArray[np.int64], *, skip_bad: bool = False) -> Probe:

@@ -155,8 +155,10 @@ class FilesSource:
         self._order = functools.lru_cache(maxsize=2)(functools.partial(order_of, self._sizes))
         self.vanished = np.zeros(0, dtype=np.int64)
 
-    def order(self, *, seed: int, pass_number: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
-        """Units in a seeded order, then the rows of each. Files do not grow: there are no ``cuts``."""
+    def order(
+        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
+    ) -> DrawOrder:
+        """Units in a seeded order, then the rows of each. Files do not grow: there are no ``segments``."""
         return self._order(seed=seed, pass_number=pass_number, sequential=sequential)
 
     def probe(self, units: _Numbers, *, skip_bad: bool = False) -> Probe:

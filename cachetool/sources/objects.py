@@ -190,9 +190,11 @@ class ObjectsSource:
         self._reading: Fetcher[_Task, list[_Sample]] = Fetcher(self._read_task, threads)
         self._probing: Fetcher[_Task, list[_Shapes]] = Fetcher(self._probe_task, threads)
 
-    def order(self, *, seed: int, pass_number: int, cuts: Sequence[int] = (), sequential: bool = False) -> DrawOrder:
+    def order(
+        self, *, seed: int, pass_number: int, segments: Sequence[int] = (), sequential: bool = False
+    ) -> DrawOrder:
         """Every unit is one sample."""
-        return SegmentedOrder(self.units, seed=seed, pass_number=pass_number, cuts=cuts, sequential=sequential)
+        return SegmentedOrder(self.units, seed=seed, pass_number=pass_number, segments=segments, sequential=sequential)
 
     def probe(self, units: _Units, *, skip_bad: bool = False) -> Probe:
         """The schema and mean size of these units' samples; ``skip_bad`` leaves out those that do not fit the most."""

@@ -224,7 +224,7 @@ def test_another_cap_is_refused_while_another_process_uses_the_cache(cache: Cach
 def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
     with open_cache(root, max_size="40MB") as cache:
         cache.declare("default", SCHEMA)
-        first = cache.catalog.meta("pages")
+        first = cache.catalog.number("pages")
         with cache.catalog.write() as connection:
             connection.executemany(
                 "INSERT INTO shards (id, dataset, format, state, bytes, seq) VALUES (?, '', 'lmdb', 'staging', 0, 1)",
@@ -233,7 +233,7 @@ def test_the_catalogs_page_limit_grows_before_it_is_reached(root: Path) -> None:
         before = cache.usage().overhead
         put_shard(cache, 1000)
 
-        assert cache.catalog.meta("pages") == 2 * first
+        assert cache.catalog.number("pages") == 2 * first
         assert cache.usage().overhead > before
 
 
@@ -241,7 +241,7 @@ def test_a_limit_that_another_process_raised_is_seen_by_those_that_were_open(roo
     """SQLite's limit belongs to a connection: a reader must not find the disk full because a puller needed more."""
     with open_cache(root, max_size="40MB") as cache, CacheDir(root) as other:
         cache.declare("default", SCHEMA)
-        pages = other.catalog.meta("pages")
+        pages = other.catalog.number("pages")
         with cache.catalog.write() as connection:
             connection.execute("UPDATE cache SET pages = ?", (4 * pages,))
         with cache.catalog.write() as connection:
@@ -292,7 +292,7 @@ def test_another_cap_is_refused_at_the_first_write_when_somebody_came_since_it_w
         assert reader.stdout.readline() == "here\n"
         with pytest.raises(UsageError, match=f"while pid {reader.pid}"):
             late.snapshot()
-        assert late.catalog.meta("max_size") == 9_000_000
+        assert late.catalog.number("max_size") == 9_000_000
         reader.communicate()
         with late.snapshot():
             assert late.max_size == 20_000_000

@@ -119,7 +119,7 @@ def test_a_thread_that_waits_for_the_forking_one_does_not_stop_it_for_ever(
 def test_threads_that_fork_at_once_leave_no_lock_behind(cache: CacheDir) -> None:
     others = [CacheDir(cache.root) for _ in range(3)]
     for each in (cache, *others):
-        _ = each.catalog.meta("version")
+        _ = each.catalog.number("version")
     done: list[bool] = []
     threads = [threading.Thread(target=lambda: done.append(in_child(lambda: True))) for _ in range(8)]
     for thread in threads:

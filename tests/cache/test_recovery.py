@@ -362,7 +362,7 @@ def test_a_new_cap_comes_into_force_beside_what_a_dead_process_left(cache: Cache
         with open_cache(cache.root, max_size=size) as again:
             assert again.stats().leases == []
             assert again.holder.path.exists()
-            assert again.catalog.meta("max_size") == size
+            assert again.catalog.number("max_size") == size
 
 
 def test_a_recovery_that_removes_the_lock_file_under_examination_breaks_no_lock(

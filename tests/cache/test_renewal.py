@@ -157,7 +157,7 @@ def test_what_went_unread_is_left_for_the_next_once_more(cache: CacheDir, put: P
         other = cache.snapshot(sparing=True)
     provisional = cache.snapshot(sparing=True)
     provisional.release(unread=True)
-    assert cache.catalog.meta("seen") >= other.version, "others had it"
+    assert cache.catalog.number("seen") >= other.version, "others had it"
     other.release()
 
 
@@ -168,9 +168,9 @@ def test_an_exchange_gives_back_unread_what_is_still_held(cache: CacheDir, put: 
     with cache.snapshot(sparing=True, instead=first) as second:
         assert second.shards == first.shards
         assert len(cache.catalog.rows("SELECT * FROM leases")) == 1
-    seen = cache.catalog.meta("seen")
+    seen = cache.catalog.number("seen")
     with cache.snapshot(peek=True, instead=second):
-        assert cache.catalog.meta("seen") == seen, "it was read, then released"
+        assert cache.catalog.number("seen") == seen, "it was read, then released"
 
 
 def test_an_exchange_deletes_what_only_the_one_before_kept(cache: CacheDir, put: Put) -> None:

@@ -25,7 +25,7 @@ def test_an_empty_new_cache_goes_with_the_folders_above_it_and_the_object_stays_
             assert not cache.exists
         cache.declare("default", SCHEMA)
         put_shard(cache)
-        assert (cache.catalog.meta("max_size"), cache.catalog.meta("min_free")) == (4_000_000, 1000)
+        assert (cache.catalog.number("max_size"), cache.catalog.number("min_free")) == (4_000_000, 1000)
     with open_cache(tmp_path / "a" / "b") as again:
         assert len(again.shards()) == 1
 
@@ -80,7 +80,7 @@ def test_who_opened_a_cache_that_is_taken_away_makes_it_again_to_write_and_says_
             assert second.datasets() == []
             second.declare("default", SCHEMA)
             put_shard(second)
-            assert (second.catalog.meta("max_size"), second.catalog.meta("min_free")) == (4_000_000, 1000)
+            assert (second.catalog.number("max_size"), second.catalog.number("min_free")) == (4_000_000, 1000)
     with open_cache(root) as again:
         assert len(again.shards()) == 1
 

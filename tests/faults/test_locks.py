@@ -201,7 +201,7 @@ def test_a_program_that_keeps_sqlites_lock_is_named(root: Path, monkeypatch: pyt
             CacheDir(root) as cache,
             pytest.raises(CatalogError, match=rf"locked by pid {other.pid} \(.+kill {other.pid}"),
         ):
-            cache.catalog.meta("version")
+            cache.catalog.number("version")
         assert other.stdin is not None
         other.stdin.close()
 

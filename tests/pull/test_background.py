@@ -242,7 +242,7 @@ def test_a_full_cache_pauses_until_an_epoch_has_seen_it_and_the_cap_holds(digits
             # What the snapshot let go makes room for new samples; what it reads stays.
             until(lambda: {shard.id for shard in cache.shards()} - full)
             assert held <= set(os.listdir(cache.layout.shards))
-        until(lambda: background.progress().turn > 1 or background.progress().evicted > len(full) / 2)
+        until(lambda: background.progress().pass_number > 1 or background.progress().evicted > len(full) / 2)
         assert background.progress().used <= cache.max_size
         assert background.error is None
 

@@ -88,10 +88,10 @@ def test_after_each_refresh_a_listing_says_what_the_store_holds_and_no_number_me
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9), turn=st.integers(0, 3))
 def test_a_further_segment_changes_nothing_of_the_order_before_it(sizes: list[int], seed: int, turn: int) -> None:
     ends = np.cumsum(sizes).tolist()
-    whole = SegmentedOrder(ends[-1], seed=seed, pass_number=turn, cuts=ends[:-1])[np.arange(ends[-1])]
+    whole = SegmentedOrder(ends[-1], seed=seed, pass_number=turn, segments=ends[:-1])[np.arange(ends[-1])]
     assert sorted(whole) == list(range(ends[-1]))
     for number, end in enumerate(ends):
-        part = SegmentedOrder(end, seed=seed, pass_number=turn, cuts=ends[:number])[np.arange(end)]
+        part = SegmentedOrder(end, seed=seed, pass_number=turn, segments=ends[:number])[np.arange(end)]
         assert part.tolist() == whole[:end].tolist()
     first = Permutation(sizes[0], seed=seed, pass_number=turn)[np.arange(sizes[0])]
     assert whole[: sizes[0]].tolist() == first.tolist()

@@ -20,7 +20,7 @@ def read() -> None:
 
 
 with open_cache(root) as cache:
-    cache.catalog.meta("version")
+    cache.catalog.number("version")
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
