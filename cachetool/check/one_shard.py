@@ -16,7 +16,7 @@ from cachetool.cache.records import Record, read_shard_json
 from cachetool.core.errors import CorruptError
 from cachetool.core.extents import EXTENTS_FILE
 from cachetool.core.schema import Schema
-from cachetool.formats.digest import ContentDigest, file_digests, joined_digest
+from cachetool.formats.digest import ContentDigest, file_digests
 from cachetool.formats.files import refused_link
 from cachetool.formats.shard import CHECKSUMS_FILE, stored_checksums
 from cachetool.formats.tfrecord_package import PackageReader
@@ -76,8 +76,6 @@ def bad_files(folder: Path, value: Record) -> list[Fault]:
         if limit_error(error) is not None:
             raise
         return [Fault("data", str(error))]
-    if not wanted and joined_digest(digests) == value["digest"]:
-        return []  # of a time before the digests of single files were kept
     missing = [Fault("data", "it is missing", name) for name in wanted if name not in digests]
     more = [
         Fault("data", "it was not there when the shard was committed", name) for name in digests if name not in wanted

@@ -125,8 +125,8 @@ class Table:
             piece=about["piece"],
             in_order=about["in_order"],
             skipped=tuple((str(name), str(why)) for name, why in about["skipped"]),
-            ours=Exported.from_json(about["ours"]) if about.get("ours") is not None else None,
-            seen={int(number): (int(size), etag) for number, size, etag in about.get("seen", ())},
+            ours=Exported.from_json(about["ours"]) if about["ours"] is not None else None,
+            seen={int(number): (int(size), etag) for number, size, etag in about["seen"]},
             **arrays,
             starts=np.concatenate([[0], np.cumsum(arrays["rows"])]),
             cut_bounds=np.searchsorted(

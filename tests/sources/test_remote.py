@@ -426,13 +426,6 @@ def test_a_file_that_changed_after_an_index_without_etags_was_listed_is_never_re
         with contextlib.closing(source), pytest.raises(BadObject, match="changed since it was listed"):
             list(source.read(np.arange(100, 120), schema=schema))
 
-        table = tmp_path / "listing" / "table.json"
-        about = json.loads(table.read_text())
-        del about["seen"]  # as an earlier version wrote it
-        table.write_text(json.dumps(about))
-        with contextlib.closing(open_source(f"{server.url}/", tmp_path / "listing", options)) as source:
-            assert len(everything(source, np.arange(20))) == 20
-
 
 def test_an_index_of_records_is_of_the_file_that_lay_beside_it(tmp_path: Path) -> None:
     place = tmp_path / "place"
