@@ -241,7 +241,8 @@ def read(root: str, *, samples: int, seed: int, library: bool = False, each: int
 
 
 def watch_disk(root: str, *, told: str) -> None:
-    """Ask every 5 ms, by the clock, how many bytes of the disk are taken, those of the catalog left out; until SIGTERM.
+    """Ask every 5 ms, by the clock, how many bytes of the disk are taken, those of the catalog and of the history left
+    out; until SIGTERM.
 
     The most that were taken beside what is taken now, before anything is in the cache, goes into the file ``told``.
     """
@@ -249,11 +250,18 @@ def watch_disk(root: str, *, told: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     with contextlib.suppress(PermissionError):
         os.nice(-19)  # whoever watches must not wait for those who are watched
-    catalog = [f"{root}/catalog.sqlite3", f"{root}/catalog.sqlite3-journal"]
+    names = ("catalog.sqlite3", "catalog.sqlite3-journal", "history.json", "history.json.new")
+
+    def left_out() -> int:
+        total = 0
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(f"{root}/{name}").st_blocks * 512
+        return total
 
     def taken() -> int:
-        found = os.statvfs(root)
-        return -found.f_bavail * found.f_frsize - sum(os.stat(path).st_blocks * 512 for path in catalog)
+        before, disk = left_out(), os.statvfs(root)
+        return -disk.f_bavail * disk.f_frsize - max(before, left_out())  # a new history takes the place of the old one
 
     first, most, polls, longest = taken(), 0, 0, 0.0
     last = turn = time.monotonic()

@@ -23,6 +23,7 @@ import cachetool
 from cachetool.cache import CacheDir, open_cache
 from cachetool.core.block import Block
 from cachetool.core.errors import CorruptError, UsageError
+from cachetool.core.extents import Extents
 from cachetool.core.schema import Schema
 from cachetool.formats import format_names
 from cachetool.loaders.feed.batches import announced
@@ -236,6 +237,22 @@ def test_a_file_that_is_read_and_was_cut_short_meanwhile_is_named(size: int, man
     os.truncate(data, size)
     with pytest.raises(CorruptError, match=f"data.lmdb is cut short: it has {size} bytes"):
         gather(view, np.arange(3 * EACH, 4 * EACH), parts, SMALL)
+
+
+def test_a_size_that_no_file_has_is_refused_before_memory_is_asked_for(tmp_path: Path) -> None:
+    """Of a file that is read nobody has seen how long it is."""
+    from tests.loaders.numbered import KEYED
+
+    with open_cache(tmp_path / "cache", max_size="50MB") as cache:
+        put(cache, range(5, 15), schema=KEYED)
+        view = view_of(cache)
+    extents = Extents.from_buffer(view.parts[0].extents.read_bytes(), schema=KEYED, name="extents")
+    sizes = extents.fields["__key__"].sizes
+    assert sizes is not None
+    damaged = view.parts[0].extents.read_bytes().replace(sizes.tobytes(), (sizes + 2**60).tobytes())
+    view.parts[0].extents.write_bytes(damaged)
+    with pytest.raises(CorruptError, match=r"data.lmdb is cut short: it has [0-9]+ bytes, field '__key__'"):
+        gather(view, np.array([0]), MappedParts(maps=False), KEYED)
 
 
 def test_a_split_reads_its_keys_beyond_the_limit(tmp_path: Path, few_maps: Callable[[int], None]) -> None:

@@ -425,6 +425,9 @@ class _Opened:
             if samples and (min(first, last) < 0 or max(first, last) > size - place.nbytes):
                 raise short(path, size, field)
         else:
+            if place.file not in self._maps:  # else memory for its values would be asked for before it is read
+                with missing_is_corrupt(path):
+                    size = os.stat(path).st_size
             check_inside(path, size, field, place.locate(np.arange(samples))[0], sizes)
         if field.kind != "fixed":
             value_sizes = np.full(samples, place.nbytes) if sizes is None else sizes
