@@ -58,6 +58,6 @@ def test_files_damaged_at_a_few_places(tmp_path: Path, names: Sequence[str]) -> 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.timeout(7200)
 def test_files_damaged_anywhere(tmp_path: Path, figures: Figures, name: str) -> None:
-    for found in look(tmp_path, [name], cuts=200, flips=2000):
+    for found in look(tmp_path, [name], cuts=100, flips=700):
         figures(**{key.replace(" ", "_"): value for key, value in found.items() if key not in ("name", "bad")})
         keeps_the_law(found)
