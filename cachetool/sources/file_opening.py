@@ -77,7 +77,7 @@ class OpenedRows:
             "piece": piece,
             "in_order": in_order,
         }
-        self.ranges = StoreRanges(files)
+        self.ranges, self._files = StoreRanges(files), files
         self._name = names[0] if len(names) == 1 else files.store.url
         self._server, options = None, rows_options(options)
         if not kind.guarded:
@@ -108,7 +108,11 @@ class OpenedRows:
             return self._source.read(start, stop)
         self._server.failure = None
         with renamed(self._server.path, self._name, self._server):
-            return self._source.read(start, stop)
+            try:
+                return self._source.read(start, stop)
+            finally:  # what the child read by itself must be of the listed file
+                if self._server.opened is not None:
+                    self._files.path(self._server.opened)
 
     def __enter__(self) -> OpenedRows:
         return self

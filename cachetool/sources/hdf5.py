@@ -121,6 +121,9 @@ class _File:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
 
 
 def _datasets(
