@@ -180,7 +180,7 @@ def pull(
       cachetool pull s3://bucket/train/ --on ray --cache /data/{node}
     """
     from cachetool.api import open_cache
-    from cachetool.pull.prepare import check_place
+    from cachetool.sources.registry import check_place
 
     check_place(source)
     out = Output(as_json=as_json, quiet=quiet)

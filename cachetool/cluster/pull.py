@@ -28,8 +28,9 @@ from cachetool.proc.folders import make_folder
 from cachetool.proc.task import Message
 from cachetool.pull.job import PullJob, PullResult
 from cachetool.pull.options import PullOptions
-from cachetool.pull.prepare import check_place, source_id
+from cachetool.pull.prepare import source_id
 from cachetool.pull.run import pull
+from cachetool.sources.registry import check_place
 from cachetool.stores import redact
 
 __all__ = ["PLACEMENTS", "pull_over"]

@@ -40,9 +40,9 @@ from cachetool.proc.folders import make_missing, shortened
 from cachetool.proc.parent import LocalEngine
 from cachetool.proc.scratch import scratch
 from cachetool.proc.task import Channel, Message, Task
-from cachetool.pull.prepare import check_place
 from cachetool.sources import Source, SourceOptions, list_source, open_source
 from cachetool.sources.file_opening import run_of_blocks
+from cachetool.sources.registry import check_place
 from cachetool.stores import canonical, local_path, split_url
 from cachetool.stores.redact import printable
 

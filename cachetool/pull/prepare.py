@@ -31,12 +31,10 @@ from cachetool.pull.job import PrepareArguments, Prepared, too_many
 from cachetool.pull.options import PullOptions
 from cachetool.sources.listing import TABLE_FILE
 from cachetool.sources.segments import SEGMENT
-from cachetool.stores import canonical, local_path, redact, split_url
-from cachetool.stores.base import SCHEMES
+from cachetool.stores import canonical, local_path, split_url
 
 __all__ = [
     "cap_for_all",
-    "check_place",
     "drawn_as",
     "drawn_of",
     "faults_of",
@@ -61,17 +59,6 @@ def source_id(url: str, options: PullOptions) -> Id:
     """One source is one place, grouped in one way, for one dataset: what its draws are counted by."""
     text = json.dumps([canonical(url), options.source.numbering(), options.dataset])
     return Id(hashlib.sha256(text.encode()).hexdigest()[:16])
-
-
-def check_place(url: str) -> None:
-    """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
-    if not url.strip():
-        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
-    scheme, colon, address = url.partition(":")
-    if colon and scheme in SCHEMES and not address.startswith("//") and not Path(url).exists():
-        slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
-        meant = redact(f"{scheme}:{slashes}{address.lstrip('/')}")
-        raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
 
 
 def refuse_cache(url: str) -> None:

@@ -35,7 +35,6 @@ from cachetool.pull.job import AT_ITS_END, NodeCaches, Prepared, PullJob, PullRe
 from cachetool.pull.options import PullOptions
 from cachetool.pull.prepare import (
     cap_for_all,
-    check_place,
     drawn_as,
     drawn_of,
     faults_of,
@@ -52,6 +51,7 @@ from cachetool.pull.prepare import (
 )
 from cachetool.pull.reports import CacheFill, WorkerReports
 from cachetool.sources import SourceOptions
+from cachetool.sources.registry import check_place
 from cachetool.sources.segments import SEGMENT
 from cachetool.stores.credentials import marks
 

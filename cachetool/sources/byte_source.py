@@ -15,9 +15,9 @@ no way to the store: the guarded one, which a hostile file may command.
 The other side can ask for bytes of the files it was opened for, and nothing else. What the store raised is kept and
 raised again here, so that an unreachable store is not taken for a damaged file::
 
-    asked    {"spec": true} | {"part": [file, start, length]} | {"object": key}
+    asked    {"spec": true} | {"part": [file, start, length]} | {"object": key} | {"open": file}
              {"size": key} | {"part_of": [key, start, length]} | {"facts": {...}}                 a line of JSON
-    answer   i64 bytes (-1: there is none, -2: it failed), then the bytes
+    answer   i64 bytes (-1: there is none, -2: it failed), then the bytes; for "open" a 0 with a descriptor
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from cachetool.proc.scratch import scratch
 from cachetool.sources.fetch import Fetcher, Fetching
 from cachetool.sources.listing import Listing
 from cachetool.stores import Object, Store
-from cachetool.stores.base import Telling, check_identity
+from cachetool.stores.base import Opening, Telling, check_identity
 
 __all__ = [
     "Files",
@@ -89,6 +89,10 @@ class Ranges(Protocol):
         """Bytes of an object; None when it is not there."""
         ...
 
+    def opened(self, number: int) -> BinaryIO | None:
+        """A file whose bytes are at hand, to read and seek in; None when they must be fetched."""
+        ...
+
 
 def fetch_part(store: Store, item: Object, start: int, stop: int) -> memoryview:
     """Bytes ``start`` to ``stop`` of an object; all of it at once where these are all, which needs no ranges."""
@@ -123,6 +127,13 @@ class StoreRanges:
         """See :class:`Ranges`."""
         item = self._files.find(key)
         return None if item is None else self._part(key, item, start, length)
+
+    def opened(self, number: int) -> BinaryIO | None:
+        """See :class:`Ranges`."""
+        if not isinstance(self._store, Opening):
+            return None
+        # A larger buffer would read members of an archive that a survey skips.
+        return io.BufferedReader(self._store.opened(self._files.item(number)), BLOCK)
 
     def object(self, key: str) -> memoryview | bytes | None:
         """See :class:`Ranges`."""
@@ -183,12 +194,16 @@ class StoreRanges:
 class MemoryRanges:
     """One file that lies in memory."""
 
-    def __init__(self, body: memoryview) -> None:
+    def __init__(self, body: memoryview | bytes) -> None:
         self._body = body
 
-    def part(self, number: int, start: int, length: int) -> memoryview:
+    def part(self, number: int, start: int, length: int) -> memoryview | bytes:
         """See :class:`Ranges`."""
         return self._body[start : start + length]
+
+    def opened(self, number: int) -> BinaryIO:
+        """See :class:`Ranges`."""
+        return io.BytesIO(self._body)
 
     def object(self, key: str) -> None:
         """See :class:`Ranges`: there are no others."""
@@ -210,6 +225,8 @@ class RangeServer:
         """What the child told."""
         self.failure: CacheToolError | None = None
         """What the store raised last."""
+        self.opened: int | None = None
+        """The file of this machine that the child has opened last, and reads by itself."""
         # The name of a socket has room for about 100 bytes.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONG else "/tmp"
         self._folder = contextlib.ExitStack()
@@ -238,7 +255,11 @@ class RangeServer:
         with connection, connection.makefile("rb") as asked, contextlib.suppress(OSError):
             while line := asked.readline(_MAX_REQUEST):
                 try:
-                    body = self._answer(json.loads(line))
+                    request = json.loads(line)
+                    if "open" in request:
+                        self._hand_over(connection, int(request["open"]))
+                        continue
+                    body = self._answer(request)
                 except CacheToolError as error:
                     self.failure = error
                     connection.sendall(_HEAD.pack(_FAILED))
@@ -248,6 +269,15 @@ class RangeServer:
                     connection.sendall(_HEAD.pack(_ABSENT if body is None else len(body)))
                     if body:
                         connection.sendall(body)
+
+    def _hand_over(self, connection: socket.socket, number: int) -> None:
+        file = self.ranges.opened(number)
+        if file is None:
+            connection.sendall(_HEAD.pack(_ABSENT))
+            return
+        with file:
+            self.opened = number
+            socket.send_fds(connection, [_HEAD.pack(0)], [file.fileno()])
 
     def _answer(self, asked: Mapping[str, Any]) -> memoryview | bytes | None:
         if "spec" in asked:
@@ -293,6 +323,17 @@ class ServedRanges:
     def part_of(self, key: str, start: int, length: int) -> bytes | None:
         """See :class:`Ranges`."""
         return self._ask({"part_of": [key, start, length]})
+
+    def opened(self, number: int) -> BinaryIO | None:
+        """See :class:`Ranges`."""
+        with self._lock:
+            self._socket.sendall(json.dumps({"open": number}).encode() + b"\n")
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1)
+        if descriptors:
+            return os.fdopen(descriptors[0], "rb", BLOCK)
+        if _HEAD.unpack(head)[0] != _ABSENT:
+            raise OSError("it could not be opened")
+        return None
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Say something about the next file."""
@@ -415,13 +456,15 @@ class SourceFile:
         return str(self.name)
 
     def open(self) -> BinaryIO:
-        """Open it to read here and there: every read asks for these bytes."""
-        return cast(BinaryIO, RangeFile(self.ranges, self.number, self.size))
+        """Open it to read here and there: every read asks for these bytes, unless they are at hand."""
+        return self._at_hand() or cast(BinaryIO, RangeFile(self.ranges, self.number, self.size))
 
     def stream(self) -> BinaryIO:
         """Open it to be read from its beginning on; what lies ahead is fetched meanwhile."""
-        kind = RangeFile if isinstance(self.ranges, MemoryRanges) else _Ahead
-        return io.BufferedReader(kind(self.ranges, self.number, self.size), _STRIDE)
+        return self._at_hand() or io.BufferedReader(_Ahead(self.ranges, self.number, self.size), _STRIDE)
+
+    def _at_hand(self) -> BinaryIO | None:
+        return self.ranges.opened(self.number) if self.in_order else None  # else what is fetched is counted
 
 
 Seen = Mapping[int, tuple[int, str | None]]
@@ -440,6 +483,11 @@ class Files:
             for number, (size, etag) in (seen or {}).items()
         }
         self._lock = threading.Lock()
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether they can be opened on this machine."""
+        return isinstance(self.store, Opening)
 
     def item(self, number: int) -> Object:
         """An object by its number, with its size: where the listing does not tell it, the store is asked once."""

@@ -86,6 +86,7 @@ class _Look:
         self._in_order = survey == "all"
         self._numbers = range(files.listing.objects)
         self._skipped: list[tuple[str, str]] = []
+        self._mean = 0
 
     def write(self, *, alone: bool) -> list[FileFacts]:
         """Write the tables; gives what each file is, or nothing where each is one unit."""
@@ -106,7 +107,7 @@ class _Look:
         skipped = tuple(self._skipped) if len(facts) == 1 else bounded(self._skipped)
         write_table(
             self._folder, self._kind, self._options, facts, files=len(facts) or len(self._numbers), parts=parts,
-            seen=self._files.seen(), in_order=self._in_order, **({"skipped": skipped} | more),
+            seen=self._files.seen(), mean=self._mean, in_order=self._in_order, **({"skipped": skipped} | more),
         )  # fmt: skip
 
     def _rows(self) -> list[FileFacts]:
@@ -145,8 +146,15 @@ class _Look:
         ) as opened:
             facts = [FileFacts(**file_facts) for file_facts in opened.facts]
             _check(self._files, self._kind, facts)
+            self._measure(opened, facts)
             self._table(facts, roots=roots, folders=folders, skipped=opened.skipped, ours=ours)
         return facts
+
+    def _measure(self, opened: OpenedRows | WholeFile, facts: list[FileFacts]) -> None:
+        """Look at the first sample, whose size stands for all where they differ, while a process has its file open."""
+        fixed = all(Schema.from_json(file_facts.schema).is_fixed for file_facts in facts)
+        if self._in_order and not self._mean and not fixed and any(file_facts.rows for file_facts in facts):
+            self._mean = max(1, opened.read(0, 1).nbytes)
 
     def _records(self, ours: Exported | None, *, alone: bool) -> list[FileFacts]:
         files = self._files
@@ -177,6 +185,8 @@ class _Look:
             ]
             unit_bytes = _IN_ORDER if self._in_order else UNIT_BYTES
             facts = facts_of_records(opened, files.item(number).size, unit_bytes)
+            if self._kind.guarded:
+                self._measure(whole, [facts])
         if not self._in_order and not facts.parts and hasattr(opened, "places"):
             raise BadObject(
                 f"{files.name(number)!r} is packed as a whole and larger than can be read at random; unpack it, or"

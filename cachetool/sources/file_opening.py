@@ -77,7 +77,7 @@ class OpenedRows:
             "piece": piece,
             "in_order": in_order,
         }
-        self.ranges = StoreRanges(files)
+        self.ranges, self._files = StoreRanges(files), files
         self._name = names[0] if len(names) == 1 else files.store.url
         self._server, options = None, rows_options(options)
         if not kind.guarded:
@@ -108,7 +108,11 @@ class OpenedRows:
             return self._source.read(start, stop)
         self._server.failure = None
         with renamed(self._server.path, self._name, self._server):
-            return self._source.read(start, stop)
+            try:
+                return self._source.read(start, stop)
+            finally:  # what the child read by itself must be of the listed file
+                if self._server.opened is not None:
+                    self._files.path(self._server.opened)
 
     def __enter__(self) -> OpenedRows:
         return self
@@ -149,7 +153,7 @@ class WholeFile:
         self._stack = contextlib.ExitStack()
         self._source: RandomAccess | None = None
         self._running: Iterator[Block] = iter(())
-        self._at = 0
+        self._at = self._sample_bytes = 0
         self._rest: Block | None = None
 
     def opened(self) -> RandomAccess | RecordFile:
@@ -182,7 +186,9 @@ class WholeFile:
         if self._by_path:
             source = cast(RandomAccess, self.opened())
             with renamed(source.path, self._files.item(self._number).key):  # type: ignore[attr-defined]
-                return Block.concat(list(run_of_blocks(source, start, stop)))
+                blocks = list(run_of_blocks(source, start, stop, sample_bytes=self._sample_bytes))
+            self._sample_bytes = max(1, blocks[-1].nbytes // len(blocks[-1]))
+            return Block.concat(blocks)
         if start < self._at or self._rest is None:
             self._running, self._at = cast(RecordFile, self.opened()).blocks(), 0
             self._rest = next(self._running, None)
@@ -230,9 +236,14 @@ class Readable(Protocol):
         ...
 
 
-def run_of_blocks(reader: Readable, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before."""
-    step = 1 if not reader.schema.is_fixed else block_bytes // max(1, reader.schema.fixed_nbytes)
+def run_of_blocks(
+    reader: Readable, start: int, stop: int, *, block_bytes: int = BLOCK_BYTES, sample_bytes: int = 0
+) -> Iterator[Block]:
+    """Samples ``start`` to ``stop`` of a reader, in blocks of about 8 MB, judged by the one before: images take more
+    bytes than they have in the file. ``sample_bytes``: what a sample took in a run before; 0: there was none."""
+    if reader.schema.is_fixed:
+        sample_bytes = max(1, reader.schema.fixed_nbytes)
+    step = block_bytes // (sample_bytes or block_bytes)
     at = start
     while at < stop:
         block = reader.read(at, min(at + max(1, step), stop))

@@ -156,9 +156,12 @@ class _Opened:
         for layout in table.layouts[1:]:
             self._schema = common(self._schema, layout.schema, first=Path("one file"), then=Path("another"))
         self._open: OpenedRows | None = None
+        self._at_hand = table.in_order and not table.roots and files.at_hand
         self.fetched = 0
 
     def wants(self, run: Run) -> list[Want]:
+        if self._at_hand:  # whoever needs them reads them out of the file
+            return []
         return [Want(item, start, stop) for item, start, stop in self._table.parts_of(run).tolist()]
 
     def nbytes(self, run: Run) -> int:
@@ -205,7 +208,7 @@ class _Records:
         self.fetched = 0
         self._open: tuple[int, WholeFile] | None = None
         self._in_parts = np.zeros(len(table.rows), dtype=np.bool_)
-        self._in_parts[np.unique(table.parts[:, 0])] = True
+        self._in_parts[table.parts[:, 0]] = True
         by_path = table.kind.by_path or table.ours is not None
         self.in_order = bool(not table.file_is_unit and not by_path and not self._in_parts.all())
 
@@ -237,9 +240,9 @@ class _Records:
         else:
             if self._kind.name == "tar" and not table.file_is_unit:
                 bodies.append(memoryview(bytes(_TAR_END)))
-            body = bodies[0] if len(bodies) == 1 else memoryview(b"".join(bodies))
+            body = bodies[0] if len(bodies) == 1 else b"".join(bodies)
             file = SourceFile(
-                Path(item.key), len(body), MemoryRanges(body), schema=layout.schema if layout else None,
+                Path(item.key), len(body), MemoryRanges(body), in_order=True, schema=layout.schema if layout else None,
                 names=layout.names if layout else {},
             )  # fmt: skip
             source: RecordFile = self._kind.opened(file, records_options(self._options, self._kind))

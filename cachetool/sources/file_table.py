@@ -87,6 +87,8 @@ class Table:
     layouts: tuple[Layout, ...]
     """Empty for archives and records, whose fields are seen when they are read."""
     piece: int
+    mean: int
+    """Bytes of a sample's values, by the first; 0 where nobody looked."""
     in_order: bool
     """Whether rows were counted on to be read from the first to the last."""
     skipped: tuple[tuple[str, str], ...]
@@ -123,6 +125,7 @@ class Table:
             file_is_unit=about["whole"],
             layouts=layouts,
             piece=about["piece"],
+            mean=about.get("mean", 0),
             in_order=about["in_order"],
             skipped=tuple((str(name), str(why)) for name, why in about["skipped"]),
             ours=Exported.from_json(about["ours"]) if about["ours"] is not None else None,
@@ -187,7 +190,7 @@ class Table:
         chunks = self.chunk[files]
         start = rows // np.maximum(chunks, 1) * chunks
         stop = np.minimum(start + chunks, self.rows[files])
-        for file in np.unique(files[chunks == 0]):
+        for file in sorted(set(files[chunks == 0].tolist())):
             in_file = files == file
             sizes = self._cuts_of(file)
             ends = np.cumsum(sizes)
@@ -226,6 +229,7 @@ def write_table(
     parts: Sequence[tuple[int, int, int, int, int]] = (),
     ours: Exported | None = None,
     seen: Seen | None = None,
+    mean: int = 0,
     in_order: bool = False,
 ) -> None:
     """Write the tables of ``files`` files into the folder of their listing. Without ``facts`` each is one unit."""
@@ -262,6 +266,7 @@ def write_table(
         "whole": not facts,
         "layouts": [json.loads(encoded) for encoded in layouts],
         "piece": max((file_facts.piece for file_facts in facts), default=0),
+        "mean": mean,
         "in_order": in_order,
         "skipped": skipped,
         "ours": None if ours is None else ours.to_json(),

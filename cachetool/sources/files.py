@@ -168,7 +168,7 @@ class FilesSource:
 
     def _looked(self, units: _Numbers, *, skip_bad: bool) -> Probe:
         if self._table.layouts and (self._table.in_order or not self._table.kind.records):
-            _, firsts = np.unique(self._table.layout, return_index=True)
+            firsts = np.flatnonzero(np.diff(np.maximum.accumulate(self._table.layout), prepend=-1))
             layouts = zip(firsts.tolist(), self._table.layouts, strict=True)
             by_name = [(self._called(file), layout.schema) for file, layout in layouts]
             schema = self._schema(common_of(by_name, sparse=self._sparse))
@@ -176,6 +176,8 @@ class FilesSource:
                 return Probe(schema, max(1, schema.fixed_nbytes))
             if self._images and self._table.in_order:
                 return self._all_images(schema)
+            if self._table.mean:
+                return Probe(schema, self._table.mean)
             return self._probed(schema, self._some(units, schema, skip_bad=skip_bad), 1, skip_bad=skip_bad)
         blocks: list[Block] = []
         names: list[str] = []

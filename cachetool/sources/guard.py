@@ -80,7 +80,10 @@ class GuardedFile(ClosingFile):
         child = self._open()
         child.ask({"read": [start, stop]})
         with self._closing_on_error():
-            return child.block(self.schema)
+            block = child.block(self.schema)
+            if (count := len(block)) != stop - start:  # of none for ever a caller would ask for ever
+                raise BadObject(f"{self.path}: its reader talks nonsense: {count} samples instead of {stop - start}")
+            return block
 
     def close(self) -> None:
         """End the process."""

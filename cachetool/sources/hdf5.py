@@ -121,6 +121,9 @@ class _File:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._bytes is not None:
+            self._bytes.close()
+            self._bytes = None
 
 
 def _datasets(
@@ -230,7 +233,7 @@ def _column(file: _File, name: str, dataset: Any, *, stored: int) -> StoredColum
 
     read = fetch
     if dataset.chunks is not None:
-        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0], ahead=0)
+        slab = Slab(fetch, rows=dataset.shape[0], row_nbytes=row, chunk=dataset.chunks[0])
         file.slabs.append(slab)
         read = slab.read
     packed = dataset.chunks or dataset.id.get_create_plist().get_nfilters() or not _plain(dataset, dtype)

@@ -19,13 +19,25 @@ from cachetool.sources.options import SourceOptions
 from cachetool.sources.rate_limit import RateLimit, paced
 from cachetool.sources.segments import SegmentedListing
 from cachetool.stores import Limits, Object, Store, local_path, redact, split_url
+from cachetool.stores.base import SCHEMES
 from cachetool.stores.registry import open_store
 
 if TYPE_CHECKING:
     from cachetool.sources.file_listing import Survey
     from cachetool.sources.kinds import Kind
 
-__all__ = ["list_source", "open_source", "refuse_empty"]
+__all__ = ["check_place", "list_source", "open_source", "refuse_empty"]
+
+
+def check_place(url: str) -> None:
+    """Raise :class:`UsageError` for the name of a source that is none, or that has a slash too few to be a URL."""
+    if not url.strip():
+        raise UsageError("the source is empty; name a folder or a URL such as s3://bucket/prefix/")
+    scheme, colon, address = url.partition(":")
+    if colon and scheme in SCHEMES and not address.startswith("//") and not Path(url).exists():
+        slashes = "///" if scheme == "file" else "//"  # what follows two of them is a host
+        meant = redact(f"{scheme}:{slashes}{address.lstrip('/')}")
+        raise UsageError(f"{scheme}:... is no folder that is there, and a URL has two slashes; did you mean {meant} ?")
 
 
 def list_source(
@@ -183,8 +195,6 @@ def open_source(
     Raises :class:`CorruptError` for a listing that is not whole, :class:`UsageError` for one grouped otherwise, and the
     errors of :func:`cachetool.stores.open_store`.
     """
-    from cachetool.sources.objects import ObjectsSource
-
     options = options or SourceOptions()
     if (folder / TABLE_FILE).exists():
         from cachetool.sources.files import open_files_source
@@ -202,6 +212,8 @@ def open_source(
             local=_folder_of(place),
             number=number,
         )
+    from cachetool.sources.objects import ObjectsSource
+
     listing = SegmentedListing.open(folder, units=units)
     if listing.stem != options.stem:
         raise UsageError(

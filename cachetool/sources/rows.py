@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cachetool.core.block import BLOCK_BYTES, Block, Column, Ragged
+from cachetool.core.block import Block, Column, Ragged
 from cachetool.core.errors import BadObject, CorruptError, UsageError
 from cachetool.core.schema import KEY, Field, Schema
 from cachetool.formats.columnar import parse_header
@@ -52,12 +52,8 @@ Array = npt.NDArray[Any]
 class Slab:
     """The last run of rows read, aligned to chunks; rows are handed out as views of it."""
 
-    def __init__(
-        self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int, ahead: int | None = None
-    ) -> None:
-        """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all. At least
-        ``ahead`` bytes are read at a time."""
-        self._ahead = BLOCK_BYTES if ahead is None else ahead
+    def __init__(self, fetch: Callable[[int, int], Array], *, rows: int, row_nbytes: int, chunk: int) -> None:
+        """``fetch(start, stop)`` gives fresh rows; ``chunk`` rows are stored together, of ``rows`` in all."""
         self._fetch, self._rows, self._row_nbytes, self._chunk = fetch, rows, max(1, row_nbytes), chunk
         self.share(1)
         self._start = self._stop = 0
@@ -69,7 +65,8 @@ class Slab:
         while start < stop:
             if self._kept is None or not self._start <= start < self._stop:
                 self._start = start // self._step * self._step
-                self._stop = min(self._start + self._step, self._rows)
+                asked = -(-(stop - self._start) // self._step) * self._step
+                self._stop = min(self._start + min(asked, self._most), self._rows)
                 self._kept = None  # let go of it before the next one is made
                 self._kept = self._fetch(self._start, self._stop)
             end = min(stop, self._stop)
@@ -80,8 +77,8 @@ class Slab:
     def share(self, slabs: int) -> None:
         """Keep no more than this one's part, of so many."""
         fit = max(1, SLABS_BYTES // slabs // self._row_nbytes)
-        want = max(1, self._ahead // self._row_nbytes)
-        self._step = fit if self._chunk > fit else -(-min(want, fit) // self._chunk) * self._chunk
+        self._step = min(self._chunk, fit)
+        self._most = fit // self._step * self._step
 
     def drop(self) -> None:
         """Let go of the rows kept; views that were handed out stay valid."""

@@ -302,7 +302,6 @@ def _column(
         rows=array.shape[0],
         row_nbytes=row,
         chunk=chunk_rows,
-        ahead=0,
     )
     slabs.append(slab)
     return StoredColumn(

@@ -7,6 +7,7 @@ path. Store objects are used by many threads of one process at once, and never i
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -23,6 +24,7 @@ __all__ = [
     "ZARR_METADATA",
     "Limits",
     "Object",
+    "Opening",
     "OrderedStore",
     "Pages",
     "Store",
@@ -149,6 +151,15 @@ class Telling(Protocol):
 
     def seen(self) -> Mapping[str, str]:
         """The ETag that parts of objects had so far, by key; of those asked for last."""
+        ...
+
+
+@runtime_checkable
+class Opening(Protocol):
+    """An optional power: stores of this machine, whose files are opened once and read here and there."""
+
+    def opened(self, item: Object) -> io.RawIOBase:
+        """The object as a file. Opening and reading raise what :meth:`Store.get` raises."""
         ...
 
 

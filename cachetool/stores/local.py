@@ -8,11 +8,13 @@ and its size.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from cachetool.core.errors import AccessDenied, BadObject, NotFound, SourceError, Unreachable, UsageError
 from cachetool.stores.base import EXHAUSTED, Object, Pages, check_identity, check_length
@@ -168,13 +170,20 @@ class LocalStore:
         """``length`` bytes from ``start``."""
         return self._read(item, start, length)
 
+    def opened(self, item: Object) -> io.RawIOBase:
+        """The file, opened; see :class:`cachetool.stores.base.Opening`."""
+        fd = self._open(item)
+        try:
+            _check(fd, item)
+            return _ListedFile(fd, item, self.url)
+        except BaseException:
+            os.close(fd)
+            raise
+
     def _read(self, item: Object, start: int, length: int | None) -> memoryview:
         fd = self._open(item)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadObject(f"{item.key!r} is no regular file any more")
-            check_identity(item, size=status.st_size, etag=_etag(status))
+            status = _check(fd, item)
             left = status.st_size if length is None else length
             want = left
             parts = []
@@ -182,8 +191,7 @@ class LocalStore:
                 parts.append(part)
                 start += len(part)
                 left -= len(part)
-            status = os.fstat(fd)  # again: it may have been written to meanwhile
-            check_identity(item, size=status.st_size, etag=_etag(status))
+            _check(fd, item)  # again: it may have been written to meanwhile
         except OSError as error:
             raise SourceError(f"{self.url!r}: {item.key!r} cannot be read: {error.strerror}") from error
         finally:
@@ -194,6 +202,32 @@ class LocalStore:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+class _ListedFile(io.FileIO):
+    """A file that still is the listed one after each read."""
+
+    def __init__(self, fd: int, item: Object, url: str) -> None:
+        super().__init__(fd)
+        self._item, self._url = item, url
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read as any file does; see :meth:`cachetool.stores.base.Store.get` for the errors."""
+        try:
+            count = super().readinto(buffer)
+            _check(self.fileno(), self._item)
+        except OSError as error:
+            raise SourceError(f"{self._url!r}: {self._item.key!r} cannot be read: {error.strerror}") from error
+        return count
+
+
+def _check(fd: int, item: Object) -> os.stat_result:
+    """The status of an open file. Raises :class:`BadObject` unless it is the listed one."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BadObject(f"{item.key!r} is no regular file any more")
+    check_identity(item, size=status.st_size, etag=_etag(status))
+    return status
 
 
 def _etag(status: os.stat_result) -> str:

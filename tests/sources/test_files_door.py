@@ -19,9 +19,9 @@ import zarr
 from cachetool.core.block import Block, Ragged
 from cachetool.core.errors import BadObject, NotFound, UsageError
 from cachetool.core.schema import Field, Schema
-from cachetool.sources import SourceOptions
+from cachetool.sources import SourceOptions, guard
 from cachetool.sources.guard import read_block
-from tests.sources.files import file_kind, open_files, same
+from tests.sources.files import file_kind, open_files, read, same
 from tests.sources.test_files_tar import write as write_tar
 from tests.sources.test_files_tfrecord import INTS, ONE, example
 from tests.sources.test_files_tfrecord import write as write_tfrecord
@@ -280,6 +280,19 @@ def test_a_reader_that_dies_while_it_starts_is_an_error(tmp_path: Path, monkeypa
 
     with pytest.raises(BadObject, match=r"x\.h5: .*the process that read it ended with code 1"):
         open_files(tmp_path / "x.h5")
+
+
+def test_a_reader_under_a_hostile_files_command_cannot_keep_its_caller_asking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sends no samples was asked for the same ones again, for ever."""
+    with lmdb.open(os.fspath(tmp_path / "x.lmdb"), subdir=False) as env, env.begin(write=True) as txn:
+        txn.put(b"a", b"value")
+
+    with open_files(tmp_path / "x.lmdb") as source:
+        monkeypatch.setattr(guard._Child, "block", lambda _, schema: Block.from_samples(schema, []))
+        with pytest.raises(BadObject, match=r"x\.lmdb: its reader talks nonsense: 0 samples instead of 1"):
+            read(source, 0, 1)
 
 
 def test_ragged_columns_are_views_of_what_came() -> None:

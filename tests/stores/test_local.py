@@ -71,8 +71,10 @@ def test_a_link_out_put_in_a_files_place_is_not_followed(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "a.npy").symlink_to(tmp_path / "secret")
 
-    with pytest.raises(BadObject, match=r"a\.npy"):
-        open_local_store(folder).get(Object("a.npy", 1))
+    store = open_local_store(folder)
+    for take in (store.get, store.opened):
+        with pytest.raises(BadObject, match=r"a\.npy"):
+            take(Object("a.npy", 1))
 
 
 def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
@@ -81,8 +83,9 @@ def test_a_pipe_or_folder_put_in_a_files_place_is_an_error_and_not_a_hang(tmp_pa
     store = open_local_store(tmp_path)
 
     for key in ("a.npy", "b.npy"):
-        with pytest.raises(BadObject, match="no regular file"):
-            store.get(Object(key, 1))
+        for take in (store.get, store.opened):
+            with pytest.raises(BadObject, match="no regular file"):
+                take(Object(key, 1))
 
 
 def test_a_file_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
