@@ -125,7 +125,7 @@ class Table:
             file_is_unit=about["whole"],
             layouts=layouts,
             piece=about["piece"],
-            mean=about.get("mean", 0),
+            mean=about["mean"],
             in_order=about["in_order"],
             skipped=tuple((str(name), str(why)) for name, why in about["skipped"]),
             ours=Exported.from_json(about["ours"]) if about["ours"] is not None else None,

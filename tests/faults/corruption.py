@@ -59,6 +59,7 @@ from cachetool.formats.shard import (
 from cachetool.loaders.read.gather import Parts, gather, open_by_library
 from cachetool.loaders.read.mapped import MappedParts
 from cachetool.loaders.view import View
+from cachetool.proc import boot
 from cachetool.proc.task import Task
 from cachetool.sources import guard
 from tests.faults.damage import Case, Forked, Report, cases, look_at_all
@@ -562,6 +563,11 @@ def look_at(folder: Path, name: str, *, cuts: int, flips: int, seed: int) -> Rep
         shutil.rmtree(folder)
 
 
+def popen(command: Sequence[str], **options: Any) -> Any:
+    """A reader of files of others is a fork, anything else a program."""
+    return (Forked if "cachetool.sources.guarded" in command[-1] else subprocess.Popen)(command, **options)
+
+
 def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -> None:
     """Look at files of these kinds, one kind after another."""
     warnings.simplefilter("ignore")
@@ -571,9 +577,7 @@ def main(folder: Path, cuts: int, flips: int, seed: int, names: Sequence[str]) -
         __import__(f"cachetool.formats.{module}")
         __import__(f"cachetool.sources.{module}")
     guard.CPU_SECONDS = 2
-    guard.subprocess = SimpleNamespace(  # type: ignore[assignment]
-        DEVNULL=subprocess.DEVNULL, Popen=Forked, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    vars(boot)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=popen)
     exporting.LocalEngine = Here  # type: ignore[assignment, misc]
     for number, name in enumerate(names):
         report = look_at(folder / str(number), name, cuts=cuts, flips=flips, seed=seed)

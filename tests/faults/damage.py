@@ -187,7 +187,7 @@ def _high_water() -> int:
 
 
 class Forked:
-    """Stands for ``subprocess.Popen`` in :mod:`cachetool.sources.guard`: the same function in a forked process, with
+    """Stands for ``subprocess.Popen`` in :mod:`cachetool.proc.boot`: the same function in a forked process, with
     the same pipes and limits, without the imports."""
 
     most_mib = 0
